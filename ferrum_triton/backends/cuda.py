@@ -1,0 +1,18 @@
+"""Compiled Triton kernels on CUDA tensors; dense products through cuBLAS."""
+
+import torch
+
+from ferrum_triton.backends.backend import Backend
+from ferrum_triton.backends.triton_provider import load_kernels
+from ferrum_triton.errors import BackendUnavailable
+
+
+def load() -> Backend:
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(
+            "backend 'cuda' needs a CUDA build of torch and a visible NVIDIA GPU; torch "
+            f"{torch.__version__} sees none. `ferrum-triton doctor` says what is missing; "
+            "get_backend('cpu') runs everywhere."
+        )
+    load_kernels("cuda")
+    return Backend("cuda", device="cuda", providers=("triton", "blas"))

@@ -1,0 +1,15 @@
+"""Metal shaders through ``torch.mps``: the place is kept, the shaders are still to come."""
+
+import torch
+
+from ferrum_triton.backends.backend import Backend
+from ferrum_triton.errors import BackendUnavailable
+
+
+def load() -> Backend:
+    if not torch.backends.mps.is_available():
+        raise BackendUnavailable(
+            "backend 'metal' needs macOS on Apple silicon and a torch with MPS; "
+            "get_backend('cpu') runs everywhere."
+        )
+    return Backend("metal", device="mps", providers=("metal", "reference"))

@@ -1,0 +1,142 @@
+"""What tensors an op accepts, declared once and checked at every backend's door.
+
+A contract maps each tensor parameter to ``dtypes[dims]``::
+
+    {"x": "T[..., hidden_size]", "weight": "float[hidden_size]", "ids": "int[num_tokens]"}
+
+``T`` is one activation dtype shared by every parameter that names it; the other words are the
+classes in :data:`DTYPES`. A dimension is a name (equal wherever it appears in one call), a number,
+or ``...`` for any leading dimensions. The last dimension must have stride 1; every other stride is
+free, except that a tensor the op writes may not overlap itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.errors import InputError
+
+ACTIVATIONS = (torch.float32, torch.float16, torch.bfloat16)
+
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "T": ACTIVATIONS,
+    "float": ACTIVATIONS,
+    "int": (torch.int32, torch.int64),
+    "uint8": (torch.uint8,),
+    "any": (
+        *ACTIVATIONS,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The dtypes and dimensions one parameter may have."""
+
+    text: str
+    dtype_class: str
+    dims: tuple[str, ...]  # without the leading "..."
+    any_leading: bool
+
+    @classmethod
+    def parse(cls, text: str) -> TensorSpec:
+        match = re.fullmatch(r"(\w+)\[(.*)\]", text)
+        if match is None or match[1] not in DTYPES:
+            raise ValueError(f"not a tensor spec: {text!r}")
+        dims = tuple(part.strip() for part in match[2].split(",") if part.strip())
+        any_leading = dims[:1] == ("...",)
+        return cls(text, match[1], dims[any_leading:], any_leading)
+
+
+class Contract:
+    """The specs of every tensor parameter of one op."""
+
+    def __init__(self, op: str, specs: Mapping[str, str], mutates: tuple[str, ...]) -> None:
+        self.op = op
+        self.specs = {name: TensorSpec.parse(text) for name, text in specs.items()}
+        self.mutates = mutates
+
+    def check(self, arguments: Mapping[str, object], device_type: str) -> None:
+        """Raise :class:`InputError` unless every tensor of a call meets its spec.
+
+        Args:
+            arguments: parameter name to value, for every parameter of the op.
+            device_type: where the tensors must lie, e.g. ``"cuda"``.
+        """
+        bound: dict[str, tuple[int, str]] = {}
+        first: Tensor | None = None
+        shared_dtype: tuple[torch.dtype, str] | None = None
+        for name, spec in self.specs.items():
+            value = arguments[name]
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                self._reject(name, f"a {type(value).__name__}", f"a tensor {spec.text}")
+            first = value if first is None else first
+            self._check_device(name, value, first, device_type)
+            if value.dtype not in DTYPES[spec.dtype_class]:
+                allowed = ", ".join(_name(dtype) for dtype in DTYPES[spec.dtype_class])
+                self._reject(name, _name(value.dtype), allowed, f"Convert {name} with .to().")
+            if spec.dtype_class == "T":
+                if shared_dtype is not None and value.dtype != shared_dtype[0]:
+                    want, owner = shared_dtype
+                    allowed = f"{_name(want)}, the dtype of {owner}"
+                    self._reject(name, _name(value.dtype), allowed, f"Convert {name} with .to().")
+                shared_dtype = (value.dtype, name)
+            self._check_shape(name, value, spec, bound)
+            self._check_strides(name, value)
+
+    def _check_device(self, name: str, value: Tensor, first: Tensor, device_type: str) -> None:
+        if value.device.type != device_type:
+            advice = f"Move it with .to({device_type!r}) or choose the backend of its device."
+            self._reject(name, f"on {value.device}", f"on {device_type}", advice)
+        if value.device != first.device:
+            self._reject(name, f"on {value.device}", f"on {first.device}, as the first tensor")
+
+    def _check_shape(
+        self, name: str, value: Tensor, spec: TensorSpec, bound: dict[str, tuple[int, str]]
+    ) -> None:
+        shape = tuple(value.shape)
+        if len(shape) < len(spec.dims) or (len(shape) > len(spec.dims) and not spec.any_leading):
+            self._reject(name, f"of shape {list(shape)}", f"shape {spec.text}")
+        for dim, size in zip(spec.dims, shape[len(shape) - len(spec.dims) :], strict=True):
+            want, owner = (
+                (int(dim), dim) if dim.isdecimal() else bound.setdefault(dim, (size, name))
+            )
+            if size != want:
+                source = "" if owner == dim else f" from {owner}"
+                self._reject(
+                    name, f"of shape {list(shape)}", f"{spec.text} with {dim} = {want}{source}"
+                )
+
+    def _check_strides(self, name: str, value: Tensor) -> None:
+        if value.numel() == 0 or value.dim() == 0:
+            return
+        if value.size(-1) > 1 and value.stride(-1) != 1:
+            got = f"of stride {value.stride(-1)} in the last dimension"
+            self._reject(name, got, "stride 1 there", f"Pass {name}.contiguous().")
+        steps = zip(value.shape, value.stride(), strict=True)
+        overlaps = any(size > 1 and stride == 0 for size, stride in steps)
+        if name in self.mutates and overlaps:
+            got = f"expanded (strides {list(value.stride())})"
+            self._reject(name, got, "memory of its own, since the op writes it", "Clone it first.")
+
+    def _reject(self, argument: str, got: str, allowed: str, advice: str = "") -> None:
+        raise InputError(
+            self.op, argument, got, allowed, advice or f"See the docstring of {self.op}."
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,10 @@
+"""The ``"triton"`` provider: importing this package registers every kernel's launcher."""
+
+from importlib import import_module
+
+from ferrum_triton.ops import FAMILIES
+
+# Dense products are cuBLAS's.
+for _family in FAMILIES:
+    if _family != "linear":
+        import_module(f"ferrum_triton.kernels.{_family}")

@@ -1,0 +1,234 @@
+"""Elementwise, activation and layout ops: one program per block of one row."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.rows import as_flat, as_rows
+from ferrum_triton.ops import elementwise as ops
+
+# 1024 elements on 4 warps: one 16-byte access of 16-bit values a thread.
+BLOCK, WARPS = 1024, 4
+
+
+@triton.jit
+def row_and_columns(num_cols, BLOCK_C: tl.constexpr):
+    """The row of this program and its columns, both int64, with the columns' mask."""
+    blocks_per_row = tl.cdiv(num_cols, BLOCK_C)
+    row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    block = (tl.program_id(0) % blocks_per_row).to(tl.int64)
+    cols = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    return row, cols, cols < num_cols
+
+
+@triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """silu(gate) · up, or the tanh form of gelu(gate) · up."""
+    if GELU:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        # tanh(z) = 2 sigmoid(2z) - 1, which does not overflow on either side.
+        activated = gate * tl.sigmoid(2.0 * inner)
+    else:
+        activated = gate * tl.sigmoid(gate)
+    return activated * up
+
+
+@kernel
+def _gated_split_kernel(
+    y_ptr,  # [num_tokens, intermediate_size]
+    gate_up_ptr,  # [num_tokens, 2 * intermediate_size]
+    stride_y_token,
+    stride_gate_up_token,
+    intermediate_size,
+    GELU: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    token, i, mask = row_and_columns(intermediate_size, BLOCK_C)
+    gate_ptr = gate_up_ptr + token * stride_gate_up_token + i
+
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + intermediate_size, mask=mask, other=0.0).to(tl.float32)
+
+    y = gated(gate, up, GELU)
+    tl.store(y_ptr + token * stride_y_token + i, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _add_kernel(
+    dst_ptr,  # [num_rows, num_cols], updated
+    src_ptr,  # [num_rows, num_cols]
+    stride_dst_row,
+    stride_src_row,
+    num_cols,
+    scale,
+    HAS_SCALE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row, col, mask = row_and_columns(num_cols, BLOCK_C)
+    dst_block = dst_ptr + row * stride_dst_row + col
+
+    src = tl.load(src_ptr + row * stride_src_row + col, mask=mask).to(tl.float32)
+    dst = tl.load(dst_block, mask=mask).to(tl.float32)
+    if HAS_SCALE:
+        src *= scale
+
+    tl.store(dst_block, (dst + src).to(dst_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel(do_not_specialize=("length",))
+def _copy_kernel(
+    dst_ptr,  # [length]
+    src_ptr,  # [length]
+    length,
+    BLOCK_C: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    values = tl.load(src_ptr + i, mask=i < length)
+    tl.store(dst_ptr + i, values.to(dst_ptr.dtype.element_ty), mask=i < length)
+
+
+@kernel
+def _transpose_kernel(
+    y_ptr,  # [num_inner, num_outer, size]
+    x_ptr,  # [num_outer, num_inner, size]
+    stride_y_inner,
+    stride_y_outer,
+    stride_x_outer,
+    stride_x_inner,
+    num_outer,
+    num_rows,  # num_outer * num_inner
+    size,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    blocks_per_row = tl.cdiv(size, BLOCK_C)
+    first = (tl.program_id(0) // blocks_per_row).to(tl.int64) * BLOCK_R
+    row = (first + tl.arange(0, BLOCK_R))[:, None]
+    col = (tl.program_id(0) % blocks_per_row * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    mask = (row < num_rows) & (col < size)
+    inner, outer = row // num_outer, row % num_outer
+
+    x = tl.load(x_ptr + outer * stride_x_outer + inner * stride_x_inner + col, mask=mask)
+    tl.store(y_ptr + inner * stride_y_inner + outer * stride_y_outer + col, x, mask=mask)
+
+
+def _gated_split(name: str, gate_up: Tensor, out: Tensor | None, gelu: bool) -> Tensor:
+    shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    y = torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    if y.numel() == 0:
+        return y
+    rows, y_rows = as_rows(name, "gate_up", gate_up), as_rows(name, "out", y)
+    num_tokens, intermediate_size = y_rows.shape
+    _gated_split_kernel.launch(
+        (num_tokens * triton.cdiv(intermediate_size, BLOCK),),
+        y_rows,
+        rows,
+        y_rows.stride(0),
+        rows.stride(0),
+        intermediate_size,
+        GELU=gelu,
+        BLOCK_C=BLOCK,
+        num_warps=WARPS,
+    )
+    return y
+
+
+@ops.fused_silu_mul_split.impl("triton")
+def fused_silu_mul_split(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return _gated_split("fused_silu_mul_split", gate_up, out, gelu=False)
+
+
+@ops.fused_gelu_tanh_mul_split.impl("triton")
+def fused_gelu_tanh_mul_split(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return _gated_split("fused_gelu_tanh_mul_split", gate_up, out, gelu=True)
+
+
+def _launch_add(dst: Tensor, src: Tensor, scale: float | None = None) -> None:
+    """dst += scale * src for [num_rows, num_cols]; a row stride of 0 repeats one row of src."""
+    num_rows, num_cols = dst.shape
+    _add_kernel.launch(
+        (num_rows * triton.cdiv(num_cols, BLOCK),),
+        dst,
+        src,
+        dst.stride(0),
+        src.stride(0),
+        num_cols,
+        0.0 if scale is None else float(scale),
+        HAS_SCALE=scale is not None,
+        BLOCK_C=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+@ops.add_inplace.impl("triton")
+def add_inplace(residual: Tensor, x: Tensor) -> None:
+    if x.numel():
+        dst, src = as_rows("add_inplace", "residual", residual), as_rows("add_inplace", "x", x)
+        _launch_add(*as_flat(dst, src))
+
+
+@ops.scaled_add_inplace.impl("triton")
+def scaled_add_inplace(dst: Tensor, src: Tensor, scale: float) -> None:
+    if src.numel():
+        rows = as_rows("scaled_add_inplace", "dst", dst), as_rows("scaled_add_inplace", "src", src)
+        _launch_add(*as_flat(*rows), scale)
+
+
+@ops.add_bias.impl("triton")
+def add_bias(x: Tensor, bias: Tensor) -> None:
+    if x.numel():
+        rows = as_rows("add_bias", "x", x)
+        _launch_add(rows, bias.expand(rows.shape))
+
+
+@ops.copy_slice.impl("triton")
+def copy_slice(
+    src: Tensor,
+    dst: Tensor,
+    src_offset: int = 0,
+    dst_offset: int = 0,
+    length: int | None = None,
+) -> None:
+    source, target = src.view(-1)[src_offset:], dst.view(-1)[dst_offset:]
+    length = min(source.numel(), target.numel()) if length is None else length
+    if length:
+        grid = (triton.cdiv(length, BLOCK),)
+        _copy_kernel.launch(grid, target, source, length, BLOCK_C=BLOCK, num_warps=WARPS)
+
+
+def _transpose(x: Tensor, out: Tensor | None) -> Tensor:
+    num_outer, num_inner, size = x.shape
+    shape = (num_inner, num_outer, size)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
+    if x.numel() == 0:
+        return y
+    block_c = min(triton.next_power_of_2(size), 256)
+    block_r = max(2048 // block_c, 1)
+    _transpose_kernel.launch(
+        (triton.cdiv(num_outer * num_inner, block_r) * triton.cdiv(size, block_c),),
+        y,
+        x,
+        y.stride(0),
+        y.stride(1),
+        x.stride(0),
+        x.stride(1),
+        num_outer,
+        num_outer * num_inner,
+        size,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        num_warps=WARPS,
+    )
+    return y
+
+
+@ops.transpose_head_to_token.impl("triton")
+def transpose_head_to_token(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return _transpose(x, out)
+
+
+@ops.transpose_token_to_head.impl("triton")
+def transpose_token_to_head(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return _transpose(x, out)

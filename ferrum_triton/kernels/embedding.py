@@ -1,0 +1,74 @@
+"""Embedding rows: one program per block of one row."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.errors import FerrumError
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.rows import as_rows
+from ferrum_triton.ops import embedding as ops
+
+
+@kernel(do_not_specialize=("num_ids",))
+def _embedding_lookup_kernel(
+    y_ptr,  # [num_ids, hidden_size]
+    table_ptr,  # [vocab_size, hidden_size]
+    ids_ptr,  # [num_ids]
+    stride_y_token,
+    stride_table_row,
+    num_ids,
+    vocab_size,
+    hidden_size,
+    BLOCK_H: tl.constexpr,
+):
+    blocks_per_row = tl.cdiv(hidden_size, BLOCK_H)
+    token = (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    h = tl.program_id(0) % blocks_per_row * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = h < hidden_size
+
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    known = (row >= 0) & (row < vocab_size)
+
+    values = tl.load(table_ptr + row * stride_table_row + h, mask=mask & known, other=0.0)
+    tl.store(y_ptr + token * stride_y_token + h, values, mask=mask)
+
+
+@ops.embedding_lookup_dev.impl("triton")
+def embedding_lookup_dev(table: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
+    vocab_size, hidden_size = table.shape
+    shape = (*ids.shape, hidden_size)
+    y = torch.empty(shape, dtype=table.dtype, device=table.device) if out is None else out
+    if y.numel() == 0:
+        return y
+    flat_ids = ids if ids.dim() == 1 else ids.reshape(-1)
+    y_rows = as_rows("embedding_lookup_dev", "out", y)
+    block = min(triton.next_power_of_2(hidden_size), 1024)
+    _embedding_lookup_kernel.launch(
+        (y_rows.shape[0] * triton.cdiv(hidden_size, block),),
+        y_rows,
+        table,
+        flat_ids,
+        y_rows.stride(0),
+        table.stride(0),
+        y_rows.shape[0],
+        vocab_size,
+        hidden_size,
+        BLOCK_H=block,
+        num_warps=min(max(block // 256, 1), 4),
+    )
+    return y
+
+
+@ops.embedding_lookup.impl("triton")
+def embedding_lookup(table: Tensor, ids: Sequence[int], *, out: Tensor | None = None) -> Tensor:
+    if table.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise FerrumError(
+            "embedding_lookup takes ids from the host, which a replayed graph would not see; "
+            "capture embedding_lookup_dev instead."
+        )
+    device_ids = torch.tensor(ids, dtype=torch.int32, device=table.device)
+    return embedding_lookup_dev(table, device_ids, out=out)

@@ -1,0 +1,17 @@
+"""The op definitions, one module a family. Importing this package fills ``registry.OPS``."""
+
+from importlib import import_module
+
+FAMILIES = (
+    "norm",
+    "elementwise",
+    "embedding",
+    "linear",
+    "kv_cache",
+    "rope",
+    "attention",
+    "sampling",
+)
+
+for _family in FAMILIES:
+    import_module(f"ferrum_triton.ops.{_family}")

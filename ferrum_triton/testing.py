@@ -1,0 +1,112 @@
+"""Sample tensors, tolerances and comparison, shared by the tests and the benches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Relative and absolute error an implementation may show against the float64 reference, by the
+# dtype of its output. The unit roundoff is 2^-24, 2^-11 and 2^-8; a result is rounded once from a
+# float32 computation whose own error grows with the length of its sums, hence the head-room: 40
+# roundoffs in float32 (sums of some thousand terms), 4 in fp16 and bf16 (rounded inputs of a
+# tensor-core product, such as the softmax weights, add to the final rounding).
+TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
+    torch.float64: (1e-12, 1e-12),
+    torch.float32: (2.5e-6, 2.5e-6),
+    torch.float16: (2e-3, 2e-3),
+    torch.bfloat16: (1.6e-2, 1.6e-2),
+}
+
+
+@dataclass
+class TensorFactory:
+    """Makes the tensors of one sample: fresh random values from one seed.
+
+    Attributes:
+        dtype: the activation dtype of the sample (``T`` in a contract).
+        device: where the tensors lie; ``"meta"`` makes shapes without memory.
+        seed: of the generator.
+    """
+
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(self.seed)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
+
+    def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Normal values in the sample's dtype."""
+        if torch.device(self.device).type == "meta":
+            return torch.empty(shape, dtype=self.dtype, device="meta")
+        if torch.device(self.device).type == "cuda":
+            # Large bench inputs: drawn on the device, from the same seed's next value.
+            seed = int(torch.randint(2**62, (), generator=self._generator))
+            generator = torch.Generator(self.device).manual_seed(seed)
+            drawn = torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
+            return (drawn * scale).to(self.dtype)
+        return (torch.randn(shape, generator=self._generator) * scale).to(self.dtype)
+
+    def weight(self, *shape: int) -> Tensor:
+        """Norm weights and biases: around one, in float32 whatever the sample's dtype."""
+        return self._place(1.0 + 0.2 * torch.randn(shape, generator=self._generator))
+
+    def scalar(self, low: float, high: float) -> float:
+        return low + (high - low) * float(torch.rand((), generator=self._generator))
+
+    def ints(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Uniform integers in [low, high)."""
+        return self._place(torch.randint(low, high, shape, generator=self._generator, dtype=dtype))
+
+    def distinct_ints(self, low: int, high: int, count: int) -> Tensor:
+        """``count`` different int32 from [low, high), in random order."""
+        order = torch.randperm(high - low, generator=self._generator)[:count] + low
+        return self._place(order.to(torch.int32))
+
+    def int_list(self, low: int, high: int, count: int) -> list[int]:
+        return torch.randint(low, high, (count,), generator=self._generator).tolist()
+
+    def bytes(self, *shape: int) -> Tensor:
+        """Uniform bytes."""
+        return self._place(
+            torch.randint(0, 256, shape, generator=self._generator, dtype=torch.uint8)
+        )
+
+    def rope(self, max_positions: int, rotary_dim: int) -> dict[str, Tensor]:
+        """cos and sin of random angles, [max_positions, rotary_dim / 2] in float32."""
+        angle = 6.3 * torch.rand(max_positions, rotary_dim // 2, generator=self._generator)
+        return {"cos": self._place(angle.cos()), "sin": self._place(angle.sin())}
+
+
+def tolerance(dtype: torch.dtype) -> tuple[float, float]:
+    """(rtol, atol) for outputs of ``dtype``; integers are compared exactly."""
+    return TOLERANCES.get(dtype, (0.0, 0.0))
+
+
+def assert_close(got: Tensor, want: Tensor, *, name: str = "output", scale: float = 1.0) -> None:
+    """Compare with a reference of higher precision, under the table's tolerance.
+
+    Args:
+        got: what an implementation returned.
+        want: the reference, same shape, in any dtype; infinities and NaN must match in place.
+        name: of the tensor, for the message.
+        scale: factor on the tolerance; a call that needs one says why.
+    """
+    rtol, atol = (scale * t for t in tolerance(got.dtype))
+    if got.dtype.is_floating_point:
+        want = want.to(got.dtype).double()  # overflow to inf where got's dtype overflows
+        got = got.double()
+    torch.testing.assert_close(
+        got.cpu(),
+        want.cpu(),
+        rtol=rtol,
+        atol=atol,
+        equal_nan=True,
+        check_dtype=False,
+        msg=lambda detail: f"{name}: {detail}",
+    )

@@ -1,0 +1,30 @@
+"""Set-up shared by every test: poisoned memory, hypothesis profiles, the GPU marker."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+# torch fills what it allocates with NaN (or the largest integer), so that a kernel which leaves an
+# element unwritten, or reads one it should not, shows.
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.utils.deterministic.fill_uninitialized_memory = True
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+_settings = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
+hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, **_settings)
+hypothesis.settings.register_profile("dev", max_examples=20, **_settings)
+hypothesis.settings.register_profile("nightly", max_examples=500, **_settings)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,148 @@
+"""What every op's tests are made of: samples laid out in guarded memory, and their comparison."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import Tensor
+
+from ferrum_triton.registry import OPS, Op
+from ferrum_triton.testing import TensorFactory, assert_close
+
+ALL_OPS = [pytest.param(op, id=name) for name, op in OPS.items()]
+BACKENDS = ["cpu", "interpret", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+# Ops that refuse strided tensors, and why; every other op must take them.
+CONTIGUOUS_ONLY = {"copy_slice": "addresses its tensors as one row of elements"}
+
+GUARD = 32  # elements before and after a tensor; 33 puts its start off the 16-byte grid
+LAYOUTS = ("plain", "misaligned", "padded", "permuted", "expanded")
+
+HUGE_STRIDE = 2**31 + 16  # elements; the offset of row 1 no longer fits an int32
+
+
+@dataclass
+class Buffer:
+    """A tensor inside a larger allocation whose other elements must never change."""
+
+    tensor: Tensor
+    flat: Tensor
+    guards: Tensor  # bool, True where flat is not part of the tensor
+    before: Tensor
+
+    def guards_intact(self) -> bool:
+        return torch.equal(_bits(self.flat)[self.guards], _bits(self.before)[self.guards])
+
+    def unchanged(self) -> bool:
+        return torch.equal(_bits(self.flat), _bits(self.before))
+
+
+def _bits(x: Tensor) -> Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.view(kinds[x.element_size()])
+
+
+def place(value: Tensor, layout: str, mutated: bool = False) -> Buffer:
+    """Copy ``value`` into guarded memory of the given layout."""
+    shape = list(value.shape)
+    guard = GUARD + (layout == "misaligned")
+    order = list(range(value.dim()))
+    pad = 0
+    if layout == "padded" and value.dim() >= 2:
+        pad = 5
+    elif layout == "permuted" and value.dim() >= 3:
+        order[0], order[1] = order[1], order[0]
+    strides, step = [0] * value.dim(), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+        if dim == order[-1]:
+            step += pad
+    if layout == "expanded" and value.dim() >= 2 and not mutated and shape[0] > 0:
+        value = value[:1].expand(shape)
+        strides[0] = 0
+    extent = (
+        1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if value.numel() else 0
+    )
+    poison = float("nan") if value.dtype.is_floating_point else torch.iinfo(value.dtype).max
+    flat = torch.full((2 * guard + extent,), poison, dtype=value.dtype, device=value.device)
+    inside = torch.ones_like(flat, dtype=torch.bool)
+    tensor = flat.as_strided(shape, strides, guard)
+    if value.numel():
+        base = value[:1] if strides and strides[0] == 0 and shape[0] > 1 else value
+        target = flat.as_strided(base.shape, strides, guard)
+        target.copy_(base)
+        inside.as_strided(shape, strides, guard).fill_(False)
+    return Buffer(tensor, flat, inside, flat.clone())
+
+
+def place_far_apart(value: Tensor) -> Tensor:
+    """``value`` with its rows more than 2^31 elements apart, in memory that is mostly virtual."""
+    extent = (value.shape[0] - 1) * HUGE_STRIDE + value[0].numel()
+    lazily = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, extent * value.element_size(), flags=lazily)
+    flat = torch.frombuffer(memory, dtype=value.dtype)
+    inner = value[0].contiguous().stride()
+    far = flat.as_strided(value.shape, (HUGE_STRIDE, *inner))
+    far.copy_(value)
+    return far
+
+
+def draw_axes(op: Op) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({name: st.sampled_from(list(v)) for name, v in op.axes.items()})
+
+
+def typical_axes(op: Op) -> dict[str, Any]:
+    """A middling point of the op's axes, with at least two of everything that counts."""
+    axes = {}
+    for name, values in op.axes.items():
+        sizes = [v for v in values if type(v) is int and v > 1]
+        axes[name] = (
+            sizes[0] if sizes and name not in ("qk_mode", "cache_len") else list(values)[-1]
+        )
+    return axes
+
+
+def sample(op: Op, dtype: torch.dtype, device: Any, seed: int, **axes: Any) -> dict[str, Any]:
+    return op.make_sample(TensorFactory(dtype, device, seed), **axes)
+
+
+def tensors(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    return {k: v for k, v in arguments.items() if isinstance(v, Tensor)}
+
+
+def clone(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
+def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in arguments.items()
+    }
+
+
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def expected(op: Op, arguments: dict[str, Any], *, double: bool = True) -> tuple[tuple, dict]:
+    """The reference's outputs and what it leaves in the arguments, in float64 unless told."""
+    arguments = clone(in_float64(arguments) if double else arguments)
+    outputs = as_tuple(op.reference(**arguments))
+    return outputs, {name: arguments[name] for name in op.mutates}
+
+
+def assert_call_matches(op: Op, got: tuple, arguments: dict, want: tuple, left: dict) -> None:
+    """Hold outputs and mutated arguments against the reference's."""
+    assert len(got) == len(want)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert g.shape == w.shape, f"{op.name} output {i}: {g.shape} for {w.shape}"
+        assert_close(g, w, name=f"{op.name} output {i}")
+    for name, value in left.items():
+        assert_close(arguments[name], value, name=f"{op.name} {name}")

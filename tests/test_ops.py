@@ -1,0 +1,262 @@
+"""The properties every op has on every backend, drawn from its declaration."""
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from ferrum_triton import InputError, get_backend
+from tests.harness import (
+    ALL_OPS,
+    BACKENDS,
+    CONTIGUOUS_ONLY,
+    LAYOUTS,
+    as_tuple,
+    assert_call_matches,
+    clone,
+    draw_axes,
+    expected,
+    place,
+    place_far_apart,
+    sample,
+    tensors,
+    typical_axes,
+)
+
+pytestmark = pytest.mark.parametrize("op", ALL_OPS)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@given(data=st.data(), seed=st.integers(0, 2**31))
+def test_matches_reference(op, backend_name, data, seed):
+    """Any shape, dtype and stride gives the reference's result, and touches nothing else."""
+    backend = get_backend(backend_name)
+    axes = data.draw(draw_axes(op), label="axes")
+    dtype = data.draw(st.sampled_from(op.dtypes), label="dtype")
+    arguments = sample(op, dtype, backend.device, seed, **axes)
+    layout = st.sampled_from(LAYOUTS[:2] if op.name in CONTIGUOUS_ONLY else LAYOUTS)
+    buffers = {
+        name: place(value, data.draw(layout, label=name), mutated=name in op.mutates)
+        for name, value in tensors(arguments).items()
+    }
+    arguments |= {name: buffer.tensor for name, buffer in buffers.items()}
+    want, left = expected(op, arguments)
+
+    out_buffers = []
+    if op.has_out and data.draw(st.booleans(), label="out"):
+        backend_out = op.fake(**clone(arguments))
+        out_buffers = [
+            place(torch.zeros_like(t), data.draw(layout, label="out"), mutated=True)
+            for t in as_tuple(backend_out)
+        ]
+        outs = tuple(buffer.tensor for buffer in out_buffers)
+        getattr(backend, op.name)(**arguments, out=outs if len(outs) > 1 else outs[0])
+        got = outs
+    else:
+        got = as_tuple(getattr(backend, op.name)(**arguments))
+        assert all(t.is_contiguous() for t in got)
+
+    assert_call_matches(op, got, arguments, want, left)
+    for name, buffer in buffers.items():
+        if name in op.mutates:
+            assert buffer.guards_intact(), f"{op.name} wrote outside {name}"
+        else:
+            assert buffer.unchanged(), f"{op.name} changed {name}"
+    assert all(buffer.guards_intact() for buffer in out_buffers), f"{op.name} wrote outside out"
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@given(data=st.data(), seed=st.integers(0, 2**31))
+def test_edge_values(op, backend_name, data, seed):
+    """Infinities, NaN, denormals and the largest values come out where the reference has them."""
+    backend = get_backend(backend_name)
+    dtype = data.draw(st.sampled_from(op.dtypes), label="dtype")
+    arguments = sample(op, dtype, backend.device, seed, **typical_axes(op))
+    kind = data.draw(
+        st.sampled_from(("nan", "inf", "-inf", "max", "denormal", "zero")), label="kind"
+    )
+    info = torch.finfo(dtype)
+    special = {"max": info.max, "denormal": info.tiny / 4, "zero": 0.0}.get(kind)
+    pick = random.Random(seed)
+    for name, value in tensors(arguments).items():
+        if value.dtype == dtype and value.numel() and name not in op.finite:
+            flat = value.view(-1)
+            flat[pick.randrange(flat.numel())] = float(kind) if special is None else special
+            arguments[name] = value
+    # In float32, as kernels compute: a float64 reference overflows later.
+    want, left = expected(op, arguments, double=False)
+    got = as_tuple(getattr(backend, op.name)(**arguments))
+    assert_call_matches(op, got, arguments, want, left)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_rows_are_independent(op, backend_name):
+    """What one row holds cannot change another row's result, not by a bit."""
+    backend = get_backend(backend_name)
+    axis = next((a for a in ("num_tokens", "num_rows", "batch", "m") if a in op.axes), None)
+    if axis is None:
+        pytest.skip(f"{op.name} has no rows: its tensors are one row of elements")
+    axes = typical_axes(op) | {axis: 3}
+    row_dims = _row_dims(op, axis, axes)
+    first = sample(op, torch.float32, backend.device, 1, **axes)
+    second = clone(first)
+    other = sample(op, torch.float32, backend.device, 2, **axes)
+    for name, dim in row_dims.items():
+        second[name] = other[name].clone()
+        second[name].select(dim, 1).copy_(first[name].select(dim, 1))
+    if not row_dims:
+        pytest.skip(f"{op.name} takes its rows as a list of ids, not as a tensor")
+    results = [as_tuple(getattr(backend, op.name)(**arguments)) for arguments in (first, second)]
+    results = [
+        (*outs, *(a[name] for name in op.mutates if name in row_dims))
+        for outs, a in zip(results, (first, second), strict=True)
+    ]
+    compared = 0
+    for a, b in zip(*results, strict=True):
+        dims = [d for d in range(a.dim()) if a.shape[d] == 3]
+        if not dims:
+            continue
+        compared += 1
+        assert any(torch.equal(a.select(d, 1), b.select(d, 1)) for d in dims)
+        assert not torch.equal(a, b), "the other rows were changed, so their results must be"
+    assert compared or op.mutates
+
+
+def _row_dims(op, axis, axes):
+    """The dimension of each tensor argument that runs over ``axis``."""
+    dims = {}
+    for name, spec in op.contract.specs.items():
+        if spec.any_leading:
+            dims[name] = 0
+        elif axis in spec.dims:
+            dims[name] = spec.dims.index(axis)
+    present = tensors(sample(op, torch.float32, "cpu", 0, **axes))
+    # Where rows go is not a row's content.
+    return {n: d for n, d in dims.items() if n in present and n not in ("slots", "positions")}
+
+
+@pytest.mark.parametrize("backend_name", ["cpu", "interpret"])
+def test_offsets_past_int32(op, backend_name):
+    """Rows more than 2^31 elements apart: any 32-bit offset would read or write elsewhere."""
+    if op.name in CONTIGUOUS_ONLY:
+        pytest.skip(f"{op.name} {CONTIGUOUS_ONLY[op.name]}, which cannot be spread out")
+    backend = get_backend(backend_name)
+    axes = typical_axes(op)
+    near = sample(op, torch.float16, backend.device, 3, **axes)
+    spread = [n for n, t in tensors(near).items() if t.dim() >= 2 and t.shape[0] in (2, 3, 5)]
+    for name in spread:
+        arguments = clone(near)
+        arguments[name] = place_far_apart(arguments[name])
+        want, left = expected(op, clone(near))
+        got = as_tuple(getattr(backend, op.name)(**arguments))
+        assert_call_matches(op, got, arguments, want, left)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_bad_tensors_are_refused(op, backend_name):
+    """A wrong dtype, rank, size, stride or type raises InputError, and nothing is written."""
+    backend = get_backend(backend_name)
+    good = sample(op, torch.float32, backend.device, 5, **typical_axes(op))
+    door = getattr(backend, op.name)
+    refused = 0
+    for name, value in tensors(good).items():
+        spec = op.contract.specs[name]
+        bad = {"complex dtype": value.to(torch.complex64), "python list": [1.0, 2.0]}
+        if not spec.any_leading:
+            bad["extra dimension"] = value[None]
+        if len(spec.dims) > 0 or not spec.any_leading:
+            bad["missing dimensions"] = value.reshape(-1)[0]
+        if value.dim() and value.shape[-1] > 1 and value.numel():
+            doubled = torch.stack((value, value), dim=-1)[..., 0]
+            bad["stride 2"] = doubled
+        if name in op.mutates and value.dim() >= 2 and value.shape[0] > 1:
+            bad["self-overlapping"] = value[:1].expand(value.shape)
+        bad["other device"] = value.to("meta")
+        for what, wrong in bad.items():
+            arguments = clone(good) | {name: wrong}
+            before = clone(arguments)
+            with pytest.raises(InputError) as error:
+                door(**arguments)
+            refused += 1
+            message = str(error.value)
+            assert error.value.op == op.name, what
+            assert error.value.argument in message
+            assert error.value.allowed, what
+            for mutated in op.mutates:
+                if (
+                    isinstance(arguments[mutated], Tensor)
+                    and arguments[mutated].device.type != "meta"
+                ):
+                    assert torch.equal(
+                        arguments[mutated].nan_to_num(), before[mutated].nan_to_num()
+                    ), what
+    assert refused
+
+
+def test_dispatcher_agrees(op):
+    """torch.ops.ferrum runs the same function, and its fake has the same shapes and strides."""
+    arguments = sample(op, torch.float32, "cpu", 7, **typical_axes(op))
+    direct, through = clone(arguments), clone(arguments)
+    got = as_tuple(op(**through))
+    want = as_tuple(getattr(get_backend("cpu"), op.name)(**direct))
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w)
+    for name in op.mutates:
+        assert torch.equal(through[name], direct[name])
+    torch.library.opcheck(op.torch_op, (), clone(arguments))
+    if op.has_out:
+        overload = getattr(torch.ops.ferrum, op.name).out
+        outs = {f"out{i}": torch.zeros_like(t) for i, t in enumerate(want)}
+        overload(**clone(arguments), **outs)
+        for g, w in zip(outs.values(), want, strict=True):
+            assert torch.equal(g, w)
+        torch.library.opcheck(overload, (), clone(arguments) | outs)
+
+
+def test_traced_whole(op):
+    """torch.compile(fullgraph=True) and torch.export take the op without a break."""
+    torch.compiler.reset()  # else every op counts as a recompilation of the same forward
+    arguments = sample(op, torch.float32, "cpu", 8, **typical_axes(op))
+
+    class Module(torch.nn.Module):
+        def forward(self, arguments):
+            return op.torch_op(**arguments)
+
+    eager = clone(arguments)
+    want = as_tuple(Module()(eager))
+    compiled = torch.compile(Module(), fullgraph=True, backend="aot_eager")
+    traced = clone(arguments)
+    got = as_tuple(compiled(traced))
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w)
+    for name in op.mutates:
+        assert torch.equal(traced[name], eager[name])
+    exported = torch.export.export(Module(), (clone(arguments),))
+    again = as_tuple(exported.module()(clone(arguments)))
+    for g, w in zip(again, want, strict=True):
+        assert torch.equal(g, w)
+
+
+@pytest.mark.gpu
+def test_graph_replay_sees_new_inputs(op):
+    """A captured call replays on what its input buffers hold by then."""
+    if op.name == "embedding_lookup":
+        pytest.skip("takes ids from the host and refuses capture, which has its own test")
+    backend = get_backend("cuda")
+    door = getattr(backend, op.name)
+    axes = typical_axes(op)
+    buffers = sample(op, torch.float16, "cuda", 11, **axes)
+    door(**clone(buffers))  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = as_tuple(door(**buffers))
+    for seed in (12, 13):
+        fresh = sample(op, torch.float16, "cuda", seed, **axes)
+        for name, value in tensors(fresh).items():
+            buffers[name].copy_(value)
+        want, left = expected(op, buffers)  # scalars are the captured ones
+        graph.replay()
+        assert_call_matches(op, outs, buffers, want, left)

@@ -1,0 +1,102 @@
+"""The package's shape: who may import whom, and what importing costs."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "ferrum_triton"
+
+# What the modules of each layer may import from the package; a layer may always import itself.
+LAYERS = {
+    "errors": set(),
+    "contract": {"errors"},
+    "registry": {"errors", "contract"},
+    "testing": set(),
+    "quant": {"errors"},
+    "ops": {"errors", "contract", "registry", "quant"},
+    "kernels": {"errors", "registry", "quant", "ops"},
+    "backends": {"errors", "registry", "ops", "kernels"},
+    "files": {"errors", "quant"},
+    "runtime": {"errors", "registry", "quant", "backends", "files", "models"},
+    "models": {"errors", "registry", "quant", "ops", "backends", "files"},
+    "cli": {"errors", "registry", "quant", "backends", "files", "models", "runtime"},
+}
+
+
+def modules():
+    return [p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem in LAYERS]
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    allowed = LAYERS[layer] | {layer}
+    for name in imports(path):
+        package, _, rest = name.partition(".")
+        if package == "ferrum_triton" and rest:
+            target = rest.split(".")[0]
+            known = target in LAYERS
+            assert not known or target in allowed, f"{layer} imports {name}"
+        if package == "triton":
+            assert layer == "kernels", f"{layer} imports triton; only kernels may"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_stay_short(path):
+    assert len(path.read_text().splitlines()) <= 500
+
+
+def run(code):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_import_needs_no_triton_and_probes_no_device():
+    out = run(
+        """
+        import sys
+        sys.modules["triton"] = None  # any import of it raises ImportError
+        import torch
+
+        def probed(*_, **__):
+            raise AssertionError("a device was probed at import")
+
+        torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = probed
+        torch.cuda.get_device_properties = torch.backends.mps.is_available = probed
+        import ferrum_triton
+        x = torch.randn(2, 8)
+        print(ferrum_triton.get_backend("cpu").rms_norm(x, torch.ones(8)).shape)
+        try:
+            ferrum_triton.get_backend("interpret")
+        except ferrum_triton.BackendUnavailable as error:
+            print(error)
+        """
+    )
+    assert "torch.Size([2, 8])" in out
+    assert "pip install triton" in out
+
+
+def test_import_brings_no_optional_library():
+    out = run(
+        """
+        import sys
+        import ferrum_triton
+        print([m for m in ("tokenizers", "transformers") if m in sys.modules])
+        """
+    )
+    # Not triton, jinja2 or tqdm: torch may import those itself.
+    assert out.strip() == "[]"
