@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class Contract:
         self.specs = {name: TensorSpec.parse(text) for name, text in specs.items()}
         self.mutates = mutates
 
-    def check(self, arguments: Mapping[str, object], device_type: str) -> None:
+    def check(self, arguments: Mapping[str, Any], device_type: str) -> None:
         """Raise :class:`InputError` unless every tensor of a call meets its spec.
 
         Args:
@@ -132,7 +133,7 @@ class Contract:
             got = f"expanded (strides {list(value.stride())})"
             self._reject(name, got, "memory of its own, since the op writes it", "Clone it first.")
 
-    def _reject(self, argument: str, got: str, allowed: str, advice: str = "") -> None:
+    def _reject(self, argument: str, got: str, allowed: str, advice: str = "") -> NoReturn:
         raise InputError(
             self.op, argument, got, allowed, advice or f"See the docstring of {self.op}."
         )

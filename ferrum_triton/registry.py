@@ -23,6 +23,9 @@ from ferrum_triton.errors import InputError
 LIB = torch.library.Library("ferrum", "DEF")
 OPS: dict[str, Op] = {}
 
+# Called with every op that is declared, whenever that is: how ops reach torch's dispatcher.
+ON_DECLARE: list[Callable[[Op], None]] = []
+
 
 @dataclass(frozen=True)
 class Case:
@@ -86,6 +89,8 @@ class Op:
         self.has_out = self.num_outputs > 0
         self._define(arguments, returns)
         OPS[self.name] = self
+        for call in ON_DECLARE:
+            call(self)
 
     def _define(self, arguments: str, returns: str) -> None:
         tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)

@@ -23,8 +23,6 @@ CONTIGUOUS_ONLY = {"copy_slice": "addresses its tensors as one row of elements"}
 GUARD = 32  # elements before and after a tensor; 33 puts its start off the 16-byte grid
 LAYOUTS = ("plain", "misaligned", "padded", "permuted", "expanded")
 
-HUGE_STRIDE = 2**31 + 16  # elements; the offset of row 1 no longer fits an int32
-
 
 @dataclass
 class Buffer:
@@ -81,14 +79,19 @@ def place(value: Tensor, layout: str, mutated: bool = False) -> Buffer:
     return Buffer(tensor, flat, inside, flat.clone())
 
 
-def place_far_apart(value: Tensor) -> Tensor:
-    """``value`` with its rows more than 2^31 elements apart, in memory that is mostly virtual."""
-    extent = (value.shape[0] - 1) * HUGE_STRIDE + value[0].numel()
+def place_far_apart(value: Tensor, dim: int) -> Tensor:
+    """``value`` with its last index along ``dim`` 2^31 elements away, in mostly virtual memory.
+
+    From three indices on the stride itself still fits an int32, so that a kernel which multiplies
+    before it widens wraps around.
+    """
+    stride = (2**31 // (value.shape[dim] - 1) + 32) // 16 * 16
+    strides = list(value.contiguous().stride())
+    strides[dim] = stride
+    extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, strides, strict=True))
     lazily = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, extent * value.element_size(), flags=lazily)
-    flat = torch.frombuffer(memory, dtype=value.dtype)
-    inner = value[0].contiguous().stride()
-    far = flat.as_strided(value.shape, (HUGE_STRIDE, *inner))
+    far = torch.frombuffer(memory, dtype=value.dtype).as_strided(value.shape, strides)
     far.copy_(value)
     return far
 

@@ -39,7 +39,7 @@ def _standard_library_kernel(y_ptr, x_ptr, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + i)
     total = tl.sum(x) + tl.max(x) * tl.cdiv(7, 2) + tl.reduce(x, 0, _larger)
     steps = 0
-    for _ in range(0, tl.load(y_ptr).to(tl.int32)):
+    for _ in range(tl.load(y_ptr).to(tl.int32)):
         steps += 1
     tl.store(y_ptr + i, tl.sigmoid(x) * total + tl.zeros([BLOCK], tl.float32) + steps)
 
@@ -130,7 +130,17 @@ def test_cache_overflow_writes_nothing(name):
         )
     with pytest.raises(InputError, match="pos_offset"):
         backend.split_qkv_norm_rope_into_cache(
-            torch.randn(3, 24), None, None, cos, sin, k_cache, v_cache, 1, 0, pos_offset=2, qk_mode=2
+            torch.randn(3, 24),
+            None,
+            None,
+            cos,
+            sin,
+            k_cache,
+            v_cache,
+            1,
+            0,
+            pos_offset=2,
+            qk_mode=2,
         )
     assert torch.equal(k_cache, before[0])
     assert torch.equal(v_cache, before[1])

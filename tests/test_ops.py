@@ -146,13 +146,26 @@ def test_offsets_past_int32(op, backend_name):
     backend = get_backend(backend_name)
     axes = typical_axes(op)
     near = sample(op, torch.float16, backend.device, 3, **axes)
-    spread = [n for n, t in tensors(near).items() if t.dim() >= 2 and t.shape[0] in (2, 3, 5)]
-    for name in spread:
+    want, left = expected(op, near)
+    spread = [
+        (name, dim)
+        for name, tensor in tensors(near).items()
+        for dim in range(tensor.dim() - 1)
+        if tensor.shape[dim] > 1
+    ]
+    for name, dim in spread:
         arguments = clone(near)
-        arguments[name] = place_far_apart(arguments[name])
-        want, left = expected(op, clone(near))
+        arguments[name] = place_far_apart(arguments[name], dim)
         got = as_tuple(getattr(backend, op.name)(**arguments))
         assert_call_matches(op, got, arguments, want, left)
+    for i, dim in ((i, d) for i, t in enumerate(want) for d in range(t.dim() - 1)):
+        if want[i].shape[dim] > 1 and op.has_out:
+            arguments = clone(near)
+            outs = [torch.empty(t.shape, dtype=torch.float16) for t in want]
+            outs[i] = place_far_apart(outs[i], dim)
+            door = getattr(backend, op.name)
+            door(**arguments, out=tuple(outs) if len(outs) > 1 else outs[0])
+            assert_call_matches(op, tuple(outs), arguments, want, left)
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
@@ -221,21 +234,24 @@ def test_traced_whole(op):
     torch.compiler.reset()  # else every op counts as a recompilation of the same forward
     arguments = sample(op, torch.float32, "cpu", 8, **typical_axes(op))
 
-    class Module(torch.nn.Module):
-        def forward(self, arguments):
-            return op.torch_op(**arguments)
+    inputs = tensors(arguments)
+    others = {name: value for name, value in arguments.items() if name not in inputs}
 
-    eager = clone(arguments)
+    class Module(torch.nn.Module):
+        def forward(self, inputs):
+            return op.torch_op(**inputs, **others)
+
+    eager = clone(inputs)
     want = as_tuple(Module()(eager))
     compiled = torch.compile(Module(), fullgraph=True, backend="aot_eager")
-    traced = clone(arguments)
+    traced = clone(inputs)
     got = as_tuple(compiled(traced))
     for g, w in zip(got, want, strict=True):
         assert torch.equal(g, w)
     for name in op.mutates:
         assert torch.equal(traced[name], eager[name])
-    exported = torch.export.export(Module(), (clone(arguments),))
-    again = as_tuple(exported.module()(clone(arguments)))
+    exported = torch.export.export(Module(), (clone(inputs),))
+    again = as_tuple(exported.module()(clone(inputs)))
     for g, w in zip(again, want, strict=True):
         assert torch.equal(g, w)
 

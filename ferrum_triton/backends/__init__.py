@@ -10,7 +10,7 @@ import torch
 
 from ferrum_triton.backends.backend import Backend
 from ferrum_triton.errors import BackendUnavailable
-from ferrum_triton.registry import LIB, OPS, Op
+from ferrum_triton.registry import LIB, ON_DECLARE, OPS, Op
 
 NAMES = ("cuda", "cpu", "interpret", "metal")
 
@@ -47,17 +47,28 @@ def _load(name: str) -> Backend:
 
 
 def serve_dispatcher() -> None:
-    """Put every op behind ``torch.ops.ferrum``; backends load when first called."""
+    """Put every op, present and future, behind ``torch.ops.ferrum``."""
     for op in OPS.values():
-        for key, backend in DISPATCH.items():
-            LIB.impl(op.name, _forward(op.name, backend), key)
-            if op.has_out:
-                LIB.impl(f"{op.name}.out", _forward_out(op, backend), key)
+        _serve(op)
+    ON_DECLARE.append(_serve)
+
+
+def _serve(op: Op) -> None:
+    """Register ``op`` for each dispatch key; the backend behind it loads when first called."""
+    for key, backend in DISPATCH.items():
+        LIB.impl(op.name, _forward(op.name, backend), key)
+        if op.has_out:
+            LIB.impl(f"{op.name}.out", _forward_out(op, backend), key)
 
 
 def _forward(name: str, backend: str) -> Any:
+    door: Any = None
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(_load(backend), name)(*args, **kwargs)
+        nonlocal door
+        if door is None:
+            door = getattr(_load(backend), name)
+        return door(*args, **kwargs)
 
     return call
 

@@ -30,12 +30,20 @@ def make_door(op: Op, implementation: Callable[..., Any], device_type: str) -> C
     ]
     if op.has_out:
         declared += ["*", "out=None"]
+    # An index names a CUDA device as well as a torch.device does, for a third of the time.
+    device_key = "{}.get_device()" if device_type == "cuda" else "{}.device"
+    out_key = "None if out is None else out_key(out)"
+    if op.num_outputs == 1:
+        out_key = _tensor_key("out", True, device_key)
     forwarded = ", ".join([*parameters, *(["out=out"] if op.has_out else [])])
     key = ", ".join(
         [
-            *(_tensor_key(name, parameters[name].default is None) for name in op.contract.specs),
+            *(
+                _tensor_key(name, parameters[name].annotation is not Tensor, device_key)
+                for name in op.contract.specs
+            ),
             *op.static,
-            *(["None if out is None else out_key(out)"] if op.has_out else []),
+            *([out_key] if op.has_out else []),
         ]
     )
     rules = "".join(
@@ -71,7 +79,7 @@ def make_door(op: Op, implementation: Callable[..., Any], device_type: str) -> C
                 admitted.clear()
             admitted.add(key)
 
-    namespace = {
+    namespace: dict[str, Any] = {
         "defaults": {name: p.default for name, p in parameters.items()},
         "admitted": admitted,
         "admit": admit,
@@ -86,8 +94,8 @@ def make_door(op: Op, implementation: Callable[..., Any], device_type: str) -> C
     return door
 
 
-def _tensor_key(name: str, optional: bool) -> str:
-    key = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device"
+def _tensor_key(name: str, optional: bool, device_key: str) -> str:
+    key = f"{name}.shape, {name}.stride(), {name}.dtype, {device_key.format(name)}"
     return f"({key}) if {name} is not None else None" if optional else key
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops import attention as ops
 
 LOG2_E = 1.4426950408889634
@@ -35,7 +36,7 @@ def online_softmax_step(scores, visible, v, acc, m_i, l_i, PRECISION: tl.constex
     return acc, m_new, l_i
 
 
-@kernel(do_not_specialize=("q_len", "kv_len", "pos_offset"))
+@kernel(dynamic=("q_len", "kv_len", "pos_offset", "scale_log2"))
 def _flash_attention_kernel(
     out_ptr,  # [batch, num_heads, q_len, head_dim]
     q_ptr,  # [batch, num_heads, q_len, head_dim]
@@ -55,12 +56,12 @@ def _flash_attention_kernel(
     stride_v_head,
     stride_v_row,
     num_kv_heads,
+    head_dim,
+    sliding_window,
     q_len,
     kv_len,  # valid keys, or the capacity where kv_lens is given
     pos_offset,  # read if HAS_POS_OFFSET
-    head_dim,
     scale_log2,  # softmax scale times log2(e)
-    sliding_window,
     GROUP: tl.constexpr,  # query heads per KV head
     PACKED: tl.constexpr,  # rows are (query, head of the group); else queries of one head
     IS_CAUSAL: tl.constexpr,
@@ -172,7 +173,7 @@ def flash_attention(
 ) -> Tensor:
     batch, num_heads, q_len, head_dim = q.shape
     num_kv_heads, capacity = k.shape[1], k.shape[2]
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    y = q.new_empty(q.shape) if out is None else out
     if q.numel() == 0:
         return y
     group = num_heads // num_kv_heads
@@ -182,7 +183,7 @@ def flash_attention(
     config = pick_config(rows, head_dim, q.dtype)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     _flash_attention_kernel.launch(
-        (triton.cdiv(rows, config.block_m), heads * batch),
+        (cdiv(rows, config.block_m), heads * batch),
         y,
         q,
         k,
@@ -193,12 +194,12 @@ def flash_attention(
         *(k.stride()[:3]),
         *(v.stride()[:3]),
         num_kv_heads,
+        head_dim,
+        sliding_window,
         q_len,
         capacity if kv_lens is not None or kv_len is None else kv_len,
         0 if pos_offset is None else pos_offset,
-        head_dim,
         scale * LOG2_E,
-        sliding_window,
         GROUP=group,
         PACKED=packed,
         IS_CAUSAL=causal,
@@ -206,7 +207,7 @@ def flash_attention(
         HAS_POS_OFFSET=pos_offset is not None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_D=max(triton.next_power_of_2(head_dim), 16),
+        BLOCK_D=max(next_power_of_2(head_dim), 16),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -1,12 +1,11 @@
 """Elementwise, activation and layout ops: one program per block of one row."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.rows import as_flat, as_rows
+from ferrum_triton.kernels.rows import as_flat, as_rows, cdiv, next_power_of_2
 from ferrum_triton.ops import elementwise as ops
 
 # 1024 elements on 4 warps: one 16-byte access of 16-bit values a thread.
@@ -55,7 +54,7 @@ def _gated_split_kernel(
     tl.store(y_ptr + token * stride_y_token + i, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel
+@kernel(dynamic=("scale",))
 def _add_kernel(
     dst_ptr,  # [num_rows, num_cols], updated
     src_ptr,  # [num_rows, num_cols]
@@ -77,7 +76,7 @@ def _add_kernel(
     tl.store(dst_block, (dst + src).to(dst_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel(do_not_specialize=("length",))
+@kernel(dynamic=("length",))
 def _copy_kernel(
     dst_ptr,  # [length]
     src_ptr,  # [length]
@@ -116,13 +115,13 @@ def _transpose_kernel(
 
 def _gated_split(name: str, gate_up: Tensor, out: Tensor | None, gelu: bool) -> Tensor:
     shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    y = torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    y = gate_up.new_empty(shape) if out is None else out
     if y.numel() == 0:
         return y
     rows, y_rows = as_rows(name, "gate_up", gate_up), as_rows(name, "out", y)
     num_tokens, intermediate_size = y_rows.shape
     _gated_split_kernel.launch(
-        (num_tokens * triton.cdiv(intermediate_size, BLOCK),),
+        (num_tokens * cdiv(intermediate_size, BLOCK),),
         y_rows,
         rows,
         y_rows.stride(0),
@@ -149,7 +148,7 @@ def _launch_add(dst: Tensor, src: Tensor, scale: float | None = None) -> None:
     """dst += scale * src for [num_rows, num_cols]; a row stride of 0 repeats one row of src."""
     num_rows, num_cols = dst.shape
     _add_kernel.launch(
-        (num_rows * triton.cdiv(num_cols, BLOCK),),
+        (num_rows * cdiv(num_cols, BLOCK),),
         dst,
         src,
         dst.stride(0),
@@ -194,20 +193,20 @@ def copy_slice(
     source, target = src.view(-1)[src_offset:], dst.view(-1)[dst_offset:]
     length = min(source.numel(), target.numel()) if length is None else length
     if length:
-        grid = (triton.cdiv(length, BLOCK),)
+        grid = (cdiv(length, BLOCK),)
         _copy_kernel.launch(grid, target, source, length, BLOCK_C=BLOCK, num_warps=WARPS)
 
 
 def _transpose(x: Tensor, out: Tensor | None) -> Tensor:
     num_outer, num_inner, size = x.shape
     shape = (num_inner, num_outer, size)
-    y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
+    y = x.new_empty(shape) if out is None else out
     if x.numel() == 0:
         return y
-    block_c = min(triton.next_power_of_2(size), 256)
+    block_c = min(next_power_of_2(size), 256)
     block_r = max(2048 // block_c, 1)
     _transpose_kernel.launch(
-        (triton.cdiv(num_outer * num_inner, block_r) * triton.cdiv(size, block_c),),
+        (cdiv(num_outer * num_inner, block_r) * cdiv(size, block_c),),
         y,
         x,
         y.stride(0),

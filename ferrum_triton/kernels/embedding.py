@@ -3,24 +3,22 @@
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.errors import FerrumError
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.rows import as_rows
+from ferrum_triton.kernels.rows import as_rows, cdiv, next_power_of_2
 from ferrum_triton.ops import embedding as ops
 
 
-@kernel(do_not_specialize=("num_ids",))
+@kernel
 def _embedding_lookup_kernel(
     y_ptr,  # [num_ids, hidden_size]
     table_ptr,  # [vocab_size, hidden_size]
     ids_ptr,  # [num_ids]
     stride_y_token,
     stride_table_row,
-    num_ids,
     vocab_size,
     hidden_size,
     BLOCK_H: tl.constexpr,
@@ -41,20 +39,19 @@ def _embedding_lookup_kernel(
 def embedding_lookup_dev(table: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     vocab_size, hidden_size = table.shape
     shape = (*ids.shape, hidden_size)
-    y = torch.empty(shape, dtype=table.dtype, device=table.device) if out is None else out
+    y = table.new_empty(shape) if out is None else out
     if y.numel() == 0:
         return y
     flat_ids = ids if ids.dim() == 1 else ids.reshape(-1)
     y_rows = as_rows("embedding_lookup_dev", "out", y)
-    block = min(triton.next_power_of_2(hidden_size), 1024)
+    block = min(next_power_of_2(hidden_size), 1024)
     _embedding_lookup_kernel.launch(
-        (y_rows.shape[0] * triton.cdiv(hidden_size, block),),
+        (y_rows.shape[0] * cdiv(hidden_size, block),),
         y_rows,
         table,
         flat_ids,
         y_rows.stride(0),
         table.stride(0),
-        y_rows.shape[0],
         vocab_size,
         hidden_size,
         BLOCK_H=block,

@@ -30,8 +30,11 @@ OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion",
 # the interpreter that work is still split there.
 META_PROCESSORS, CPU_PROCESSORS = 132, 4
 
+# Combinations of arguments one kernel remembers before it starts over.
+MAX_ENTRIES = 4096
+
 # The launcher of a compiled kernel is Triton's private interface. It is called directly only where
-# it was tested (it saves about half of the host time of a launch); elsewhere Triton does it all.
+# it was tested (that halves the host time of a launch); elsewhere Triton does it all.
 DIRECT_LAUNCH = triton.__version__.startswith("3.6.")
 
 
@@ -62,66 +65,80 @@ def record_launches() -> Iterator[list[Launch]]:
 class Kernel:
     """A Triton kernel and the ways to launch it.
 
-    Parameters come in the order runtime arguments, then constexprs; the first argument is a tensor.
-    ``kernel.jit`` is the plain ``triton.jit`` function.
+    Parameters come in this order: pointers (named ``*_ptr``, the first never None), integers that
+    rarely change (strides, sizes), the ``dynamic`` scalars, constexprs. ``kernel.jit`` is the plain
+    ``triton.jit`` function.
     """
 
-    def __init__(self, fn: Callable[..., Any], do_not_specialize: Sequence[str] = ()) -> None:
-        self.jit = JITFunction(fn, do_not_specialize=list(do_not_specialize))
+    def __init__(self, fn: Callable[..., Any], dynamic: Sequence[str] = ()) -> None:
+        self.jit = JITFunction(fn, do_not_specialize=list(dynamic))
         self.name = fn.__name__
-        names = [p.name for p in self.jit.params if not p.is_constexpr]
-        self._generic = frozenset(i for i, name in enumerate(names) if name in do_not_specialize)
+        runtime = [p.name for p in self.jit.params if not p.is_constexpr]
+        self._num_pointers = sum(name.endswith("_ptr") for name in runtime)
+        self._num_specialized = len(runtime) - len(dynamic)
+        pointers = runtime[: self._num_pointers]
+        if not all(name.endswith("_ptr") for name in pointers) or runtime[
+            self._num_specialized :
+        ] != list(dynamic):
+            raise TypeError(f"{self.name}: parameters are not in the order Kernel describes")
         self._constexprs = [p.name for p in self.jit.params if p.is_constexpr]
-        self._compiled: dict[tuple, tuple[Any, tuple]] = {}
+        self._entries: dict[tuple, _Entry] = {}
 
     def launch(self, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         """Run the kernel over ``grid``; ``meta`` holds constexprs and compiler options."""
-        device = args[0].device
-        if device.type == "cuda":
-            self._launch_compiled(device.index, grid, args, meta)
-        elif device.type == "cpu":
+        first = args[0]
+        if first.is_cuda:
+            self._launch_compiled(first.get_device(), grid, args, meta)
+        elif first.is_cpu:
             constexprs = {k: v for k, v in meta.items() if k not in OPTIONS}
             interpreter.run(self.jit, grid, args, constexprs)
         else:
             launches = _recording.get()
             if launches is None:
-                raise FerrumError(f"{self.name} cannot run on {device}; record_launches() lists it")
+                where = f"{self.name} cannot run on {first.device}"
+                raise FerrumError(f"{where}; record_launches() lists its launches there")
             launches.append(Launch(self, grid, args, meta))
 
     def _launch_compiled(self, device: int, grid: tuple, args: tuple, meta: dict) -> None:
-        key = [device, *meta.items()]
-        generic = self._generic
-        for i, arg in enumerate(args):
-            # Exactly what Triton specialises on, so that one entry never serves two binaries: an
-            # entry compiled for 16-byte alignment would read a misaligned tensor wrongly.
-            kind = type(arg)
-            if kind is int:
-                wide = not -(2**31) <= arg < 2**31
-                key.append((wide,) if i in generic else (wide, arg == 1, arg % 16 == 0))
-            elif kind is float or arg is None or kind is bool:
-                key.append(kind)
+        # The key is at least as fine as what Triton specialises on (dtypes, 16-byte alignment of
+        # pointers, 1 and multiples of 16 among integers), so one entry never serves two binaries:
+        # code compiled for aligned loads would read a misaligned tensor wrongly.
+        dtypes, addresses = [], 0
+        for tensor in args[: self._num_pointers]:
+            if tensor is None:
+                dtypes.append(None)
             else:
-                key.append((arg.dtype, arg.data_ptr() % 16 == 0))
-        entry = self._compiled.get(key := tuple(key))
+                dtypes.append(tensor.dtype)
+                addresses |= tensor.data_ptr()
+        aligned = addresses % 16 == 0 or tuple(
+            tensor is not None and tensor.data_ptr() % 16 == 0
+            for tensor in args[: self._num_pointers]
+        )
+        wide = False
+        for scalar in args[self._num_specialized :]:
+            wide = wide or (scalar.__class__ is int and not -(2**31) <= scalar < 2**31)
+        sizes = args[self._num_pointers : self._num_specialized]
+        key = (device, aligned, wide, sizes, *dtypes, *meta.values())
+
+        entry = self._entries.get(key)
         if entry is None:
             self._compile(key, device, grid, args, meta)
-        elif not DIRECT_LAUNCH or knobs.runtime.launch_enter_hook is not None:
+            return
+        if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
-                self.jit[grid](*args, **meta)
+                self._launch_entry(entry, device, grid, args, meta)
         else:
-            compiled, tail = entry
-            x, y, z = (*grid, 1, 1)[:3]
-            if torch._C._cuda_getDevice() != device:
-                with torch.cuda.device(device):
-                    self._run(compiled, device, x, y, z, args, tail)
-            else:
-                self._run(compiled, device, x, y, z, args, tail)
+            self._launch_entry(entry, device, grid, args, meta)
 
-    @staticmethod
-    def _run(compiled: Any, device: int, x: int, y: int, z: int, args: tuple, tail: tuple) -> None:
+    def _launch_entry(
+        self, entry: _Entry, device: int, grid: tuple, args: tuple, meta: dict
+    ) -> None:
+        if entry.launch is None or knobs.runtime.launch_enter_hook is not None:
+            self.jit[grid](*args, **meta)
+            return
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
-        function, metadata = compiled.function, compiled.packed_metadata
-        compiled.run(x, y, z, stream, function, metadata, None, None, None, *args, *tail)
+        entry.launch(x, y, z, stream, *entry.head, None, None, None, *args, *entry.tail)
 
     def _compile(self, key: tuple, device: int, grid: tuple, args: tuple, meta: dict) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -131,22 +148,48 @@ class Kernel:
             )
         with torch.cuda.device(device):
             compiled = self.jit[grid](*args, **meta)
-        self._compiled[key] = (compiled, tuple(meta[name] for name in self._constexprs))
+        if len(self._entries) >= MAX_ENTRIES:
+            self._entries.clear()
+        self._entries[key] = _Entry.of(compiled, [meta[name] for name in self._constexprs])
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A compiled kernel, ready for Triton's C launcher.
+
+    ``launch`` is None where that launcher may not be called directly: an untested Triton, or a
+    kernel that wants scratch memory allocated for each launch.
+    """
+
+    launch: Callable[..., None] | None
+    head: tuple = ()
+    tail: tuple = ()
+
+    @classmethod
+    def of(cls, compiled: Any, constexprs: list[Any]) -> _Entry:
+        if not DIRECT_LAUNCH:
+            return cls(None)
+        launcher = compiled.run
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return cls(None)
+        options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        head = (compiled.function, *options, compiled.packed_metadata)
+        return cls(launcher.launch, head, tuple(constexprs))
 
 
 def kernel(
-    fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()
+    fn: Callable[..., Any] | None = None, *, dynamic: Sequence[str] = ()
 ) -> Kernel | Callable[[Callable[..., Any]], Kernel]:
     """Make a :class:`Kernel` of a Triton function.
 
     Args:
         fn: the function.
-        do_not_specialize: integer parameters that change from call to call (lengths, positions):
-            Triton would compile a variant for the value 1 and one for multiples of 16.
+        dynamic: scalars that change from call to call (lengths, positions, factors). Triton would
+            otherwise compile a variant for the value 1 and another for multiples of 16.
     """
     if fn is None:
-        return functools.partial(Kernel, do_not_specialize=do_not_specialize)
-    return Kernel(fn, do_not_specialize)
+        return functools.partial(Kernel, dynamic=dynamic)
+    return Kernel(fn, dynamic)
 
 
 @functools.cache

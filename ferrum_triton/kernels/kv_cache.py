@@ -1,15 +1,14 @@
 """Cache append: one program per KV head and block of tokens, for keys and values at once."""
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.rows import tokens_per_program
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2, tokens_per_program
 from ferrum_triton.ops import kv_cache as ops
 
 
-@kernel(do_not_specialize=("num_tokens", "capacity", "cache_len"))
+@kernel(dynamic=("num_tokens", "capacity", "cache_len"))
 def _kv_cache_append_kernel(
     k_cache_ptr,  # [num_kv_heads, capacity, head_dim], updated
     v_cache_ptr,  # [num_kv_heads, capacity, head_dim], updated
@@ -24,10 +23,10 @@ def _kv_cache_append_kernel(
     stride_k_token,
     stride_v_head,
     stride_v_token,
-    num_tokens,
     num_kv_heads,
-    capacity,
     head_dim,
+    num_tokens,
+    capacity,
     cache_len,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= head_dim
@@ -61,10 +60,10 @@ def kv_cache_append_head_major(
     num_kv_heads, num_tokens, head_dim = k.shape
     if k.numel() == 0:
         return
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     block_t = tokens_per_program(num_tokens, num_kv_heads, block_d, k.device)
     _kv_cache_append_kernel.launch(
-        (triton.cdiv(num_tokens, block_t) * num_kv_heads,),
+        (cdiv(num_tokens, block_t) * num_kv_heads,),
         k_cache,
         v_cache,
         k,
@@ -78,10 +77,10 @@ def kv_cache_append_head_major(
         k.stride(1),
         v.stride(0),
         v.stride(1),
-        num_tokens,
         num_kv_heads,
-        k_cache.shape[1],
         head_dim,
+        num_tokens,
+        k_cache.shape[1],
         cache_len,
         BLOCK_T=block_t,
         BLOCK_D=block_d,

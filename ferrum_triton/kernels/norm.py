@@ -1,16 +1,14 @@
 """Normalisation: one program per row, the whole row held in registers."""
 
-import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.rows import as_rows
+from ferrum_triton.kernels.rows import as_rows, next_power_of_2
 from ferrum_triton.ops import norm as ops
 
 
-@kernel
+@kernel(dynamic=("eps",))
 def _rms_norm_kernel(
     y_ptr,  # [num_tokens, hidden_size]
     x_ptr,  # [num_tokens, hidden_size]
@@ -34,7 +32,7 @@ def _rms_norm_kernel(
     tl.store(y_ptr + token * stride_y_token + h, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel
+@kernel(dynamic=("eps",))
 def _fused_add_rms_norm_kernel(
     y_ptr,  # [num_tokens, hidden_size]
     residual_ptr,  # [num_tokens, hidden_size], updated
@@ -72,12 +70,12 @@ def _warps(block: int) -> int:
 
 @ops.rms_norm.impl("triton")
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    y = x.new_empty(x.shape) if out is None else out
     if x.numel() == 0:
         return y
     rows, y_rows = as_rows("rms_norm", "x", x), as_rows("rms_norm", "out", y)
     num_tokens, hidden_size = rows.shape
-    block = triton.next_power_of_2(hidden_size)
+    block = next_power_of_2(hidden_size)
     _rms_norm_kernel.launch(
         (num_tokens,),
         y_rows,
@@ -97,13 +95,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None
 def fused_add_rms_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None
 ) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    y = x.new_empty(x.shape) if out is None else out
     if x.numel() == 0:
         return y
     rows, y_rows = as_rows("fused_add_rms_norm", "x", x), as_rows("fused_add_rms_norm", "out", y)
     residual_rows = as_rows("fused_add_rms_norm", "residual", residual)
     num_tokens, hidden_size = rows.shape
-    block = triton.next_power_of_2(hidden_size)
+    block = next_power_of_2(hidden_size)
     _fused_add_rms_norm_kernel.launch(
         (num_tokens,),
         y_rows,

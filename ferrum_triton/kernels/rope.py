@@ -1,12 +1,11 @@
 """QKV preparation: one program per head and block of tokens, both rotary halves in registers."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.rows import tokens_per_program
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2, tokens_per_program
 from ferrum_triton.ops import rope as ops
 
 
@@ -21,7 +20,7 @@ def rotated_dims(half, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     return first[None, :], second[None, :], (pair < half)[None, :]
 
 
-@kernel(do_not_specialize=("num_tokens", "max_positions", "capacity", "pos_offset", "cache_len"))
+@kernel(dynamic=("num_tokens", "max_positions", "capacity", "pos_offset", "cache_len", "eps"))
 def _qkv_norm_rope_kernel(
     q_ptr,  # [num_heads, num_tokens, head_dim]
     k_ptr,  # [num_kv_heads, capacity, head_dim]
@@ -43,13 +42,13 @@ def _qkv_norm_rope_kernel(
     stride_x_head,
     stride_cos_position,
     stride_sin_position,
-    num_tokens,
     num_heads,
     num_kv_heads,
-    max_positions,
-    capacity,
     half,  # pairs rotated
     rest,  # head_dim - 2 * half, passed through
+    num_tokens,
+    max_positions,
+    capacity,
     pos_offset,
     cache_len,
     eps,
@@ -170,11 +169,11 @@ def _launch_qkv(
     # Mode 0 rotates nothing; any split into halves copies, and this one is the widest.
     half = cos.shape[1] if qk_mode != ops.COPY else head_dim // 2
     rest = head_dim - 2 * half
-    block_half = triton.next_power_of_2(max(half, 1))
+    block_half = next_power_of_2(max(half, 1))
     k, v = (q, q) if k is None else (k, v)
     block_t = tokens_per_program(num_tokens, heads_in, 2 * block_half, x.device)
     _qkv_norm_rope_kernel.launch(
-        (triton.cdiv(num_tokens, block_t) * heads_in,),
+        (cdiv(num_tokens, block_t) * heads_in,),
         q,
         k,
         v,
@@ -194,20 +193,20 @@ def _launch_qkv(
         x.stride(1),
         cos.stride(0),
         sin.stride(0),
-        num_tokens,
         num_heads,
         num_kv_heads,
-        cos.shape[0],
-        k.shape[1],
         half,
         rest,
+        num_tokens,
+        cos.shape[0],
+        k.shape[1],
         pos_offset,
         cache_len,
         float(eps),
         MODE=qk_mode,
         BLOCK_T=block_t,
         BLOCK_HALF=block_half,
-        BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
+        BLOCK_REST=next_power_of_2(rest) if rest else 0,
         num_warps=1 if block_t * block_half <= 128 else 4,
     )
 
@@ -227,7 +226,7 @@ def qk_norm_rope(
 ) -> Tensor:
     num_tokens, num_heads, head_dim = x.shape
     shape = (num_heads, num_tokens, head_dim)
-    y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
+    y = x.new_empty(shape) if out is None else out
     if x.numel():
         weights = (weight, weight)
         _launch_qkv(
@@ -324,9 +323,9 @@ def split_qkv(
     if out is None:
         out = tuple(qkv.new_empty((num_tokens, dim)) for dim in (q_dim, kv_dim, kv_dim))
     if qkv.numel():
-        block = min(triton.next_power_of_2(width), 1024)
+        block = min(next_power_of_2(width), 1024)
         _split_qkv_kernel.launch(
-            (num_tokens * triton.cdiv(width, block),),
+            (num_tokens * cdiv(width, block),),
             *out,
             qkv,
             *(part.stride(0) for part in out),

@@ -1,11 +1,20 @@
 """Tensors seen as rows: how kernels over the last dimension take inputs of any rank."""
 
 import torch
-import triton
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.kernels.jit import processors
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two >= n, for n >= 1."""
+    return 1 << (n - 1).bit_length()
 
 
 def as_rows(op: str, name: str, x: Tensor) -> Tensor:
@@ -39,4 +48,4 @@ def tokens_per_program(num_tokens: int, num_heads: int, block_d: int, device: to
     """One token where there are few programs (latency), else tiles of up to 2048 elements."""
     largest = max(2048 // block_d, 1)
     fill = num_tokens * num_heads // (4 * processors(device))
-    return min(triton.next_power_of_2(max(fill, 1)), largest)
+    return min(next_power_of_2(max(fill, 1)), largest)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel, processors
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops import sampling as ops
 
 BLOCK = 2048
@@ -80,8 +81,8 @@ def argmax_rows(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         return y
     # Two programs a processor hide each other's latency; more chunks only lengthen the merge.
     wanted = min(max(2 * processors(device) // num_rows, 1), MAX_CHUNKS)
-    chunk_size = triton.cdiv(triton.cdiv(vocab_size, wanted), BLOCK) * BLOCK
-    num_chunks = triton.cdiv(vocab_size, chunk_size)
+    chunk_size = cdiv(cdiv(vocab_size, wanted), BLOCK) * BLOCK
+    num_chunks = cdiv(vocab_size, chunk_size)
     values = torch.empty(num_rows * num_chunks, dtype=torch.float32, device=device)
     indices = y
     if num_chunks > 1:
@@ -99,7 +100,7 @@ def argmax_rows(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         num_warps=4,
     )
     if num_chunks > 1:
-        block = triton.next_power_of_2(num_chunks)
+        block = next_power_of_2(num_chunks)
         _argmax_merge_kernel.launch(
             (num_rows,), y, indices, values, num_chunks, BLOCK_C=block, num_warps=1
         )

@@ -7,6 +7,7 @@ FAMILIES = (
     "elementwise",
     "embedding",
     "linear",
+    "quant",
     "kv_cache",
     "rope",
     "attention",

@@ -36,8 +36,8 @@ def _flash_cases() -> list[Case]:
         "kv_lens": "int[batch]",
     },
     axes={
-        "batch": (1, 2),
-        "num_kv_heads": (1, 2),
+        "batch": (1, 3),
+        "num_kv_heads": (1, 3),
         "group_size": (1, 3),
         "head_dim": (16, 40, 64, 80),
         "q_len": (0, 1, 5, 18),

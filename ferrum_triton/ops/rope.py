@@ -216,7 +216,7 @@ QKV_TENSORS = {
     "sin": "float[max_positions, half_rotary_dim]",
     "positions": "int[num_tokens]",
 }
-QKV_AXES = {**ROPE_AXES, "num_kv_heads": (1, 2), "group_size": (1, 3)}
+QKV_AXES = {**ROPE_AXES, "num_kv_heads": (1, 3), "group_size": (1, 3)}
 
 
 def _qkv_cases(*num_tokens: int) -> list[Case]:

@@ -1,0 +1,104 @@
+"""Few activations by packed weights: one program per some rows of W, all of K.
+
+Every byte of W is read once, for all the activations together. Each thread keeps its own float32
+partial sums to the end, so the loop over K needs no exchange between threads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight
+from ferrum_triton.ops import quant as ops
+
+NUM_WARPS = 4
+
+
+@kernel(dynamic=("num_tokens",))
+def _gemv_quant_kernel(
+    y_ptr,  # [m, n]
+    a_ptr,  # [m, k]
+    blocks_ptr,  # [n, row_bytes]
+    stride_y_token,
+    stride_a_token,
+    stride_blocks_row,  # in units of ALIGN bytes
+    num_rows,
+    num_groups,
+    num_tokens,
+    KIND: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    PLANES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # power of two >= m
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)[:, None, None, None].to(tl.int64)
+    lane = tl.arange(0, LANES)[None, None, :]
+    row = blocks_ptr + n[:, None, None] * stride_blocks_row * ALIGN
+    a_row = a_ptr + m * stride_a_token
+
+    acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_G, LANES], tl.float32)
+    for first in range(0, num_groups, BLOCK_G):
+        g = first + tl.arange(0, BLOCK_G)[None, :, None]
+        in_row = g < num_groups
+        mask = in_row & (n < num_rows)[:, None, None]
+        block = row + g // GROUPS * BLOCK_BYTES
+        for PLANE in tl.static_range(PLANES):
+            # [BLOCK_N, BLOCK_G, LANES]
+            weights = decode(block, g % GROUPS, lane, mask, PLANE, KIND, ALIGN)
+            k = g // GROUPS * BLOCK_SIZE + first_weight(g % GROUPS, PLANE, KIND) + lane
+            # [BLOCK_M, 1, BLOCK_G, LANES]
+            a = tl.load(a_row + k[None], mask=in_row[None] & (m < num_tokens), other=0.0)
+            acc = tl.fma(a.to(tl.float32), weights[None], acc)
+
+    y = tl.sum(tl.sum(acc, axis=3), axis=2)  # [BLOCK_M, BLOCK_N]
+    m = tl.arange(0, BLOCK_M)[:, None]
+    tl.store(
+        y_ptr + m.to(tl.int64) * stride_y_token + n[None, :],
+        y.to(y_ptr.dtype.element_ty),
+        mask=(m < num_tokens) & (n < num_rows)[None, :],
+    )
+
+
+@ops.gemv_quant.impl("triton")
+def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+    layout = LAYOUTS[kind]
+    num_tokens, num_rows = a.shape[0], blocks.shape[0]
+    shape = (num_tokens, num_rows)
+    y = torch.empty(shape, dtype=a.dtype, device=a.device) if out is None else out
+    if y.numel() == 0:
+        return y
+    num_groups = a.shape[1] // layout["BLOCK_SIZE"] * layout["GROUPS"]
+    block_m = triton.next_power_of_2(num_tokens)
+    # 16 lanes a thread at one activation and fewer at more, for their partial sums.
+    tile = {1: 2048, 2: 2048, 4: 1024, 8: 512}[block_m] // layout["LANES"]
+    block_g = min(triton.next_power_of_2(max(num_groups, 1)), tile)
+    block_n = min(triton.next_power_of_2(num_rows), tile // block_g)
+    align = alignment(blocks)
+    _gemv_quant_kernel.launch(
+        (triton.cdiv(num_rows, block_n),),
+        y,
+        a,
+        blocks,
+        y.stride(0),
+        a.stride(0),
+        blocks.stride(0) // align,
+        num_rows,
+        num_groups,
+        num_tokens,
+        **layout,
+        ALIGN=align,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_G=block_g,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,  # weights with the bits of their definition; the sums use tl.fma
+    )
+    return y

@@ -1,0 +1,113 @@
+"""Decoding rows of packed weights: one program per tile of some rows and some groups."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight
+from ferrum_triton.kernels.rows import as_rows
+from ferrum_triton.ops import quant as ops
+
+# Lanes one program decodes, 16 a thread.
+TILE_LANES, NUM_WARPS = 2048, 4
+
+
+@kernel(dynamic=("num_rows",))
+def _decode_rows_kernel(
+    y_ptr,  # [num_rows, num_weights]
+    blocks_ptr,  # [table_rows, row_bytes]
+    ids_ptr,  # [num_rows], the rows of blocks to decode; None for all in order
+    stride_y_row,
+    stride_blocks_row,  # in units of ALIGN bytes
+    table_rows,
+    num_groups,
+    num_rows,
+    KIND: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    PLANES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    tiles_per_row = tl.cdiv(num_groups, BLOCK_G)
+    y_row = (tl.program_id(0) // tiles_per_row).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    y_row = y_row[:, None, None]
+    g = tl.program_id(0) % tiles_per_row * BLOCK_G + tl.arange(0, BLOCK_G)[None, :, None]
+    lane = tl.arange(0, LANES)[None, None, :]
+    mask = (y_row < num_rows) & (g < num_groups)
+
+    row, known = y_row, mask
+    if ids_ptr is not None:
+        row = tl.load(ids_ptr + y_row, mask=y_row < num_rows, other=-1).to(tl.int64)
+        known = mask & (row >= 0) & (row < table_rows)
+
+    block = blocks_ptr + row * stride_blocks_row * ALIGN + g // GROUPS * BLOCK_BYTES
+    y_block = y_ptr + y_row * stride_y_row + g // GROUPS * BLOCK_SIZE
+    for PLANE in tl.static_range(PLANES):
+        # [BLOCK_R, BLOCK_G, LANES]
+        weights = decode(block, g % GROUPS, lane, known, PLANE, KIND, ALIGN)
+        weights = tl.where(known, weights, 0.0)
+        at = y_block + first_weight(g % GROUPS, PLANE, KIND) + lane
+        tl.store(at, weights.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def _decode_rows(y: Tensor, blocks: Tensor, ids: Tensor | None, kind: str) -> None:
+    layout = LAYOUTS[kind]
+    num_rows, num_weights = y.shape
+    num_groups = num_weights // layout["BLOCK_SIZE"] * layout["GROUPS"]
+    tile = TILE_LANES // layout["LANES"]
+    block_g = min(triton.next_power_of_2(num_groups), tile)
+    block_r = min(triton.next_power_of_2(num_rows), tile // block_g)
+    align = alignment(blocks)
+    _decode_rows_kernel.launch(
+        (triton.cdiv(num_rows, block_r) * triton.cdiv(num_groups, block_g),),
+        y,
+        blocks,
+        ids,
+        y.stride(0),
+        blocks.stride(0) // align,
+        blocks.shape[0],
+        num_groups,
+        num_rows,
+        **layout,
+        ALIGN=align,
+        BLOCK_R=block_r,
+        BLOCK_G=block_g,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,  # a fused d · q + m has other bits than the format's definition
+    )
+
+
+@ops.dequantize.impl("triton")
+def dequantize(
+    blocks: Tensor, kind: str, dtype: torch.dtype, *, out: Tensor | None = None
+) -> Tensor:
+    layout = LAYOUTS[kind]
+    num_weights = blocks.shape[-1] // layout["BLOCK_BYTES"] * layout["BLOCK_SIZE"]
+    shape = (*blocks.shape[:-1], num_weights)
+    y = torch.empty(shape, dtype=dtype, device=blocks.device) if out is None else out
+    if y.numel() == 0:
+        return y
+    rows = as_rows("dequantize", "blocks", blocks)
+    _decode_rows(as_rows("dequantize", "out", y), rows, None, kind)
+    return y
+
+
+@ops.embedding_lookup_quant.impl("triton")
+def embedding_lookup_quant(
+    blocks: Tensor, ids: Tensor, kind: str, dtype: torch.dtype, *, out: Tensor | None = None
+) -> Tensor:
+    layout = LAYOUTS[kind]
+    num_weights = blocks.shape[-1] // layout["BLOCK_BYTES"] * layout["BLOCK_SIZE"]
+    shape = (*ids.shape, num_weights)
+    y = torch.empty(shape, dtype=dtype, device=blocks.device) if out is None else out
+    if y.numel() == 0:
+        return y
+    flat_ids = ids if ids.dim() == 1 and ids.is_contiguous() else ids.reshape(-1)
+    _decode_rows(as_rows("embedding_lookup_quant", "out", y), blocks, flat_ids, kind)
+    return y

@@ -1,0 +1,253 @@
+"""Weights in GGUF's packed blocks: decoding them, looking rows up, multiplying by them.
+
+``kind`` names the format (:data:`ferrum_triton.quant.FORMATS`); packed rows are read as the file
+stores them. A row of K weights has K / block_size blocks; it may start at any byte.
+"""
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.ops.precision import widen
+from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
+from ferrum_triton.registry import Case, Op, op
+
+KINDS = tuple(FORMATS)
+MAX_GEMV_ROWS = 8
+
+
+def _product_cases(*num_tokens: int) -> list[Case]:
+    return [
+        Case(
+            f"{kind.lower()}/n14336k4096/m{m}",
+            torch.bfloat16,
+            {"kind": kind, "m": m, "n": 14336, "num_blocks": 4096 // fmt.block_size},
+        )
+        for kind, fmt in FORMATS.items()
+        for m in num_tokens
+    ]
+
+
+def _packed(make, kind: str, num_rows: int, num_blocks: int) -> Tensor:
+    fmt = FORMATS[kind]
+    k = num_blocks * fmt.block_size
+    return quantize_blocks(make.randn(num_rows, k, scale=k**-0.5), fmt)
+
+
+def _check_kind(op: Op, blocks: Tensor, kind: str) -> None:
+    if kind not in FORMATS:
+        op.reject("kind", repr(kind), ", ".join(FORMATS))
+    block_bytes = FORMATS[kind].block_bytes
+    if blocks.shape[-1] % block_bytes:
+        allowed = f"rows of whole {kind} blocks, {block_bytes} bytes each"
+        op.reject("blocks", f"of shape {list(blocks.shape)}", allowed)
+
+
+def _check_dtype(op: Op, dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        op.reject("dtype", str(dtype), "float32, float16, bfloat16")
+
+
+def _check_product(op: Op, a: Tensor, blocks: Tensor, kind: str) -> None:
+    _check_kind(op, blocks, kind)
+    k = FORMATS[kind].row_weights(blocks.shape[-1])
+    if a.shape[-1] != k:
+        op.reject("a", f"of shape {list(a.shape)}", f"[m, {k}], the weights in a row of blocks")
+
+
+@op(
+    tensors={"blocks": "uint8[..., row_bytes]"},
+    axes={"kind": KINDS, "num_rows": (0, 1, 2, 5), "num_blocks": (1, 2, 3, 9)},
+    bench=[
+        Case(
+            f"{kind.lower()}/n4096k4096",
+            torch.bfloat16,
+            {"kind": kind, "num_rows": 4096, "num_blocks": 4096 // fmt.block_size},
+        )
+        for kind, fmt in FORMATS.items()
+    ],
+)
+def dequantize(blocks: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """y[..., i] = the i-th weight of each packed row, decoded in float32 and rounded once.
+
+    Args:
+        blocks: uint8 [..., row_bytes].
+        kind: the blocks' format, e.g. ``"Q4_K"``.
+        dtype: float32, float16 or bfloat16. In float32 the result has the bits of ggml's reference.
+
+    Returns:
+        [..., K] in ``dtype``. Weights beyond float16's range become infinite there.
+
+    Source: the decoders in :mod:`ferrum_triton.quant.formats`.
+    """
+    return dequantize_blocks(blocks, FORMATS[kind]).to(dtype)
+
+
+@dequantize.rule
+def _(blocks, kind, dtype):
+    _check_kind(dequantize, blocks, kind)
+    _check_dtype(dequantize, dtype)
+
+
+@dequantize.sample
+def _(make, kind, num_rows, num_blocks):
+    return {
+        "blocks": _packed(make, kind, num_rows, num_blocks),
+        "kind": kind,
+        "dtype": make.dtype,
+    }
+
+
+@op(
+    tensors={"blocks": "uint8[vocab_size, row_bytes]", "ids": "int[...]"},
+    axes={
+        "kind": KINDS,
+        "num_tokens": (0, 1, 2, 7),
+        "vocab_size": (2, 1, 19),
+        "num_blocks": (1, 2, 5),
+    },
+    bench=[
+        Case(
+            f"q8_0/v32000h4096/t{size}",
+            torch.bfloat16,
+            {"kind": "Q8_0", "num_tokens": size, "vocab_size": 32000, "num_blocks": 128},
+        )
+        for size in (1, 4096)
+    ],
+)
+def embedding_lookup_quant(blocks: Tensor, ids: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """y[i] = row ids[i] of a packed table, decoded; only those rows are read.
+
+    Args:
+        blocks: uint8 [vocab_size, row_bytes].
+        ids: [...] int32 or int64 on the table's device. An id outside [0, vocab_size) gives a row
+            of zeros.
+        kind: the table's format.
+        dtype: of the result: float32, float16 or bfloat16.
+
+    Returns:
+        [..., K] in ``dtype``.
+    """
+    known = (ids >= 0) & (ids < blocks.shape[0])
+    rows = dequantize_blocks(blocks[torch.where(known, ids, 0).long()], FORMATS[kind])
+    return torch.where(known[..., None], rows, 0.0).to(dtype)
+
+
+@embedding_lookup_quant.rule
+def _(blocks, ids, kind, dtype):
+    _check_kind(embedding_lookup_quant, blocks, kind)
+    _check_dtype(embedding_lookup_quant, dtype)
+    if blocks.shape[0] == 0:
+        embedding_lookup_quant.reject("blocks", "empty", "at least one row")
+
+
+@embedding_lookup_quant.sample
+def _(make, kind, num_tokens, vocab_size, num_blocks):
+    return {
+        "blocks": _packed(make, kind, vocab_size, num_blocks),
+        "ids": make.ints(0, vocab_size, num_tokens),
+        "kind": kind,
+        "dtype": make.dtype,
+    }
+
+
+@embedding_lookup_quant.traffic
+def _(blocks, ids, kind, dtype):
+    k = FORMATS[kind].row_weights(blocks.shape[1])
+    return ids.numel() * (ids.element_size() + blocks.shape[1] + k * dtype.itemsize)
+
+
+def _product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
+    wide = widen(a)
+    weights = dequantize_blocks(blocks, FORMATS[kind]).to(wide.dtype)
+    return (wide @ weights.T).to(a.dtype)
+
+
+@op(
+    tensors={"a": "T[m, k]", "blocks": "uint8[n, row_bytes]"},
+    axes={
+        "kind": KINDS,
+        "m": (0, 1, 2, 3, 8),
+        "n": (1, 2, 9),
+        "num_blocks": (1, 3, 18),
+    },
+    bench=_product_cases(1, 4),
+)
+def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
+    """y[m, n] = Σₖ a[m, k] · W[n, k] for few rows of a, where reading W takes the time.
+
+    W is decoded exactly and the products are summed in float32, whatever a's dtype.
+
+    Args:
+        a: [m, K] with m <= 8.
+        blocks: uint8 [n, row_bytes], W's packed rows.
+        kind: W's format.
+
+    Returns:
+        [m, n] in a's dtype.
+    """
+    return _product(a, blocks, kind)
+
+
+@gemv_quant.rule
+def _(a, blocks, kind):
+    _check_product(gemv_quant, a, blocks, kind)
+    if a.shape[0] > MAX_GEMV_ROWS:
+        allowed = f"at most {MAX_GEMV_ROWS} rows"
+        gemv_quant.reject("a", f"of shape {list(a.shape)}", allowed, "gemm_quant takes any number.")
+
+
+@gemv_quant.sample
+def _(make, kind, m, n, num_blocks):
+    blocks = _packed(make, kind, n, num_blocks)
+    return {
+        "a": make.randn(m, num_blocks * FORMATS[kind].block_size),
+        "blocks": blocks,
+        "kind": kind,
+    }
+
+
+@op(
+    tensors={"a": "T[m, k]", "blocks": "uint8[n, row_bytes]"},
+    axes={
+        "kind": KINDS,
+        "m": (0, 9, 1, 40),
+        "n": (1, 5, 70),
+        "num_blocks": (1, 2, 5),
+    },
+    bench=_product_cases(16, 2048),
+)
+def gemm_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
+    """y[m, n] = Σₖ a[m, k] · W[n, k] for any number of rows of a.
+
+    W is decoded exactly and, where m > 8, rounded to a's dtype for the tensor cores; sums are in
+    float32. In float16 a weight beyond 65504 then counts as infinite.
+
+    Args:
+        a: [m, K].
+        blocks: uint8 [n, row_bytes], W's packed rows.
+        kind: W's format.
+
+    Returns:
+        [m, n] in a's dtype.
+    """
+    return _product(a, blocks, kind)
+
+
+@gemm_quant.rule
+def _(a, blocks, kind):
+    _check_product(gemm_quant, a, blocks, kind)
+
+
+@gemm_quant.sample
+def _(make, kind, m, n, num_blocks):
+    blocks = _packed(make, kind, n, num_blocks)
+    return {
+        "a": make.randn(m, num_blocks * FORMATS[kind].block_size),
+        "blocks": blocks,
+        "kind": kind,
+    }
+
+
+@gemm_quant.flops
+def _(a, blocks, kind):
+    return 2 * a.shape[0] * a.shape[1] * blocks.shape[0]

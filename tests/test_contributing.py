@@ -1,0 +1,72 @@
+"""The example in CONTRIBUTING works as printed, and the harness picks the new op up."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PREAMBLE = """
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from ferrum_triton.kernels.elementwise import BLOCK, row_and_columns
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.rows import as_rows, cdiv
+from ferrum_triton.ops.precision import widen
+from ferrum_triton.registry import Case, op
+"""
+
+
+def snippets():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+
+
+def run_harness(tmp_path, source):
+    """Run the op tests of a process in which ``source`` has declared its op first."""
+    (tmp_path / "new_op.py").write_text(source)
+    (tmp_path / "plugin_for_new_op.py").write_text("import new_op\n")
+    tests = [f"{ROOT}/tests/test_ops.py", f"{ROOT}/tests/test_kernels_compile.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin_for_new_op", "-p", "no:xdist"]
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-k", "relu_squared", *tests],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )
+
+
+def declared():
+    declaration, launcher = snippets()
+    # In the tree the launcher is in another file and names the op through its module.
+    return PREAMBLE + declaration + launcher.replace("ops.relu_squared", "relu_squared")
+
+
+def test_example_passes_the_whole_harness(tmp_path):
+    result = run_harness(tmp_path, declared())
+    assert result.returncode == 0, result.stdout + result.stderr
+    passed = int(re.search(r"(\d+) passed", result.stdout)[1])
+    assert passed >= 14, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("0.0)\n    tl.store", "0.1)\n    tl.store"),  # another function
+        ("mask=mask)\n\n", "mask=col <= num_cols)\n\n"),  # writes past the row
+        ("row * stride_x_row", "row * num_cols"),  # forgets the stride
+        ("x = tl.maximum(tl.load(x_ptr + row", "x = tl.maximum(tl.load(x_ptr + row.to(tl.int32)"),
+    ],
+)
+def test_harness_catches_a_wrong_kernel(tmp_path, right, wrong):
+    source = declared()
+    assert right in source
+    result = run_harness(tmp_path, source.replace(right, wrong))
+    # A test fails, or the process dies of reading far outside its memory.
+    assert result.returncode in (1, -signal.SIGSEGV), result.stdout + result.stderr
