@@ -255,3 +255,24 @@ def test_capture_refuses_what_a_replay_would_get_wrong():
 
 def test_version_is_stated():
     assert ferrum_triton.__version__.count(".") == 2
+
+
+@pytest.mark.gpu
+def test_profilers_still_see_launches():
+    from triton import knobs
+
+    seen = []
+    backend = get_backend("cuda")
+    x, weight = torch.randn(2, 64, device="cuda"), torch.randn(64, device="cuda")
+    backend.rms_norm(x, weight)
+
+    def note(metadata):
+        seen.append(metadata.get()["name"])
+
+    knobs.runtime.launch_enter_hook.add(note)
+    try:
+        backend.rms_norm(x, weight)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(note)
+    backend.rms_norm(x, weight)
+    assert seen == ["_rms_norm_kernel"]

@@ -173,7 +173,7 @@ def flash_attention(
 ) -> Tensor:
     batch, num_heads, q_len, head_dim = q.shape
     num_kv_heads, capacity = k.shape[1], k.shape[2]
-    y = q.new_empty(q.shape) if out is None else out
+    y = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if q.numel() == 0:
         return y
     group = num_heads // num_kv_heads

@@ -133,7 +133,7 @@ class Kernel:
     def _launch_entry(
         self, entry: _Entry, device: int, grid: tuple, args: tuple, meta: dict
     ) -> None:
-        if entry.launch is None or knobs.runtime.launch_enter_hook is not None:
+        if entry.launch is None or _is_watched():
             self.jit[grid](*args, **meta)
             return
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
@@ -151,6 +151,12 @@ class Kernel:
         if len(self._entries) >= MAX_ENTRIES:
             self._entries.clear()
         self._entries[key] = _Entry.of(compiled, [meta[name] for name in self._constexprs])
+
+
+def _is_watched() -> bool:
+    """Whether a profiler has asked Triton to tell it of every launch."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool((enter is not None and enter.calls) or (leave is not None and leave.calls))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Normalisation: one program per row, the whole row held in registers."""
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -70,7 +71,7 @@ def _warps(block: int) -> int:
 
 @ops.rms_norm.impl("triton")
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
-    y = x.new_empty(x.shape) if out is None else out
+    y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if x.numel() == 0:
         return y
     rows, y_rows = as_rows("rms_norm", "x", x), as_rows("rms_norm", "out", y)
@@ -95,7 +96,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None
 def fused_add_rms_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None
 ) -> Tensor:
-    y = x.new_empty(x.shape) if out is None else out
+    y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if x.numel() == 0:
         return y
     rows, y_rows = as_rows("fused_add_rms_norm", "x", x), as_rows("fused_add_rms_norm", "out", y)
