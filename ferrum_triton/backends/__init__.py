@@ -12,12 +12,19 @@ from ferrum_triton.backends.backend import Backend
 from ferrum_triton.errors import BackendUnavailable
 from ferrum_triton.registry import LIB, ON_DECLARE, OPS, Op
 
-NAMES = ("cuda", "cpu", "interpret", "metal")
+# Where each backend looks for an op, in this order.
+PROVIDERS = {
+    "cuda": ("triton", "blas"),
+    "cpu": ("torch", "blas", "reference"),
+    "interpret": ("triton", "blas"),
+    "metal": ("metal", "reference"),
+}
+NAMES = tuple(PROVIDERS)
 
 # The backend behind torch.ops.ferrum.* for each of torch's own dispatch keys.
 DISPATCH = {"CUDA": "cuda", "CPU": "cpu", "MPS": "metal"}
 
-__all__ = ["DISPATCH", "NAMES", "Backend", "get_backend", "serve_dispatcher"]
+__all__ = ["DISPATCH", "NAMES", "PROVIDERS", "Backend", "get_backend", "serve_dispatcher"]
 
 
 def get_backend(name: str = "auto") -> Backend:
@@ -43,7 +50,8 @@ def get_backend(name: str = "auto") -> Backend:
 
 @functools.cache
 def _load(name: str) -> Backend:
-    return import_module(f"ferrum_triton.backends.{name}").load()
+    device = import_module(f"ferrum_triton.backends.{name}").prepare()
+    return Backend(name, device, PROVIDERS[name])
 
 
 def serve_dispatcher() -> None:

@@ -109,16 +109,14 @@ class Backend:
         residual: Tensor,
         x: Tensor,
     ) -> None:
-        """residual ← residual + x, in place; same shape and dtype, computed in float32.
-        """
+        """residual ← residual + x, in place; same shape and dtype, computed in float32."""
     def scaled_add_inplace(
         self,
         dst: Tensor,
         src: Tensor,
         scale: float,
     ) -> None:
-        """dst ← dst + scale · src, in place; same shape and dtype, computed in float32.
-        """
+        """dst ← dst + scale · src, in place; same shape and dtype, computed in float32."""
     def copy_slice(
         self,
         src: Tensor,
@@ -147,16 +145,14 @@ class Backend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[num_heads, num_tokens, head_dim] → [num_tokens, num_heads, head_dim], contiguous.
-        """
+        """[num_heads, num_tokens, head_dim] → [num_tokens, num_heads, head_dim], contiguous."""
     def transpose_token_to_head(
         self,
         x: Tensor,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads, head_dim] → [num_heads, num_tokens, head_dim], contiguous.
-        """
+        """[num_tokens, num_heads, head_dim] → [num_heads, num_tokens, head_dim], contiguous."""
     def embedding_lookup_dev(
         self,
         table: Tensor,

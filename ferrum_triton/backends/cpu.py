@@ -1,8 +1,8 @@
 """Torch on the CPU: the definition of every op, and faster torch where there is some."""
 
-import ferrum_triton.backends.torch_ops  # noqa: F401  registers the "torch" provider
-from ferrum_triton.backends.backend import Backend
 
+def prepare() -> str:
+    """Register the providers and return the device."""
+    import ferrum_triton.backends.torch_ops  # noqa: F401  registers the "torch" provider
 
-def load() -> Backend:
-    return Backend("cpu", device="cpu", providers=("torch", "blas", "reference"))
+    return "cpu"

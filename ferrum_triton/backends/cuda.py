@@ -2,12 +2,12 @@
 
 import torch
 
-from ferrum_triton.backends.backend import Backend
 from ferrum_triton.backends.triton_provider import load_kernels
 from ferrum_triton.errors import BackendUnavailable
 
 
-def load() -> Backend:
+def prepare() -> str:
+    """Check the device, register the kernels and return the device."""
     if not torch.cuda.is_available():
         raise BackendUnavailable(
             "backend 'cuda' needs a CUDA build of torch and a visible NVIDIA GPU; torch "
@@ -15,4 +15,4 @@ def load() -> Backend:
             "get_backend('cpu') runs everywhere."
         )
     load_kernels("cuda")
-    return Backend("cuda", device="cuda", providers=("triton", "blas"))
+    return "cuda"

@@ -2,14 +2,14 @@
 
 import torch
 
-from ferrum_triton.backends.backend import Backend
 from ferrum_triton.errors import BackendUnavailable
 
 
-def load() -> Backend:
+def prepare() -> str:
+    """Check the device and return it."""
     if not torch.backends.mps.is_available():
         raise BackendUnavailable(
             "backend 'metal' needs macOS on Apple silicon and a torch with MPS; "
             "get_backend('cpu') runs everywhere."
         )
-    return Backend("metal", device="mps", providers=("metal", "reference"))
+    return "mps"

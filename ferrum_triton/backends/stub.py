@@ -1,6 +1,6 @@
 """Writes ``backend.pyi``, through which editors and type checkers see a backend's ops.
 
-    python -m ferrum_triton.backends.stub
+python -m ferrum_triton.backends.stub
 """
 
 from __future__ import annotations

@@ -1,0 +1,59 @@
+"""Models of the Llama family: :func:`load_model` takes a file or a directory to a running model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ferrum_triton.backends import Backend
+from ferrum_triton.files.gguf import open_gguf
+from ferrum_triton.files.json_file import read_json
+from ferrum_triton.files.safetensors import open_safetensors
+from ferrum_triton.files.tokenizer import Tokenizer
+from ferrum_triton.models.config import LlamaConfig
+from ferrum_triton.models.llama import Cache, Llama
+from ferrum_triton.models.weights import GgufSource, HfSource, Progress, load_weights
+
+__all__ = ["Cache", "Llama", "LlamaConfig", "load_model", "load_tokenizer"]
+
+
+def load_model(
+    path: str | Path,
+    backend: Backend,
+    dtype: torch.dtype = torch.float32,
+    progress: Progress | None = None,
+) -> Llama:
+    """Load a GGUF file, or a Hugging Face directory with ``config.json`` and safetensors.
+
+    Args:
+        path: the file or directory.
+        backend: where the model will run.
+        dtype: of activations and cache, and of weights that are not kept packed.
+        progress: called with tensors loaded and tensors there are.
+
+    Raises:
+        FileError: the file is malformed, or of a model this package cannot run.
+    """
+    path = Path(path)
+    if path.is_dir():
+        config = LlamaConfig.from_hf(read_json(path / "config.json"), path / "config.json")
+        source = HfSource(open_safetensors(path))
+        return Llama(config, load_weights(source, config, backend, dtype, progress), backend, dtype)
+    with open_gguf(path) as file:
+        config = LlamaConfig.from_gguf(file.metadata, file.tensors, path)
+        weights = load_weights(GgufSource(file), config, backend, dtype, progress)
+    return Llama(config, weights, backend, dtype)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer that came with a model.
+
+    Raises:
+        FileError: there is none, or it is of an unknown kind.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return Tokenizer.from_directory(path)
+    with open_gguf(path) as file:
+        return Tokenizer.from_gguf(file)

@@ -1,0 +1,184 @@
+"""The Llama family, from token ids to logits: how the ops of a backend compose into a decoder.
+
+Llama 2 and 3, SmolLM2, Mistral (sliding window), Qwen2 (QKV bias) and Qwen3 (QK norm). Prefill and
+decode are the same code: a step takes any number of new tokens after those in the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.backends import Backend
+from ferrum_triton.errors import InputError
+from ferrum_triton.models.config import LlamaConfig
+from ferrum_triton.models.rope import rope_tables
+from ferrum_triton.models.weights import LayerWeights, Linear, LlamaWeights, Matrix
+from ferrum_triton.ops.quant import MAX_GEMV_ROWS
+from ferrum_triton.ops.rope import NORM_ROPE, ROPE, ROPE_INTERLEAVED
+from ferrum_triton.quant import QuantizedTensor
+
+
+class Cache:
+    """Keys and values of one sequence, contiguous and head-major, for every layer.
+
+    Attributes:
+        k, v: per layer, [num_kv_heads, capacity, head_dim].
+        length: positions filled.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.num_kv_heads, capacity, config.head_dim)
+        layers = range(config.num_layers)
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
+        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
+        self.capacity, self.length = capacity, 0
+
+
+class Llama:
+    """A model ready to run.
+
+    Args:
+        config: its hyperparameters.
+        weights: its weights, on the backend's device.
+        backend: where it runs.
+        dtype: of the activations and the cache.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, weights: LlamaWeights, backend: Backend, dtype: torch.dtype
+    ) -> None:
+        self.config, self.weights, self.backend, self.dtype = config, weights, backend, dtype
+        tables = rope_tables(config.rope, config.max_positions, weights.freq_factors)
+        self.cos, self.sin = (table.to(backend.device) for table in tables)
+        if config.qk_norm:
+            self.qk_mode = NORM_ROPE
+        else:
+            self.qk_mode = ROPE_INTERLEAVED if config.rope.interleaved else ROPE
+
+    def new_cache(self, capacity: int) -> Cache:
+        """An empty cache for ``capacity`` positions, at most the model's context length."""
+        if not 1 <= capacity <= self.config.max_positions:
+            raise InputError(
+                "new_cache",
+                "capacity",
+                str(capacity),
+                f"1 to the context length of {self.config.max_positions}",
+                "Shorten the prompt or the answer.",
+            )
+        return Cache(self.config, capacity, self.dtype, self.backend.device)
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, cache: Cache, *, all_logits: bool = False) -> Tensor:
+        """Append tokens to the sequence in ``cache`` and predict what follows.
+
+        Args:
+            ids: [num_tokens] int32 or int64 on the backend's device.
+            cache: of this model; its length grows by num_tokens.
+            all_logits: predict after every new token, not just the last.
+
+        Returns:
+            Logits [1, vocab_size], or [num_tokens, vocab_size] for all.
+
+        Raises:
+            InputError: there are no tokens, or more than the cache has room for; it is unchanged.
+        """
+        num_tokens = ids.shape[0]
+        if num_tokens == 0 or cache.length + num_tokens > cache.capacity:
+            room = cache.capacity - cache.length
+            advice = "Make a larger cache or pass fewer tokens."
+            raise InputError("forward", "ids", f"{num_tokens} tokens", f"1 to {room}", advice)
+        backend, eps = self.backend, self.config.rms_norm_eps
+
+        residual = self._embed(ids)
+        x = None  # what the last layer adds to the residual
+        for layer, k_cache, v_cache in zip(self.weights.layers, cache.k, cache.v, strict=True):
+            if x is None:
+                h = backend.rms_norm(residual, layer.attn_norm, eps)
+            else:
+                h = backend.fused_add_rms_norm(residual, x, layer.attn_norm, eps)
+            x = self._attention(h, layer, k_cache, v_cache, cache.length)
+            h = backend.fused_add_rms_norm(residual, x, layer.mlp_norm, eps)
+            x = self._mlp(h, layer)
+        cache.length += num_tokens
+
+        if not all_logits:
+            residual, x = residual[-1:], x[-1:]
+        h = backend.fused_add_rms_norm(residual, x, self.weights.final_norm, eps)
+        return self._head(h)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """[num_tokens, hidden_size]"""
+        table = self.weights.embedding
+        if isinstance(table, QuantizedTensor):
+            return self.backend.embedding_lookup_quant(table.blocks, ids, table.kind, self.dtype)
+        return self.backend.embedding_lookup_dev(table, ids)
+
+    def _attention(
+        self, h: Tensor, layer: LayerWeights, k_cache: Tensor, v_cache: Tensor, past: int
+    ) -> Tensor:
+        """[num_tokens, hidden_size] to the same, reading and extending the layer's cache."""
+        backend, config, num_tokens = self.backend, self.config, h.shape[0]
+        qkv = self._linear(h, layer.qkv)
+        q = backend.split_qkv_norm_rope_into_cache(
+            qkv,
+            layer.q_norm,
+            layer.k_norm,
+            self.cos,
+            self.sin,
+            k_cache,
+            v_cache,
+            num_heads=config.num_heads,
+            cache_len=past,
+            pos_offset=past,
+            eps=config.rms_norm_eps,
+            qk_mode=self.qk_mode,
+        )  # [num_heads, num_tokens, head_dim]
+        attended = backend.flash_attention(
+            q[None],
+            k_cache[None],
+            v_cache[None],
+            kv_len=past + num_tokens,
+            sliding_window=config.sliding_window,
+        )[0]
+        if num_tokens > 1:
+            attended = backend.transpose_head_to_token(attended)
+        return self._linear(attended.view(num_tokens, config.q_dim), layer.attn_out)
+
+    def _mlp(self, h: Tensor, layer: LayerWeights) -> Tensor:
+        """down(silu(gate(h)) · up(h))"""
+        gated = self.backend.fused_silu_mul_split(self._linear(h, layer.gate_up))
+        return self._linear(gated, layer.down)
+
+    def _head(self, h: Tensor) -> Tensor:
+        """Logits; in float32 by packed weights, so that 16-bit rounding cannot reorder them."""
+        (part,) = self.weights.head.parts
+        if isinstance(part, QuantizedTensor) and h.dtype != torch.float32:
+            wide = torch.empty(h.shape, dtype=torch.float32, device=h.device)
+            self.backend.copy_slice(h, wide)
+            h = wide
+        return self._matmul(h, part)
+
+    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """x Wᵀ + bias; parts of different formats fill column ranges of one output."""
+        if len(linear.parts) == 1:
+            y = self._matmul(x, linear.parts[0])
+        else:
+            y = torch.empty(x.shape[0], linear.out_features, dtype=x.dtype, device=x.device)
+            start = 0
+            for part in linear.parts:
+                end = start + part.shape[0]
+                self._matmul(x, part, out=y[:, start:end])
+                start = end
+        if linear.bias is not None:
+            self.backend.add_bias(y, linear.bias)
+        return y
+
+    def _matmul(self, x: Tensor, weight: Matrix, out: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Tensor):
+            return self.backend.gemm(x, weight, out=out)
+        few = x.shape[0] <= MAX_GEMV_ROWS
+        product = self.backend.gemv_quant if few else self.backend.gemm_quant
+        return product(x, weight.blocks, weight.kind, out=out)

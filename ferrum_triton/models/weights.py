@@ -1,0 +1,265 @@
+"""A model's weights, from a GGUF file or a Hugging Face directory.
+
+A linear layer is a list of parts, stacked along its outputs. Q, K and V are one layer, gate and up
+another; parts of one format are concatenated at load, so that each layer is one product, and parts
+of different formats (a GGUF file may hold V in more bits than Q and K) stay apart.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.backends import Backend
+from ferrum_triton.errors import FileError
+from ferrum_triton.files.gguf import GgufFile
+from ferrum_triton.files.safetensors import SafetensorsFiles
+from ferrum_triton.models.config import LlamaConfig
+from ferrum_triton.quant import FORMATS, QuantizedTensor
+
+Matrix = Tensor | QuantizedTensor
+Progress = Callable[[int, int], None]
+"""Called with the number of tensors loaded and the number there are."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x Wᵀ + bias, W in parts of shape [n_i, k] stacked along n; bias float32 [n] or None."""
+
+    parts: tuple[Matrix, ...]
+    bias: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.shape[0] for part in self.parts)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. Norm weights are float32."""
+
+    attn_norm: Tensor  # [hidden_size]
+    qkv: Linear
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    attn_out: Linear
+    mlp_norm: Tensor  # [hidden_size]
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class LlamaWeights:
+    """All weights of a model; ``head`` may share its memory with ``embedding``."""
+
+    embedding: Matrix  # [vocab_size, hidden_size]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [hidden_size]
+    head: Linear
+    freq_factors: Tensor | None = None  # [rope.dim / 2]
+
+
+class Source(ABC):
+    """Where tensors come from, by GGUF's names."""
+
+    path: Path
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def fetch(self, name: str) -> Matrix:
+        """The tensor ``name`` on the CPU, as it is stored."""
+
+
+class GgufSource(Source):
+    def __init__(self, file: GgufFile) -> None:
+        self.path, self._file = file.path, file
+
+    def __len__(self) -> int:
+        return len(self._file.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file.tensors
+
+    def fetch(self, name: str) -> Matrix:
+        tensor = self._file.tensors[name]
+        if tensor.type.dtype is not None:
+            return tensor.data()
+        if tensor.type.name not in FORMATS:
+            known = ", ".join(FORMATS)
+            reason = f"tensor {name!r} is {tensor.type.name}, which has no decoder; known: {known}"
+            raise FileError(self.path, reason, tensor.offset)
+        return QuantizedTensor(tensor.data(), tensor.type.name)
+
+
+# GGUF's names of tensors, without prefix and suffix, in Hugging Face's words.
+HF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class HfSource(Source):
+    """A Hugging Face directory, whose names are translated."""
+
+    def __init__(self, files: SafetensorsFiles) -> None:
+        self.path, self._files = files.path, files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return self._translate(name) in self._files
+
+    def fetch(self, name: str) -> Matrix:
+        return self._files[self._translate(name)]
+
+    def _translate(self, name: str) -> str:
+        block, _, rest = name.rpartition("blk.")[2].partition(".")
+        layer = f"model.layers.{block}." if name.startswith("blk.") else ""
+        stem, _, kind = (rest if layer else name).rpartition(".")
+        return f"{layer}{HF_NAMES.get(stem, stem)}.{kind}"
+
+
+def load_weights(
+    source: Source,
+    config: LlamaConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+) -> LlamaWeights:
+    """Read every weight a model of ``config`` has.
+
+    Packed weights stay packed where the backend multiplies by them in kernels; on the CPU backend,
+    where torch does, they are decoded to ``dtype`` once.
+
+    Raises:
+        FileError: a tensor is missing, or has another shape than the hyperparameters say.
+    """
+    return _Loader(source, config, backend, dtype, progress).load()
+
+
+class _Loader:
+    def __init__(
+        self,
+        source: Source,
+        config: LlamaConfig,
+        backend: Backend,
+        dtype: torch.dtype,
+        progress: Progress | None,
+    ) -> None:
+        self.source, self.config, self.dtype = source, config, dtype
+        self.device = backend.device
+        self.keep_packed = backend.provider_of("gemm_quant") != "reference"
+        self.progress, self.loaded = progress, 0
+
+    def load(self) -> LlamaWeights:
+        config = self.config
+        table = (config.vocab_size, config.hidden_size)
+        embedding = self.matrix("token_embd.weight", table)
+        layers = tuple(self.layer(i) for i in range(config.num_layers))
+        final_norm = self.vector("output_norm.weight", config.hidden_size)
+        head = embedding if config.tie_embeddings else self.matrix("output.weight", table)
+        factors = None
+        if "rope_freqs.weight" in self.source:
+            factors = self.vector("rope_freqs.weight", config.rope.dim // 2).cpu()
+        return LlamaWeights(embedding, layers, final_norm, Linear((head,)), factors)
+
+    def layer(self, index: int) -> LayerWeights:
+        config, prefix = self.config, f"blk.{index}."
+        hidden, inner = config.hidden_size, config.intermediate_size
+        sizes = {"attn_q": config.q_dim, "attn_k": config.kv_dim, "attn_v": config.kv_dim}
+        norms = [
+            self.vector(f"{prefix}attn_{part}_norm.weight", config.head_dim)
+            if config.qk_norm
+            else None
+            for part in "qk"
+        ]
+        return LayerWeights(
+            attn_norm=self.vector(f"{prefix}attn_norm.weight", hidden),
+            qkv=self.linear(prefix, sizes, hidden),
+            q_norm=norms[0],
+            k_norm=norms[1],
+            attn_out=self.linear(prefix, {"attn_output": hidden}, config.q_dim),
+            mlp_norm=self.vector(f"{prefix}ffn_norm.weight", hidden),
+            gate_up=self.linear(prefix, {"ffn_gate": inner, "ffn_up": inner}, hidden),
+            down=self.linear(prefix, {"ffn_down": hidden}, inner),
+        )
+
+    def linear(self, prefix: str, sizes: dict[str, int], in_features: int) -> Linear:
+        names = [prefix + name for name in sizes]
+        parts = [
+            self.matrix(f"{name}.weight", (size, in_features))
+            for name, size in zip(names, sizes.values(), strict=True)
+        ]
+        biases = [f"{name}.bias" in self.source for name in names]
+        bias = None
+        if any(biases):
+            if not all(biases):
+                raise FileError(self.source.path, f"some of {', '.join(names)} have no bias")
+            pairs = zip(names, sizes.values(), strict=True)
+            bias = torch.cat([self.vector(f"{name}.bias", size) for name, size in pairs])
+        return Linear(tuple(_fuse(parts)), bias)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+        stored = self.fetch(name, shape)
+        if isinstance(stored, QuantizedTensor):
+            if self.keep_packed:
+                return stored.to(self.device)
+            return stored.dequantize(self.dtype).to(self.device)
+        return stored.to(self.device, self.dtype)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        stored = self.fetch(name, (size,))
+        if isinstance(stored, QuantizedTensor):
+            raise FileError(self.source.path, f"tensor {name!r} is packed; expected plain numbers")
+        return stored.to(self.device, torch.float32)
+
+    def fetch(self, name: str, shape: tuple[int, ...]) -> Matrix:
+        if name not in self.source:
+            raise FileError(self.source.path, f"tensor {name!r} is missing")
+        stored = self.source.fetch(name)
+        if tuple(stored.shape) != shape:
+            reason = f"tensor {name!r} has shape {list(stored.shape)}, expected {list(shape)}"
+            raise FileError(self.source.path, reason)
+        self.loaded += 1
+        if self.progress is not None:
+            self.progress(self.loaded, len(self.source))
+        return stored
+
+
+def _fuse(parts: Sequence[Matrix]) -> list[Matrix]:
+    """Join neighbouring parts of the same format."""
+    fused: list[Matrix] = []
+    for part in parts:
+        last = fused[-1] if fused else None
+        if isinstance(part, QuantizedTensor) and isinstance(last, QuantizedTensor):
+            if part.kind == last.kind:
+                fused[-1] = QuantizedTensor(torch.cat((last.blocks, part.blocks)), part.kind)
+                continue
+        elif isinstance(part, Tensor) and isinstance(last, Tensor):
+            fused[-1] = torch.cat((last, part))
+            continue
+        fused.append(part)
+    return fused

@@ -1,0 +1,1 @@
+"""Turning logits into text: sampling and the generation loop."""
