@@ -84,7 +84,7 @@ def spilled_bytes(compiled, target):
         usage = subprocess.run(
             [tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
         )
-    found = re.search(r"LOCAL:(\d+)", usage.stdout)
+    found = re.search(r"STACK:(\d+)", usage.stdout)
     assert found, usage.stdout
     return int(found[1])
 

@@ -161,7 +161,7 @@ def test_offsets_past_int32(op, backend_name):
     for i, dim in ((i, d) for i, t in enumerate(want) for d in range(t.dim() - 1)):
         if want[i].shape[dim] > 1 and op.has_out:
             arguments = clone(near)
-            outs = [torch.empty(t.shape, dtype=torch.float16) for t in want]
+            outs = [torch.empty_like(t) for t in as_tuple(op.fake(**clone(near)))]
             outs[i] = place_far_apart(outs[i], dim)
             door = getattr(backend, op.name)
             door(**arguments, out=tuple(outs) if len(outs) > 1 else outs[0])

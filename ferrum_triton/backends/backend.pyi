@@ -53,8 +53,9 @@ class Backend:
         so that the result equals ``rms_norm`` of the residual that the next layer will read.
 
         Args:
-            residual: [..., hidden_size], updated in place.
-            x: same shape and dtype as residual.
+            residual: [..., hidden_size], updated in place; of x's dtype, or float32: a residual stream
+                kept in float32 loses nothing to 16-bit rounding from layer to layer.
+            x: same shape as residual.
             weight: [hidden_size], any float dtype.
             eps: added to the mean square.
 
@@ -109,14 +110,16 @@ class Backend:
         residual: Tensor,
         x: Tensor,
     ) -> None:
-        """residual ← residual + x, in place; same shape and dtype, computed in float32."""
+        """residual ← residual + x, in place; same shape and dtype, computed in float32.
+        """
     def scaled_add_inplace(
         self,
         dst: Tensor,
         src: Tensor,
         scale: float,
     ) -> None:
-        """dst ← dst + scale · src, in place; same shape and dtype, computed in float32."""
+        """dst ← dst + scale · src, in place; same shape and dtype, computed in float32.
+        """
     def copy_slice(
         self,
         src: Tensor,
@@ -145,14 +148,16 @@ class Backend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[num_heads, num_tokens, head_dim] → [num_tokens, num_heads, head_dim], contiguous."""
+        """[num_heads, num_tokens, head_dim] → [num_tokens, num_heads, head_dim], contiguous.
+        """
     def transpose_token_to_head(
         self,
         x: Tensor,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads, head_dim] → [num_heads, num_tokens, head_dim], contiguous."""
+        """[num_tokens, num_heads, head_dim] → [num_heads, num_tokens, head_dim], contiguous.
+        """
     def embedding_lookup_dev(
         self,
         table: Tensor,
@@ -196,6 +201,7 @@ class Backend:
         self,
         a: Tensor,
         b: Tensor,
+        wide: bool = False,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -204,9 +210,10 @@ class Backend:
         Args:
             a: [m, k].
             b: [n, k], same dtype.
+            wide: return the float32 sums unrounded, as logits want to be.
 
         Returns:
-            [m, n] in the input's dtype.
+            [m, n] in the input's dtype, or float32 if wide.
         """
     def dequantize(
         self,

@@ -21,7 +21,8 @@ def fused_add_rms_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None
 ) -> Tensor:
     residual.add_(x)  # torch adds 16-bit floats in float32 and rounds once
-    return rms_norm(residual, weight, eps, out=out)
+    y = rms_norm(residual, weight, eps)
+    return y.to(x.dtype) if out is None else out.copy_(y)
 
 
 @elementwise.add_inplace.impl("torch")

@@ -92,13 +92,12 @@ class Llama:
             raise InputError("forward", "ids", f"{num_tokens} tokens", f"1 to {room}", advice)
         backend, eps = self.backend, self.config.rms_norm_eps
 
-        residual = self._embed(ids)
-        x = None  # what the last layer adds to the residual
+        # The residual stream stays in float32 whatever the activations are: in bfloat16 its rounding
+        # alone changes the argmax of one token in a hundred.
+        x = self._embed(ids)
+        residual = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for layer, k_cache, v_cache in zip(self.weights.layers, cache.k, cache.v, strict=True):
-            if x is None:
-                h = backend.rms_norm(residual, layer.attn_norm, eps)
-            else:
-                h = backend.fused_add_rms_norm(residual, x, layer.attn_norm, eps)
+            h = backend.fused_add_rms_norm(residual, x, layer.attn_norm, eps)
             x = self._attention(h, layer, k_cache, v_cache, cache.length)
             h = backend.fused_add_rms_norm(residual, x, layer.mlp_norm, eps)
             x = self._mlp(h, layer)
@@ -153,13 +152,15 @@ class Llama:
         return self._linear(gated, layer.down)
 
     def _head(self, h: Tensor) -> Tensor:
-        """Logits; in float32 by packed weights, so that 16-bit rounding cannot reorder them."""
-        (part,) = self.weights.head.parts
-        if isinstance(part, QuantizedTensor) and h.dtype != torch.float32:
+        """Logits, in float32: rounding them to 16 bits would reorder close ones."""
+        head = self.weights.head
+        if isinstance(head, Tensor):
+            return self.backend.gemm(h, head, wide=True)
+        if h.dtype != torch.float32:
             wide = torch.empty(h.shape, dtype=torch.float32, device=h.device)
             self.backend.copy_slice(h, wide)
             h = wide
-        return self._matmul(h, part)
+        return self._matmul(h, head)
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         """x Wᵀ + bias; parts of different formats fill column ranges of one output."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.quant import FORMATS, QuantizedTensor
 
-Matrix = Tensor | QuantizedTensor
-Progress = Callable[[int, int], None]
+Matrix: TypeAlias = Tensor | QuantizedTensor
+Progress: TypeAlias = Callable[[int, int], None]
 """Called with the number of tensors loaded and the number there are."""
 
 
@@ -60,7 +61,7 @@ class LlamaWeights:
     embedding: Matrix  # [vocab_size, hidden_size]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden_size]
-    head: Linear
+    head: Matrix  # [vocab_size, hidden_size]
     freq_factors: Tensor | None = None  # [rope.dim / 2]
 
 
@@ -184,7 +185,7 @@ class _Loader:
         factors = None
         if "rope_freqs.weight" in self.source:
             factors = self.vector("rope_freqs.weight", config.rope.dim // 2).cpu()
-        return LlamaWeights(embedding, layers, final_norm, Linear((head,)), factors)
+        return LlamaWeights(embedding, layers, final_norm, head, factors)
 
     def layer(self, index: int) -> LayerWeights:
         config, prefix = self.config, f"blk.{index}."

@@ -46,11 +46,11 @@ def _(make, num_tokens, hidden_size):
 
 @op(
     tensors={
-        "residual": "T[..., hidden_size]",
+        "residual": "float[..., hidden_size]",
         "x": "T[..., hidden_size]",
         "weight": "float[hidden_size]",
     },
-    axes=ROWS,
+    axes={**ROWS, "wide_residual": (False, True)},
     bench=_cases(1, 64, 4096, 32768),
     mutates=("residual",),
 )
@@ -61,8 +61,9 @@ def fused_add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float =
     so that the result equals ``rms_norm`` of the residual that the next layer will read.
 
     Args:
-        residual: [..., hidden_size], updated in place.
-        x: same shape and dtype as residual.
+        residual: [..., hidden_size], updated in place; of x's dtype, or float32: a residual stream
+            kept in float32 loses nothing to 16-bit rounding from layer to layer.
+        x: same shape as residual.
         weight: [hidden_size], any float dtype.
         eps: added to the mean square.
 
@@ -70,7 +71,7 @@ def fused_add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float =
         A tensor of x's shape and dtype.
     """
     residual.copy_(widen(residual) + widen(x))
-    return rms_norm.reference(residual, weight, eps)
+    return rms_norm.reference(residual, weight, eps).to(x.dtype)
 
 
 @fused_add_rms_norm.rule
@@ -78,12 +79,16 @@ def _(residual, x, weight, eps):
     if residual.shape != x.shape:
         allowed = f"{list(residual.shape)}, the shape of residual"
         fused_add_rms_norm.reject("x", f"of shape {list(x.shape)}", allowed)
+    if residual.dtype not in (x.dtype, torch.float32):
+        allowed = f"x's dtype {x.dtype}, or float32"
+        fused_add_rms_norm.reject("residual", str(residual.dtype), allowed)
 
 
 @fused_add_rms_norm.sample
-def _(make, num_tokens, hidden_size):
+def _(make, num_tokens, hidden_size, wide_residual=False):
+    residual = make.randn(num_tokens, hidden_size)
     return {
-        "residual": make.randn(num_tokens, hidden_size),
+        "residual": residual.float() if wide_residual else residual,
         "x": make.randn(num_tokens, hidden_size),
         "weight": make.weight(hidden_size),
     }

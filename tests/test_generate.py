@@ -1,0 +1,179 @@
+"""The real model, SmolLM2-135M-Instruct, against transformers on the same GGUF file."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ferrum_triton import FileError, InputError, get_backend
+from ferrum_triton.cli.default_model import INSTALL, find_default_model
+from ferrum_triton.files.chat import ChatTemplate
+from ferrum_triton.models import load_model, load_tokenizer
+from ferrum_triton.quant import QuantizedTensor
+from ferrum_triton.runtime.generation import Stats, generate_ids, generate_text
+from ferrum_triton.runtime.sampling import Sampler
+
+MODEL = find_default_model()
+pytestmark = pytest.mark.skipif(MODEL is None, reason=f"the real model is absent: {INSTALL}")
+
+TEXT = (Path(__file__).parent / "data" / "alice.txt").read_text()
+CHATS = (
+    "What is the capital of France?",
+    "Explain in one sentence why the sky is blue.",
+    "Write a haiku about rivers.",
+    "List three uses for a brick.",
+    "Translate 'good morning' into Spanish.",
+)
+RAW = (
+    "The quick brown fox",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a village by the sea,",
+    "The three laws of motion are",
+    "1, 1, 2, 3, 5, 8,",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(MODEL)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(MODEL, get_backend("cpu"))
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
+    pytest.importorskip("accelerate", reason="transformers needs it to load GGUF files")
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        str(MODEL.parent), gguf_file=MODEL.name, dtype=torch.float32
+    ).eval()
+
+
+def chat_ids(tokenizer, question):
+    text = ChatTemplate.from_tokenizer(tokenizer).render([{"role": "user", "content": question}])
+    return tokenizer.encode(text, add_special=False)
+
+
+def greedy(model, prompt, count):
+    return list(generate_ids(model, prompt, Sampler(model.backend), count))
+
+
+def test_greedy_text_equals_transformers(model, tokenizer, theirs):
+    """64 tokens on five chats and five raw prompts, id for id."""
+    prompts = [chat_ids(tokenizer, chat) for chat in CHATS]
+    prompts += [tokenizer.encode(text) for text in RAW]
+    for prompt in prompts:
+        ours = greedy(model, prompt, 64)
+        with torch.inference_mode():
+            full = theirs.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=64,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        assert ours == full[0, len(prompt) :].tolist(), tokenizer.decode(prompt)
+
+
+def test_logits_equal_transformers(model, tokenizer, theirs):
+    ids = torch.tensor(tokenizer.encode(TEXT)[:256])
+    with torch.inference_mode():
+        want = theirs(ids[None]).logits[0]
+    got = model.forward(ids, model.new_cache(256), all_logits=True)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+
+
+def test_prefill_then_decode_is_one_forward(model, tokenizer):
+    ids = torch.tensor(tokenizer.encode(TEXT)[:48])
+    whole = model.forward(ids, model.new_cache(48), all_logits=True)
+    cache = model.new_cache(48)
+    parts = [model.forward(c, cache, all_logits=True) for c in ids.split([40] + [1] * 8)]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-3)
+
+
+def test_it_knows_the_capital_of_france(model, tokenizer):
+    stats = Stats()
+    pieces = generate_text(
+        model, tokenizer, chat_ids(tokenizer, CHATS[0]), Sampler(model.backend), 40, stats
+    )
+    assert "Paris" in "".join(pieces)
+    assert stats.stopped_by == "end"
+    assert stats.new_tokens >= 3
+    assert stats.decode_speed > 0
+    assert stats.prefill_speed > 0
+
+
+def test_streamed_text_is_the_decoded_whole(model, tokenizer):
+    prompt = tokenizer.encode("Emoji for weather: ☀️ 🌧️")
+    ids = greedy(model, prompt, 24)
+    limited = list(generate_ids(model, prompt, Sampler(model.backend), 24, tokenizer.eos_ids))
+    pieces = list(generate_text(model, tokenizer, prompt, Sampler(model.backend), 24))
+    assert ids[: len(limited)] == limited
+    assert "".join(pieces) == tokenizer.decode(limited)
+
+
+def test_seeds_decide_what_is_sampled(model, tokenizer):
+    prompt = tokenizer.encode("My favourite colour is")
+
+    def draw(seed):
+        sampler = Sampler(model.backend, temperature=1.0, top_k=50, top_p=0.9, seed=seed)
+        return list(generate_ids(model, prompt, sampler, 12))
+
+    assert draw(1) == draw(1)
+    assert len({tuple(draw(seed)) for seed in range(4)}) > 1
+
+
+def test_length_limits(model, tokenizer):
+    prompt = tokenizer.encode("One")
+    for count in (0, 1, 3):
+        assert len(greedy(model, prompt, count)) == count
+    stats = Stats()
+    endless = generate_ids(model, prompt, Sampler(model.backend), 10**9, stats=stats)
+    assert len(list(itertools.islice(endless, 5))) == 5
+    for prompt, message in (([], "0 tokens"), ([49152], "49152"), ([1] * 8193, "8193 tokens")):
+        with pytest.raises(InputError, match=message):
+            greedy(model, prompt, 1)
+
+
+def test_truncated_files_are_refused(tmp_path):
+    cut = tmp_path / "cut.gguf"
+    with MODEL.open("rb") as file:
+        cut.write_bytes(file.read(3_000_000))
+    with pytest.raises(FileError, match=r"cut\.gguf"):
+        load_model(cut, get_backend("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_packed_weights_agree_with_float32(model, tokenizer, dtype, capsys):
+    """Teacher-forced over 512 tokens of real text, in prefill and token by token."""
+    ids = torch.tensor(tokenizer.encode(TEXT)[:512])
+    assert len(ids) == 512
+    want = torch.log_softmax(
+        model.forward(ids, model.new_cache(512), all_logits=True).double(), dim=-1
+    )
+    packed = load_model(MODEL, get_backend("cuda"), dtype)
+    assert isinstance(packed.weights.layers[0].down.parts[0], QuantizedTensor)
+    for name, chunk in (("prefill", 512), ("decode", 1)):
+        cache = packed.new_cache(512)
+        parts = [packed.forward(c, cache, all_logits=True) for c in ids.cuda().split(chunk)]
+        got = torch.log_softmax(torch.cat(parts).double().cpu(), dim=-1)
+        agree = (got.argmax(-1) == want.argmax(-1)).double().mean().item()
+        divergence = (want.exp() * (want - got)).sum(-1).mean().item()
+        with capsys.disabled():
+            sys.stderr.write(f"{dtype}, {name}: agrees {agree:.4f}, mean KL {divergence:.2e}\n")
+        assert agree >= 0.985
+        assert divergence < 5e-3
+
+
+@pytest.mark.gpu
+def test_cuda_generates_the_same_answer(model, tokenizer):
+    prompt = chat_ids(tokenizer, CHATS[0])
+    packed = load_model(MODEL, get_backend("cuda"), torch.float16)
+    assert greedy(packed, prompt, 8) == greedy(model, prompt, 8)

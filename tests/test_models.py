@@ -1,0 +1,239 @@
+"""Models: equal to transformers, to themselves in other steps, and on other backends."""
+
+import json
+
+import pytest
+import torch
+
+from ferrum_triton import FileError, InputError, get_backend
+from ferrum_triton.kernels import interpreter
+from ferrum_triton.models import Llama, LlamaConfig, load_model
+from ferrum_triton.models.config import RopeConfig
+from ferrum_triton.models.rope import rope_tables
+from ferrum_triton.models.weights import load_weights
+from ferrum_triton.quant import QuantizedTensor
+from tests.tiny_models import PACKED, VARIANTS, PackedSource, save_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """(directory, transformers' model) by variant, made once."""
+    pytest.importorskip("transformers", reason="transformers makes and checks the tiny models")
+    made = {}
+
+    def get(variant):
+        if variant not in made:
+            directory = tmp_path_factory.mktemp(variant)
+            made[variant] = directory, save_tiny(directory, variant)
+        return made[variant]
+
+    return get
+
+
+def packed(backend_name, dtype=torch.float32):
+    backend = get_backend(backend_name)
+    weights = load_weights(PackedSource(), PACKED, backend, dtype)
+    return Llama(PACKED, weights, backend, dtype)
+
+
+def tokens(count, seed=0, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 96, (count,), generator=generator).to(device)
+
+
+def run(model, *chunks):
+    """All logits of a sequence fed in chunks."""
+    cache = model.new_cache(40)
+    return torch.cat([model.forward(c, cache, all_logits=True) for c in chunks]).cpu()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_transformers(tiny, variant):
+    directory, theirs = tiny(variant)
+    model = load_model(directory, get_backend("cpu"))
+    ids = tokens(20)
+    with torch.inference_mode():
+        want = theirs(ids[None]).logits[0]
+    torch.testing.assert_close(run(model, ids), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prefill_then_decode_is_one_forward(tiny, variant):
+    model = load_model(tiny(variant)[0], get_backend("cpu"))
+    ids = tokens(20, seed=1)
+    whole = run(model, ids)
+    for cuts in ([12] + [1] * 8, [1] * 20, [3, 9, 8]):
+        torch.testing.assert_close(run(model, *ids.split(cuts)), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_last_logits_are_the_last_of_all(tiny):
+    model = load_model(tiny("llama")[0], get_backend("cpu"))
+    ids = tokens(9)
+    last = model.forward(ids, model.new_cache(9))
+    torch.testing.assert_close(last, run(model, ids)[-1:], rtol=1e-6, atol=1e-6)
+
+
+def test_later_tokens_cannot_change_earlier_logits(tiny):
+    model = load_model(tiny("qwen2")[0], get_backend("cpu"))
+    first, second = tokens(12, seed=2), tokens(12, seed=3)
+    second[:7] = first[:7]
+    assert torch.equal(run(model, first)[:7], run(model, second)[:7])
+    assert not torch.equal(run(model, first)[7:], run(model, second)[7:])
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "mistral", "packed"])
+def test_interpreted_kernels_equal_the_cpu(tiny, variant, monkeypatch):
+    """A prefill of 8 tokens and two decode steps, every kernel of the path interpreted."""
+    models = [
+        packed(name) if variant == "packed" else load_model(tiny(variant)[0], get_backend(name))
+        for name in ("cpu", "interpret")
+    ]
+    interpreted = set()
+    original = interpreter.run_raw
+
+    def note(kernel, *args):
+        interpreted.add(kernel.fn.__name__)
+        return original(kernel, *args)
+
+    monkeypatch.setattr(interpreter, "run_raw", note)
+    # More than 8 tokens at once multiply packed weights in tiles, fewer row by row.
+    prefill = 10 if variant == "packed" else 8
+    ids = tokens(prefill + 2, seed=5)
+    want, got = (run(model, *ids.split([prefill, 1, 1])) for model in models)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert {
+        "_fused_add_rms_norm_kernel",
+        "_qkv_norm_rope_kernel",
+        "_flash_attention_kernel",
+        "_gated_split_kernel",
+        "_transpose_kernel",
+    } <= interpreted
+    if variant == "packed":
+        assert {"_gemv_quant_kernel", "_gemm_quant_kernel"} <= interpreted
+
+
+def test_packed_weights_stay_packed_where_kernels_read_them():
+    model = packed("interpret")
+    layer = model.weights.layers[0]
+    kinds = [part.kind for part in layer.qkv.parts]
+    assert kinds == ["Q4_1", "Q8_0"], "q and k are fused, v is of another format"
+    assert layer.qkv.parts[0].shape == (96, 64)
+    assert isinstance(model.weights.embedding, QuantizedTensor)
+    assert isinstance(packed("cpu").weights.embedding, torch.Tensor)
+
+
+def test_tied_embeddings_share_memory(tiny):
+    model = load_model(tiny("qwen3")[0], get_backend("cpu"))
+    assert model.weights.head.data_ptr() == model.weights.embedding.data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "mistral", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_cuda_equals_the_cpu(tiny, variant, dtype):
+    ids = tokens(14, seed=6)
+    logits = []
+    for name in ("cpu", "cuda"):
+        kind = torch.float32 if name == "cpu" else dtype
+        if variant == "packed":
+            model = packed(name, kind)
+        else:
+            model = load_model(tiny(variant)[0], get_backend(name), kind)
+        placed = ids.to(model.backend.device)
+        logits.append(run(model, placed[:10], *placed[10:].split(1)))
+    bound = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}[dtype]
+    torch.testing.assert_close(logits[1], logits[0], rtol=bound, atol=bound)
+
+
+def test_cache_overflow_is_refused_before_anything_is_written(tiny):
+    model = load_model(tiny("llama")[0], get_backend("cpu"))
+    cache = model.new_cache(6)
+    model.forward(tokens(4), cache)
+    before = [k.clone() for k in cache.k]
+    for ids in (tokens(3), tokens(0)):
+        with pytest.raises(InputError, match="1 to 2"):
+            model.forward(ids, cache)
+    assert cache.length == 4
+    assert all(torch.equal(a[:, :4], b[:, :4]) for a, b in zip(cache.k, before, strict=True))
+    with pytest.raises(InputError, match="context length of 64"):
+        model.new_cache(65)
+
+
+def test_ids_out_of_range_read_nothing_foreign(tiny):
+    model = load_model(tiny("llama")[0], get_backend("cpu"))
+    logits = model.forward(torch.tensor([5, 96, -1, 2**31 - 1]), model.new_cache(4))
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": None}, "architecture None"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"hidden_size": -64}, "hidden_size is -64"),
+        ({"vocab_size": 2**40}, "vocab_size"),
+        ({"num_hidden_layers": 4000}, "4000 layers"),
+        ({"num_attention_heads": 3}, "heads"),
+        ({"rms_norm_eps": 0}, "epsilon"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported"),
+        ({"use_sliding_window": True}, "some of the layers"),
+        ({"vocab_size": 97}, "shape"),
+        ({"num_hidden_layers": 3}, "'blk.2.attn_norm.weight' is missing"),
+    ],
+)
+def test_bad_configs_are_refused(tiny, tmp_path, change, message):
+    directory, _ = tiny("llama")
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FileError, match=message):
+        load_model(tmp_path, get_backend("cpu"))
+
+
+def test_gguf_metadata_is_checked():
+    metadata = {
+        "general.architecture": "qwen3",
+        "qwen3.embedding_length": 64,
+        "qwen3.attention.head_count": 4,
+        "qwen3.attention.head_count_kv": 2,
+        "qwen3.attention.key_length": 24,
+        "qwen3.attention.value_length": 24,
+        "qwen3.feed_forward_length": 96,
+        "qwen3.block_count": 2,
+        "qwen3.context_length": 64,
+        "qwen3.attention.layer_norm_rms_epsilon": 1e-6,
+        "tokenizer.ggml.tokens": ["a"] * 96,
+    }
+    names = {"blk.0.attn_q_norm.weight": None, "output.weight": None}
+    config = LlamaConfig.from_gguf(metadata, names, "x.gguf")
+    assert (config.qk_norm, config.qkv_bias, config.tie_embeddings) == (True, False, False)
+    assert (config.vocab_size, config.head_dim, config.rope.interleaved) == (96, 24, False)
+    for change, message in (
+        ({"general.architecture": "gpt2"}, "'gpt2' is not supported"),
+        ({"qwen3.rope.scaling.type": "yarn"}, "yarn"),
+        ({"qwen3.attention.value_length": 16}, "different head sizes"),
+        ({"qwen3.block_count": True}, "block_count is True"),
+        ({"qwen3.rope.dimension_count": 23}, "23 rotary"),
+        ({"qwen3.attention.key_length": 512, "qwen3.attention.value_length": 512}, "over 256"),
+    ):
+        with pytest.raises(FileError, match=message):
+            LlamaConfig.from_gguf(metadata | change, names, "x.gguf")
+    del metadata["qwen3.context_length"]
+    with pytest.raises(FileError, match="context_length is missing"):
+        LlamaConfig.from_gguf(metadata, names, "x.gguf")
+
+
+def test_rope_scaling_laws():
+    plain = RopeConfig(theta=10000.0, dim=16)
+    cos, sin = rope_tables(plain, 32)
+    torch.testing.assert_close(cos**2 + sin**2, torch.ones_like(cos))
+    linear = rope_tables(RopeConfig(theta=10000.0, dim=16, kind="linear", factor=4.0), 32)[0]
+    torch.testing.assert_close(linear[::4], cos[:8])
+    ones = rope_tables(plain, 32, torch.ones(8))[0]
+    assert torch.equal(ones, cos)
+    llama3 = RopeConfig(10000.0, 16, kind="llama3", factor=8.0, original_positions=64)
+    scaled = rope_tables(llama3, 32)[0]
+    assert torch.equal(scaled[:, 0], cos[:, 0]), "the shortest wavelength is kept"
+    torch.testing.assert_close(scaled[8::8, -1], cos[1:4, -1])  # the longest is stretched

@@ -1,0 +1,89 @@
+"""Sampling: what may be chosen, how often, and that a seed decides."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ferrum_triton import InputError, get_backend
+from ferrum_triton.runtime.sampling import Sampler
+
+CPU = get_backend("cpu")
+
+
+def logits(seed, size=50):
+    return torch.randn(1, size, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@given(seed=st.integers(0, 1000))
+def test_greedy_is_the_argmax(seed):
+    row = logits(seed)
+    assert Sampler(CPU).choose(row) == int(row.argmax())
+    assert Sampler(CPU, temperature=1.0, top_k=1, seed=seed).choose(row) == int(row.argmax())
+    assert Sampler(CPU, temperature=1e-9, seed=seed).choose(row) == int(row.argmax())
+    assert Sampler(CPU, temperature=1.0, top_p=1e-9, seed=seed).choose(row) == int(row.argmax())
+
+
+@given(seed=st.integers(0, 1000), k=st.integers(1, 50), p=st.floats(0.05, 1.0))
+def test_filters_keep_the_likeliest_and_renormalise(seed, k, p):
+    row = logits(seed)[0]
+    sampler = Sampler(CPU, temperature=0.7, top_k=k, top_p=p)
+    kept = sampler.probabilities(row)
+    full = torch.softmax(row / 0.7, dim=0)
+    count = int((kept > 0).sum())
+    assert 1 <= count <= k
+    assert set(kept.nonzero().flatten().tolist()) == set(full.topk(count).indices.tolist())
+    torch.testing.assert_close(kept.sum(), torch.tensor(1.0))
+    inside = kept > 0
+    ratio = full[inside] / kept[inside]
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-4, atol=1e-6)
+    # The smallest such set: without its least likely member it would not reach p.
+    among_k = full[full.topk(k).indices] / full[full.topk(k).indices].sum()
+    assert among_k.sort(descending=True).values[: count - 1].sum() < p + 1e-5
+
+
+def test_a_seed_decides():
+    rows = [logits(i) for i in range(40)]
+
+    def draw(seed):
+        sampler = Sampler(CPU, temperature=1.5, seed=seed)
+        return [sampler.choose(row) for row in rows]
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_frequencies_follow_the_distribution():
+    sampler = Sampler(CPU, temperature=1.3, top_k=6, top_p=0.95, seed=3)
+    row = logits(7, size=12)
+    want = sampler.probabilities(row[0])
+    counts = torch.zeros(12)
+    n = 20_000
+    for _ in range(n):
+        counts[sampler.choose(row)] += 1
+    # Five standard deviations of a binomial count.
+    bound = 5 * (want * (1 - want) / n).sqrt() + 1e-9
+    assert ((counts / n - want).abs() <= bound).all()
+
+
+def test_nan_and_infinities_do_no_harm():
+    row = torch.tensor([[1.0, float("nan"), float("-inf"), 2.0]])
+    sampler = Sampler(CPU, temperature=1.0)
+    assert {sampler.choose(row) for _ in range(50)} <= {0, 3}
+    assert sampler.choose(torch.full((1, 4), float("nan"))) == 0
+    assert sampler.choose(torch.tensor([[0.0, float("inf"), 1.0]])) == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 2),
+    ],
+)
+def test_arguments_out_of_range_are_refused(argument, value):
+    with pytest.raises(InputError, match=argument):
+        Sampler(CPU, **{argument: value})
