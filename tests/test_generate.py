@@ -1,12 +1,12 @@
 """The real model, SmolLM2-135M-Instruct, against transformers on the same GGUF file."""
 
 import itertools
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from bench.agreement import compare, log_probabilities
 from ferrum_triton import FileError, InputError, get_backend
 from ferrum_triton.cli.default_model import INSTALL, find_default_model
 from ferrum_triton.files.chat import ChatTemplate
@@ -151,25 +151,15 @@ def test_truncated_files_are_refused(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_packed_weights_agree_with_float32(model, tokenizer, dtype, capsys):
-    """Teacher-forced over 512 tokens of real text, in prefill and token by token."""
+@pytest.mark.parametrize("chunk", [512, 1], ids=["prefill", "decode"])
+def test_packed_weights_agree_with_float32(model, tokenizer, dtype, chunk):
+    """Teacher-forced over 512 tokens of real text, at once and token by token."""
     ids = torch.tensor(tokenizer.encode(TEXT)[:512])
-    assert len(ids) == 512
-    want = torch.log_softmax(
-        model.forward(ids, model.new_cache(512), all_logits=True).double(), dim=-1
-    )
     packed = load_model(MODEL, get_backend("cuda"), dtype)
     assert isinstance(packed.weights.layers[0].down.parts[0], QuantizedTensor)
-    for name, chunk in (("prefill", 512), ("decode", 1)):
-        cache = packed.new_cache(512)
-        parts = [packed.forward(c, cache, all_logits=True) for c in ids.cuda().split(chunk)]
-        got = torch.log_softmax(torch.cat(parts).double().cpu(), dim=-1)
-        agree = (got.argmax(-1) == want.argmax(-1)).double().mean().item()
-        divergence = (want.exp() * (want - got)).sum(-1).mean().item()
-        with capsys.disabled():
-            sys.stderr.write(f"{dtype}, {name}: agrees {agree:.4f}, mean KL {divergence:.2e}\n")
-        assert agree >= 0.985
-        assert divergence < 5e-3
+    found = compare(packed, log_probabilities(model, ids, 512), ids, chunk)
+    assert found.argmax_agreement >= 0.985
+    assert found.mean_kl < 5e-3
 
 
 @pytest.mark.gpu

@@ -84,7 +84,9 @@ class Backend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """y = gelu(gate) · up with gelu(g) = g/2 · (1 + tanh(√(2/π) · (g + 0.044715 g³))).
+        """y = gelu(gate) · up with gelu(g) = g/2 · (1 + tanh z), z = √(2/π) · (g + 0.044715 g³).
+
+        1 + tanh z is computed as 2 · sigmoid(2z), which does not cancel where z is negative.
 
         Args:
             gate_up: [..., 2 · intermediate_size], each row packed as [gate | up].

@@ -1,5 +1,7 @@
 """Elementwise, activation and layout ops."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,9 @@ def fused_silu_mul_split(gate_up: Tensor) -> Tensor:
 
 @op(tensors={"gate_up": "T[..., gate_up_size]"}, axes=SPLIT_AXES, bench=SPLIT_CASES)
 def fused_gelu_tanh_mul_split(gate_up: Tensor) -> Tensor:
-    """y = gelu(gate) · up with gelu(g) = g/2 · (1 + tanh(√(2/π) · (g + 0.044715 g³))).
+    """y = gelu(gate) · up with gelu(g) = g/2 · (1 + tanh z), z = √(2/π) · (g + 0.044715 g³).
+
+    1 + tanh z is computed as 2 · sigmoid(2z), which does not cancel where z is negative.
 
     Args:
         gate_up: [..., 2 · intermediate_size], each row packed as [gate | up].
@@ -52,7 +56,8 @@ def fused_gelu_tanh_mul_split(gate_up: Tensor) -> Tensor:
     Source: Shazeer 2020 (GeGLU), with the tanh form of Hendrycks & Gimpel, "GELUs", 2016.
     """
     gate, up = _split(gate_up)
-    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+    z = math.sqrt(2.0 / math.pi) * (gate + 0.044715 * gate**3)
+    return (gate * torch.sigmoid(2.0 * z) * up).to(gate_up.dtype)
 
 
 for _split_op in (fused_silu_mul_split, fused_gelu_tanh_mul_split):

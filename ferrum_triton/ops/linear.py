@@ -41,9 +41,7 @@ def _(a, b, wide):
 
 
 @gemm.impl("blas")
-def _gemm_blas(
-    a: Tensor, b: Tensor, wide: bool = False, *, out: Tensor | None = None
-) -> Tensor:
+def _gemm_blas(a: Tensor, b: Tensor, wide: bool = False, *, out: Tensor | None = None) -> Tensor:
     """cuBLAS or the CPU's BLAS: no hand-written kernel beats them on dense products."""
     if wide and a.dtype != torch.float32:
         if not a.is_cuda:
