@@ -3,8 +3,8 @@
     python -m bench.generate_cpu [--model FILE] [--threads N] [--json FILE]
 
 Both run in float32, in this process, taking turns, so that whatever else the machine does falls on
-both alike. A figure is the median of its rounds. Prefill computes the logits of the last token only,
-in either; decode feeds the greedy choice back.
+both alike. A figure is the median of its rounds. Prefill computes the logits of the last token
+only, in either; decode feeds the greedy choice back.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ MAX_NESTING = 64
 # Values a tuple holds, with those of tuples in it: a tuple can be a key, and hashing walks it all.
 MAX_TUPLE = 100
 
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 
 
 class LimitExceeded(TemplateError):

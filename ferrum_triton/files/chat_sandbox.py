@@ -63,7 +63,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_METHODS = {
+_METHODS: dict[type, frozenset[str]] = {
     str: _words(
         """capitalize count endswith find format index isalnum isalpha isascii isdecimal isdigit
         islower isnumeric isspace istitle isupper join lower lstrip partition removeprefix
@@ -119,7 +119,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             "strftime_now": _strftime_now,
         }
         self._functions = frozenset(self.globals.values())
-        self.tests = {name: self._metered_test(test) for name, test in self.tests.items()}
+        known: Any = self.tests
+        self.tests = {name: self._metered_test(test) for name, test in known.items()}
         filters = {name: FILTERS[name] for name in _FILTERS} | {
             "tojson": self._tojson,
             "replace": self._replace,
@@ -174,7 +175,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             return False
         if isinstance(obj, LoopContext):
             return attr in _LOOP_ATTRIBUTES
-        return isinstance(obj, _Namespace) or attr in _METHODS.get(type(obj), ())
+        return isinstance(obj, _Namespace) or attr in _METHODS.get(type(obj), frozenset())
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         return super().getitem(obj, _key(argument))
@@ -227,7 +228,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return isinstance(obj, (types.FunctionType, type)) and obj in self._functions
 
     def _pay_method(self, owner: Any, name: str, args: tuple[Any, ...]) -> None:
-        if name not in _METHODS.get(type(owner), ()):
+        if name not in _METHODS.get(type(owner), frozenset()):
             raise SecurityError(f"{name!r} of {type(owner).__name__!r} is not available")
         if isinstance(owner, dict):
             return

@@ -73,7 +73,8 @@ class _Rewriter(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        for holder in (node, *node.ops):
+        holders: tuple[Any, ...] = (node, *node.ops)
+        for holder in holders:
             if not isinstance(holder.expr, nodes.Const):
                 holder.expr = _filtered(holder.expr, OPERAND)
         return node

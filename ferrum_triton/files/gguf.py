@@ -41,7 +41,7 @@ MIN_ALIGNMENT, MAX_ALIGNMENT = 8, 1 << 20
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 # Metadata types of fixed size, by number.
-_SCALARS = {
+_SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),

@@ -92,8 +92,8 @@ class Llama:
             raise InputError("forward", "ids", f"{num_tokens} tokens", f"1 to {room}", advice)
         backend, eps = self.backend, self.config.rms_norm_eps
 
-        # The residual stream stays in float32 whatever the activations are: in bfloat16 its rounding
-        # alone changes the argmax of one token in a hundred.
+        # The residual stream stays in float32 whatever the activations are: rounding it to bfloat16
+        # alone changes the likeliest token at one position in a hundred.
         x = self._embed(ids)
         residual = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for layer, k_cache, v_cache in zip(self.weights.layers, cache.k, cache.v, strict=True):
