@@ -100,7 +100,8 @@ def _contents(value: Any) -> Iterator[Any] | None:
     """What a container holds; None for anything else."""
     if isinstance(value, Mapping):
         return (part for item in value.items() for part in item)
-    return iter(value) if isinstance(value, (list, tuple, *_VIEWS)) else None
+    listed: Any = value if isinstance(value, (list, tuple, *_VIEWS)) else None
+    return None if listed is None else iter(listed)
 
 
 def _num_values(value: tuple) -> int:
