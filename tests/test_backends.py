@@ -240,6 +240,20 @@ def test_alignment_is_part_of_the_launch_key():
 
 
 @pytest.mark.gpu
+def test_scalar_types_are_part_of_the_launch_key():
+    """An int where a float came before, and a length past 2^31, must not share a binary."""
+    backend = get_backend("cuda")
+    x, weight = torch.randn(2, 48, device="cuda"), torch.randn(48, device="cuda")
+    want = backend.rms_norm(x, weight, 0.0)
+    torch.testing.assert_close(backend.rms_norm(x, weight, 0), want)
+    torch.testing.assert_close(backend.rms_norm(x, weight, 0.0), want)
+    for scale in (2, 0.5, 2):
+        y = x.clone()
+        backend.scaled_add_inplace(y, x, scale)
+        torch.testing.assert_close(y, x * (1 + scale))
+
+
+@pytest.mark.gpu
 def test_capture_refuses_what_a_replay_would_get_wrong():
     backend = get_backend("cuda")
     table = torch.randn(10, 64, device="cuda")

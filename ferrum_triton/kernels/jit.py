@@ -35,7 +35,7 @@ MAX_ENTRIES = 4096
 
 # The launcher of a compiled kernel is Triton's private interface. It is called directly only where
 # it was tested (that halves the host time of a launch); elsewhere Triton does it all.
-DIRECT_LAUNCH = triton.__version__.startswith("3.6.")
+DIRECT_LAUNCH = triton.__version__.startswith("3.6.") and torch.version.hip is None
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ class Kernel:
             launches.append(Launch(self, grid, args, meta))
 
     def _launch_compiled(self, device: int, grid: tuple, args: tuple, meta: dict) -> None:
-        # The key is at least as fine as what Triton specialises on (dtypes, 16-byte alignment of
+        # The key is at least as fine as what Triton specialises on (types, 16-byte alignment of
         # pointers, 1 and multiples of 16 among integers), so one entry never serves two binaries:
         # code compiled for aligned loads would read a misaligned tensor wrongly.
-        dtypes, addresses = [], 0
+        dtypes: list[Any] = []
+        addresses = 0
         for tensor in args[: self._num_pointers]:
             if tensor is None:
                 dtypes.append(None)
@@ -114,11 +115,11 @@ class Kernel:
             tensor is not None and tensor.data_ptr() % 16 == 0
             for tensor in args[: self._num_pointers]
         )
-        wide = False
         for scalar in args[self._num_specialized :]:
-            wide = wide or (scalar.__class__ is int and not -(2**31) <= scalar < 2**31)
+            wide = scalar.__class__ is int and not -(2**31) <= scalar < 2**31
+            dtypes.append("int64" if wide else scalar.__class__)
         sizes = args[self._num_pointers : self._num_specialized]
-        key = (device, aligned, wide, sizes, *dtypes, *meta.values())
+        key = (device, aligned, sizes, *dtypes, *meta.values())
 
         entry = self._entries.get(key)
         if entry is None:

@@ -85,7 +85,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None
         y_rows.stride(0),
         rows.stride(0),
         hidden_size,
-        eps,
+        float(eps),
         BLOCK_H=block,
         num_warps=_warps(block),
     )
@@ -113,7 +113,7 @@ def fused_add_rms_norm(
         residual_rows.stride(0),
         rows.stride(0),
         hidden_size,
-        eps,
+        float(eps),
         BLOCK_H=block,
         num_warps=_warps(block),
     )
