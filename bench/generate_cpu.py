@@ -105,7 +105,7 @@ def main() -> None:
     }
     for turn in range(options.rounds + 1):  # the first warms up
         chosen = {}
-        for name, run in runs.items():
+        for name, run in sorted(runs.items(), reverse=turn % 2 == 1):  # who goes first alternates
             prefill, decode, chosen[name] = run(prompt, options.steps)
             if turn:
                 speeds[f"prefill/{name}"].append(options.prompt_tokens / prefill)

@@ -6,7 +6,7 @@ import datetime
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,11 +14,18 @@ import torch
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure; ``id`` names the case it belongs to."""
+    """One measured figure; ``id`` names the case it belongs to.
+
+    Attributes:
+        roof: share of what the machine could do at best, where that was counted.
+        peers: what others reached in the same run, in the same unit.
+    """
 
     id: str
     value: float
     unit: str
+    roof: float | None = None
+    peers: dict[str, float] = field(default_factory=dict)
 
 
 def environment(commit: str | None = None) -> dict[str, str]:
@@ -61,7 +68,7 @@ def save_rows(path: str, rows: Sequence[Row], commit: str | None = None) -> None
     kept = json.loads(file.read_text())["rows"] if file.exists() else []
     ids = {row.id for row in rows}
     shared = environment(commit)
-    fresh = [asdict(row) | shared for row in rows]
+    fresh = [{k: v for k, v in asdict(row).items() if v or k == "value"} | shared for row in rows]
     merged = [row for row in kept if row["id"] not in ids] + fresh
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"rows": sorted(merged, key=lambda r: r["id"])}, indent=1) + "\n")

@@ -29,11 +29,16 @@ ON_DECLARE: list[Callable[[Op], None]] = []
 
 @dataclass(frozen=True)
 class Case:
-    """One benchmarked point: ``<op>/<id>`` names it in result files."""
+    """One benchmarked point: ``<op>/<id>`` names it in result files.
+
+    ``metric`` is what it is judged by: ``"us"`` a call, ``"tflops"`` of useful operations, or
+    ``"tbs"``, terabytes of compulsory traffic a second.
+    """
 
     id: str
     dtype: torch.dtype
     axes: Mapping[str, Any] = field(default_factory=dict)
+    metric: str = "us"
 
 
 class Op:

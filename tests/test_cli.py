@@ -65,6 +65,14 @@ def test_generate_options_reach_the_model(capsys):
     assert len(set(sampled)) > 1
 
 
+@pytest.mark.parametrize("threads", ["0", "-1", "1000000", "two"])
+def test_thread_counts_are_checked(threads, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", "Hi", "--threads", threads])
+    assert stopped.value.code == 2
+    assert "--threads" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -72,6 +80,7 @@ def test_generate_options_reach_the_model(capsys):
         (["--model", "pyproject.toml"], "pyproject.toml"),
         (["--backend", "metal"], "needs macOS"),
         (["--temperature", "-1"], "temperature"),
+        (["--seed", str(2**64)], "seed"),
         (["--raw", "--system", "x"], "--system"),
     ],
 )
@@ -88,6 +97,13 @@ def test_absent_default_model_names_the_install(monkeypatch, capsys):
     monkeypatch.setattr("ferrum_triton.cli.default_model.find_default_model", lambda: None)
     assert main(["generate", "Hi"]) == 2
     assert INSTALL in capsys.readouterr().err
+
+
+@needs_model
+def test_absent_libraries_name_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert main(["generate", "Hi", "--backend", "cpu"]) == 2
+    assert "ferrum-triton[cli]" in capsys.readouterr().err
 
 
 def test_hugging_face_directory(tmp_path, capsys):

@@ -122,6 +122,16 @@ def test_packed_weights_stay_packed_where_kernels_read_them():
     assert isinstance(packed("cpu").weights.embedding, torch.Tensor)
 
 
+def test_rotary_tables_grow_under_live_caches(tiny):
+    model = load_model(tiny("llama")[0], get_backend("cpu"))
+    ids = tokens(10, seed=8)
+    cache = model.new_cache(10)
+    model.forward(ids[:6], cache)
+    model.new_cache(64)
+    got = model.forward(ids[6:], cache)
+    torch.testing.assert_close(got, run(model, ids)[-1:], rtol=1e-5, atol=1e-5)
+
+
 def test_tied_embeddings_share_memory(tiny):
     model = load_model(tiny("qwen3")[0], get_backend("cpu"))
     assert model.weights.head.data_ptr() == model.weights.embedding.data_ptr()
@@ -178,6 +188,16 @@ def test_ids_out_of_range_read_nothing_foreign(tiny):
         ({"rms_norm_eps": 0}, "epsilon"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported"),
         ({"use_sliding_window": True}, "some of the layers"),
+        ({"rope_theta": 10**400, "rope_parameters": None}, "rope_theta is 1000"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_parameters": {"partial_rotary_factor": float("nan")}}, "factor is nan"),
+        ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "factor is 1.5"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "GGUF files only"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+        ({"max_position_embeddings": 1 << 23}, "positions are over"),
+        ({"attention_bias": True}, "have no bias"),
+        ({"num_hidden_layers": 1}, "9 tensors have no place .* 'model.layers.1"),
         ({"vocab_size": 97}, "shape"),
         ({"num_hidden_layers": 3}, "'blk.2.attn_norm.weight' is missing"),
     ],

@@ -77,6 +77,8 @@ def test_nan_and_infinities_do_no_harm():
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
+        ("seed", -1),
+        ("seed", 2**63),
         ("temperature", -1.0),
         ("temperature", float("nan")),
         ("top_k", -1),

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from ferrum_triton.errors import FerrumError
 
+# Libraries the commands use and the package itself does not: its extra ``cli``.
+EXTRA = ("tokenizers", "jinja2", "tqdm")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
@@ -19,6 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return options.run(options)
     except FerrumError as error:
         print(f"ferrum-triton: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        print(
+            f"ferrum-triton: this command needs {error.name}: pip install 'ferrum-triton[cli]'",
+            file=sys.stderr,
+        )
         return 2
     except BrokenPipeError:
         return 0  # whoever read the output has seen enough

@@ -40,8 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, help="0 keeps all (default)")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--threads", type=_count, help="CPU threads (default: torch's choice)")
     parser.add_argument("--quiet", action="store_true", help="the text alone: no bar, no speeds")
+
+
+def _count(text: str) -> int:
+    if not 1 <= int(text) <= 4096:
+        raise argparse.ArgumentTypeError(f"{text} is not in 1 to 4096")
+    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ HF_ARCHITECTURES = (
 # Larger than any model of the family; a hostile file could otherwise ask for any amount of memory.
 MAX_DIM = 1 << 24
 MAX_LAYERS = 1 << 10
+MAX_POSITIONS = 1 << 21
 MAX_HEAD_DIM = 256
 
 
@@ -102,12 +103,14 @@ class LlamaConfig:
         kind = keys.text("rope.scaling.type", "none")
         if kind not in ("none", "linear"):
             raise FileError(path, f"rope scaling {kind!r} is not supported; known: none, linear")
+        if keys.size("expert_count", 0, least=0):
+            raise FileError(path, "mixtures of experts are not supported")
         rope = RopeConfig(
             theta=keys.number("rope.freq_base", 10000.0),
             dim=keys.size("rope.dimension_count", head_dim),
             interleaved=architecture == "llama",
             kind="linear" if kind == "linear" else "default",
-            factor=keys.number("rope.scaling.factor", 1.0),
+            factor=keys.number("rope.scaling.factor", None if kind == "linear" else 1.0),
         )
         config = cls(
             vocab_size=keys.size("vocab_size", vocabulary),
@@ -121,8 +124,8 @@ class LlamaConfig:
             max_positions=keys.size("context_length"),
             rope=rope,
             sliding_window=keys.size("attention.sliding_window", 0, least=0),
-            qkv_bias="blk.0.attn_q.bias" in tensor_names,
-            qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
+            qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in tensor_names,
+            qk_norm=architecture == "qwen3" or "blk.0.attn_q_norm.weight" in tensor_names,
             tie_embeddings="output.weight" not in tensor_names,
         )
         return config._checked(path)
@@ -142,6 +145,10 @@ class LlamaConfig:
         keys = _Keys(config, path)
         if config.get("use_sliding_window"):
             raise FileError(path, "sliding windows on some of the layers only are not supported")
+        if config.get("quantization_config"):
+            raise FileError(path, "quantised weights are supported in GGUF files only")
+        if (activation := keys.text("hidden_act", "silu")) not in ("silu", "swish"):
+            raise FileError(path, f"activation {activation!r} is not supported; known: silu")
         hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
         head_dim = keys.size("head_dim", hidden // heads)
         windowed = name == "MistralForCausalLM"
@@ -157,9 +164,9 @@ class LlamaConfig:
             max_positions=keys.size("max_position_embeddings", 2048),
             rope=_hf_rope(config, head_dim, path),
             sliding_window=keys.size("sliding_window", 0, least=0) if windowed else 0,
-            qkv_bias=name == "Qwen2ForCausalLM" or bool(config.get("attention_bias", False)),
+            qkv_bias=name == "Qwen2ForCausalLM" or keys.flag("attention_bias"),
             qk_norm=name == "Qwen3ForCausalLM",
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_embeddings=keys.flag("tie_word_embeddings"),
         )
         return result._checked(path)
 
@@ -168,10 +175,15 @@ class LlamaConfig:
             "heads are no multiple of KV heads": self.num_heads % self.num_kv_heads,
             f"head size {self.head_dim} is over {MAX_HEAD_DIM}": self.head_dim > MAX_HEAD_DIM,
             f"{self.num_layers} layers are over {MAX_LAYERS}": self.num_layers > MAX_LAYERS,
+            f"{self.max_positions} positions are over {MAX_POSITIONS}": self.max_positions
+            > MAX_POSITIONS,
             f"{self.rope.dim} rotary dimensions": self.rope.dim % 2
             or self.rope.dim > self.head_dim,
             f"rope theta {self.rope.theta}": not 0 < self.rope.theta < 1e12,
             f"rope scaling factor {self.rope.factor}": not 0 < self.rope.factor < 1e6,
+            "the ramp of llama3's rope scaling is empty": not 0
+            < self.rope.low_freq_factor
+            < self.rope.high_freq_factor,
             f"norm epsilon {self.rms_norm_eps}": not 0 < self.rms_norm_eps < 1,
         }
         for problem, present in problems.items():
@@ -190,15 +202,18 @@ def _hf_rope(config: Mapping[str, Any], head_dim: int, path: Path) -> RopeConfig
     if kind not in ("default", "linear", "llama3"):
         known = "default, linear, llama3"
         raise FileError(path, f"rope scaling {kind!r} is not supported; known: {known}")
-    dim = int(head_dim * keys.number("partial_rotary_factor", 1.0))
+    part = keys.number("partial_rotary_factor", 1.0)
+    if not 0 < part <= 1:
+        raise FileError(path, f"partial_rotary_factor is {part}, not above 0 and up to 1")
+    llama3 = kind == "llama3"
     return RopeConfig(
         theta=keys.number("rope_theta", 10000.0),
-        dim=dim,
+        dim=int(head_dim * part),
         kind=kind,
-        factor=keys.number("factor", 1.0),
-        low_freq_factor=keys.number("low_freq_factor", 1.0),
-        high_freq_factor=keys.number("high_freq_factor", 4.0),
-        original_positions=keys.size("original_max_position_embeddings", 8192),
+        factor=keys.number("factor", 1.0 if kind == "default" else None),
+        low_freq_factor=keys.number("low_freq_factor", None if llama3 else 1.0),
+        high_freq_factor=keys.number("high_freq_factor", None if llama3 else 4.0),
+        original_positions=keys.size("original_max_position_embeddings", None if llama3 else 8192),
     )
 
 
@@ -225,7 +240,16 @@ class _Keys:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        return float(self._get(name, default, (int, float)))
+        value = self._get(name, default, (int, float))
+        if not -1e30 < value < 1e30:  # also false for NaN; an int may be too large for a float
+            raise FileError(self._path, f"{self._prefix}{name} is {value!r:.80}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._values.get(self._prefix + name)
+        if value is not None and not isinstance(value, bool):
+            raise FileError(self._path, f"{self._prefix}{name} is {value!r:.80}")
+        return bool(value)
 
     def text(self, name: str, default: str) -> str:
         return self._get(name, default, (str,))

@@ -51,8 +51,7 @@ class Llama:
         self, config: LlamaConfig, weights: LlamaWeights, backend: Backend, dtype: torch.dtype
     ) -> None:
         self.config, self.weights, self.backend, self.dtype = config, weights, backend, dtype
-        tables = rope_tables(config.rope, config.max_positions, weights.freq_factors)
-        self.cos, self.sin = (table.to(backend.device) for table in tables)
+        self.cos, self.sin = self._rope_tables(0)
         if config.qk_norm:
             self.qk_mode = NORM_ROPE
         else:
@@ -68,7 +67,14 @@ class Llama:
                 f"1 to the context length of {self.config.max_positions}",
                 "Shorten the prompt or the answer.",
             )
+        if capacity > len(self.cos):
+            self.cos, self.sin = self._rope_tables(capacity)
         return Cache(self.config, capacity, self.dtype, self.backend.device)
+
+    def _rope_tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Only as long as the caches need: a context of a million positions takes a gigabyte."""
+        tables = rope_tables(self.config.rope, num_positions, self.weights.freq_factors)
+        return tables[0].to(self.backend.device), tables[1].to(self.backend.device)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, *, all_logits: bool = False) -> Tensor:
@@ -98,13 +104,14 @@ class Llama:
         residual = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for layer, k_cache, v_cache in zip(self.weights.layers, cache.k, cache.v, strict=True):
             h = backend.fused_add_rms_norm(residual, x, layer.attn_norm, eps)
-            x = self._attention(h, layer, k_cache, v_cache, cache.length)
+            # Past the last layer's keys and values, only the newest token's output is of use.
+            newest = layer is self.weights.layers[-1] and not all_logits
+            x = self._attention(h, layer, k_cache, v_cache, cache.length, newest)
+            residual = residual[-1:] if newest else residual
             h = backend.fused_add_rms_norm(residual, x, layer.mlp_norm, eps)
             x = self._mlp(h, layer)
         cache.length += num_tokens
 
-        if not all_logits:
-            residual, x = residual[-1:], x[-1:]
         h = backend.fused_add_rms_norm(residual, x, self.weights.final_norm, eps)
         return self._head(h)
 
@@ -116,10 +123,19 @@ class Llama:
         return self.backend.embedding_lookup_dev(table, ids)
 
     def _attention(
-        self, h: Tensor, layer: LayerWeights, k_cache: Tensor, v_cache: Tensor, past: int
+        self,
+        h: Tensor,
+        layer: LayerWeights,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        past: int,
+        newest: bool,
     ) -> Tensor:
-        """[num_tokens, hidden_size] to the same, reading and extending the layer's cache."""
-        backend, config, num_tokens = self.backend, self.config, h.shape[0]
+        """[num_tokens, hidden_size] to the same, reading and extending the layer's cache.
+
+        If newest, to [1, hidden_size]: what the last of the tokens sees, all of them being cached.
+        """
+        backend, config = self.backend, self.config
         qkv = self._linear(h, layer.qkv)
         q = backend.split_qkv_norm_rope_into_cache(
             qkv,
@@ -135,16 +151,18 @@ class Llama:
             eps=config.rms_norm_eps,
             qk_mode=self.qk_mode,
         )  # [num_heads, num_tokens, head_dim]
+        q = q[:, -1:] if newest else q
+        num_queries = q.shape[1]
         attended = backend.flash_attention(
             q[None],
             k_cache[None],
             v_cache[None],
-            kv_len=past + num_tokens,
+            kv_len=past + h.shape[0],
             sliding_window=config.sliding_window,
         )[0]
-        if num_tokens > 1:
+        if num_queries > 1:
             attended = backend.transpose_head_to_token(attended)
-        return self._linear(attended.view(num_tokens, config.q_dim), layer.attn_out)
+        return self._linear(attended.view(num_queries, config.q_dim), layer.attn_out)
 
     def _mlp(self, h: Tensor, layer: LayerWeights) -> Tensor:
         """down(silu(gate(h)) · up(h))"""

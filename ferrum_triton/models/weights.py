@@ -80,10 +80,15 @@ class Source(ABC):
     def fetch(self, name: str) -> Matrix:
         """The tensor ``name`` on the CPU, as it is stored."""
 
+    def unread(self) -> list[str]:
+        """Tensors never fetched, by the source's own names."""
+        return []
+
 
 class GgufSource(Source):
     def __init__(self, file: GgufFile) -> None:
         self.path, self._file = file.path, file
+        self._read: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._file.tensors)
@@ -92,6 +97,7 @@ class GgufSource(Source):
         return name in self._file.tensors
 
     def fetch(self, name: str) -> Matrix:
+        self._read.add(name)
         tensor = self._file.tensors[name]
         if tensor.type.dtype is not None:
             return tensor.data()
@@ -100,6 +106,9 @@ class GgufSource(Source):
             reason = f"tensor {name!r} is {tensor.type.name}, which has no decoder; known: {known}"
             raise FileError(self.path, reason, tensor.offset)
         return QuantizedTensor(tensor.data(), tensor.type.name)
+
+    def unread(self) -> list[str]:
+        return [name for name in self._file.tensors if name not in self._read]
 
 
 # GGUF's names of tensors, without prefix and suffix, in Hugging Face's words.
@@ -126,6 +135,7 @@ class HfSource(Source):
 
     def __init__(self, files: SafetensorsFiles) -> None:
         self.path, self._files = files.path, files
+        self._read: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._files)
@@ -134,7 +144,18 @@ class HfSource(Source):
         return self._translate(name) in self._files
 
     def fetch(self, name: str) -> Matrix:
+        self._read.add(self._translate(name))
         return self._files[self._translate(name)]
+
+    def unread(self) -> list[str]:
+        """Leaves out what older files hold in excess: frequencies, and a tied head's copy."""
+        return [
+            name
+            for name in self._files
+            if name not in self._read
+            and name != "lm_head.weight"
+            and not name.endswith("rotary_emb.inv_freq")
+        ]
 
     def _translate(self, name: str) -> str:
         block, _, rest = name.rpartition("blk.")[2].partition(".")
@@ -156,7 +177,8 @@ def load_weights(
     where torch does, they are decoded to ``dtype`` once.
 
     Raises:
-        FileError: a tensor is missing, or has another shape than the hyperparameters say.
+        FileError: a tensor is missing, has another shape than the hyperparameters say, or has no
+            place in a model of this family, so that leaving it out would change what is computed.
     """
     return _Loader(source, config, backend, dtype, progress).load()
 
@@ -185,6 +207,11 @@ class _Loader:
         factors = None
         if "rope_freqs.weight" in self.source:
             factors = self.vector("rope_freqs.weight", config.rope.dim // 2).cpu()
+            if not (factors.isfinite() & (factors > 0)).all():
+                raise FileError(self.source.path, "rope_freqs.weight holds unusable divisors")
+        if unread := self.source.unread():
+            reason = f"{len(unread)} tensors have no place in this model, {unread[0]!r} the first"
+            raise FileError(self.source.path, reason)
         return LlamaWeights(embedding, layers, final_norm, head, factors)
 
     def layer(self, index: int) -> LayerWeights:
@@ -199,7 +226,7 @@ class _Loader:
         ]
         return LayerWeights(
             attn_norm=self.vector(f"{prefix}attn_norm.weight", hidden),
-            qkv=self.linear(prefix, sizes, hidden),
+            qkv=self.linear(prefix, sizes, hidden, biased=config.qkv_bias),
             q_norm=norms[0],
             k_norm=norms[1],
             attn_out=self.linear(prefix, {"attn_output": hidden}, config.q_dim),
@@ -208,7 +235,9 @@ class _Loader:
             down=self.linear(prefix, {"ffn_down": hidden}, inner),
         )
 
-    def linear(self, prefix: str, sizes: dict[str, int], in_features: int) -> Linear:
+    def linear(
+        self, prefix: str, sizes: dict[str, int], in_features: int, biased: bool = False
+    ) -> Linear:
         names = [prefix + name for name in sizes]
         parts = [
             self.matrix(f"{name}.weight", (size, in_features))
@@ -216,7 +245,7 @@ class _Loader:
         ]
         biases = [f"{name}.bias" in self.source for name in names]
         bias = None
-        if any(biases):
+        if biased or any(biases):
             if not all(biases):
                 raise FileError(self.source.path, f"some of {', '.join(names)} have no bias")
             pairs = zip(names, sizes.values(), strict=True)

@@ -14,11 +14,13 @@ def _flash_cases() -> list[Case]:
             "bf16/causal/h32k8d128/b4/l2048",
             torch.bfloat16,
             {**prefill, "batch": 4, "q_len": 2048, "kv_len": 2048},
+            "tflops",
         ),
         Case(
             "bf16/causal/h32k8d128/b1/l8192",
             torch.bfloat16,
             {**prefill, "q_len": 8192, "kv_len": 8192},
+            "tflops",
         ),
         Case(
             "bf16/decode/h32k8d128/b1/ctx8192",

@@ -39,6 +39,7 @@ class Sampler:
             ("temperature", temperature, 0 <= temperature < math.inf, "0 or more, finite"),
             ("top_k", top_k, top_k >= 0, "0 (all) or more"),
             ("top_p", top_p, 0 < top_p <= 1, "above 0, up to 1"),
+            ("seed", seed, 0 <= seed < 2**63, "0 to 2**63 - 1"),
         )
         for name, value, fine, allowed in checks:
             if not fine:

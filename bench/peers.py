@@ -1,0 +1,68 @@
+"""What ops are timed against: torch, torch.compile, and Liger where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ferrum_triton.registry import Op
+
+PEERS = ("torch", "inductor", "liger")
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
+
+
+def _fused_add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual.add_(x)
+    return _rms_norm(residual, weight, eps)
+
+
+def _silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+# As a torch user would write each op.
+TORCH: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "fused_add_rms_norm": _fused_add_rms_norm,
+    "fused_silu_mul_split": _silu_mul,
+    "argmax_rows": lambda logits, **_: logits.argmax(dim=-1),
+    "embedding_lookup_dev": lambda table, ids: F.embedding(ids, table),
+    "add_inplace": lambda residual, x: residual.add_(x),
+    "transpose_head_to_token": lambda x: x.transpose(0, 1).contiguous(),
+}
+
+
+def peer_call(peer: str, op: Op, arguments: dict[str, Any]) -> Callable[..., Any] | None:
+    """A function of the op's arguments, or None where the peer has no such op or is absent."""
+    if peer == "liger":
+        return _liger(op)
+    written = TORCH.get(op.name)
+    if written is None or peer == "torch":
+        return written
+    return torch.compile(written, fullgraph=True, dynamic=False)
+
+
+def _liger(op: Op) -> Callable[..., Any] | None:
+    if op.name not in ("rms_norm", "layer_norm") or find_spec("liger_kernel") is None:
+        return None
+    if op.name == "rms_norm":
+        from liger_kernel.ops.rms_norm import rms_norm_forward
+
+        return lambda x, weight, eps: rms_norm_forward(x, weight, eps, 0.0, "llama", None)[0]
+    from liger_kernel.ops.layer_norm import layer_norm_forward
+
+    return lambda x, weight, bias, eps: layer_norm_forward(x, weight, bias, eps)[0]

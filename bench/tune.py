@@ -1,0 +1,92 @@
+"""Times an op's candidate configurations on this GPU and writes the winners down.
+
+    python -m bench.tune OP [OP ...] [--case SUBSTRING] [--out DIRECTORY]
+
+For each bench case every candidate is compiled, checked against the reference and timed with a cold
+cache; one that spills or does not compile is dropped. A winner is written only if it beats the
+heuristic by more than the noise, in a second measurement of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.results import environment
+from bench.run import check
+from bench.timing import copies_of, device_us
+from ferrum_triton import OPS, FerrumError, get_backend
+from ferrum_triton.kernels.tuning import TUNABLES, Config, arch_of
+from ferrum_triton.registry import Case, Op
+from ferrum_triton.testing import TensorFactory
+
+TUNED = Path(__file__).parent.parent / "ferrum_triton" / "tuned"
+
+# A gain smaller than this is noise, and not worth an entry.
+LEAST_GAIN = 0.02
+
+
+def main() -> None:
+    get_backend("cuda")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ops", nargs="+", choices=sorted(TUNABLES), metavar="OP")
+    parser.add_argument("--case", default="", help="only cases whose id contains this")
+    parser.add_argument("--out", type=Path, default=TUNED)
+    parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
+    options = parser.parse_args()
+    arch = arch_of(torch.device("cuda", torch.cuda.current_device()))
+    for name in options.ops:
+        entries = [
+            entry
+            for case in OPS[name].bench
+            if options.case in case.id and (entry := tune(OPS[name], case)) is not None
+        ]
+        if entries:
+            file = options.out / name / f"{arch}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            table = {"measured": environment(options.commit), "entries": entries}
+            file.write_text(json.dumps(table, indent=1) + "\n")
+            print(f"wrote {file.name} of {name} with {len(entries)} entries")
+
+
+def tune(op: Op, case: Case) -> dict[str, Any] | None:
+    """The winner's entry for one case, or None if nothing beats the heuristic."""
+    tunable = TUNABLES[op.name]
+    door = getattr(get_backend("cuda"), op.name)
+    arguments = op.make_sample(TensorFactory(case.dtype, "cuda"), **case.axes)
+    shape = [int(case.axes[name]) for name in tunable.dims]
+    default = dict(tunable.heuristic(*shape))
+
+    times: list[tuple[float, Config]] = []
+    sets: list[dict[str, Any]] = []
+    for candidate in [default, *tunable.candidates(*shape)]:
+        with tunable.forced(candidate):
+            try:
+                outputs = check(op, door, arguments)
+                sets = sets or copies_of(arguments, op.bytes_moved(arguments, outputs))
+                times.append((device_us(door, sets), candidate))
+            except (FerrumError, RuntimeError) as error:
+                print(f"  {dict(candidate)}: dropped, {str(error).splitlines()[0][:80]}")
+    times.sort(key=lambda entry: entry[0])
+    for us, candidate in times[:4]:
+        print(f"  {us:9.2f} us {dict(candidate)}")
+    best = dict(times[0][1])
+    again = {}
+    for label, candidate in (("default", default), ("best", best)):
+        with tunable.forced(candidate):
+            again[label] = device_us(door, sets)
+    gain = again["default"] / again["best"] - 1
+    verdict = "kept" if gain > LEAST_GAIN else "within noise"
+    print(f"{op.name}/{case.id}: {again['default']:.2f} -> {again['best']:.2f} us, {verdict}")
+    if gain <= LEAST_GAIN:
+        return None
+    measured = dict(zip(tunable.dims, shape, strict=True))
+    return {"shape": measured, "config": best, "us": again["best"], "default_us": again["default"]}
+
+
+if __name__ == "__main__":
+    main()
