@@ -100,10 +100,13 @@ def test_absent_default_model_names_the_install(monkeypatch, capsys):
 
 
 @needs_model
-def test_absent_libraries_name_the_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert main(["generate", "Hi", "--backend", "cpu"]) == 2
-    assert "ferrum-triton[cli]" in capsys.readouterr().err
+@pytest.mark.parametrize("library", ["tokenizers", "jinja2"])
+def test_absent_libraries_name_the_extra(library):
+    code = f"import sys; sys.modules[{library!r}] = None; from ferrum_triton.cli import main; "
+    code += "sys.exit(main(['generate', 'Hi', '--backend', 'cpu']))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert f"needs {library}: pip install 'ferrum-triton[cli]'" in result.stderr
 
 
 def test_hugging_face_directory(tmp_path, capsys):

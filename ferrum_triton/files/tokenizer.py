@@ -273,7 +273,7 @@ def _failures(path: Path, reason: str) -> Iterator[None]:
     """
     try:
         yield
-    except FileError:
+    except (FileError, ModuleNotFoundError):  # the latter: the library is not installed
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
