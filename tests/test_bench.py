@@ -1,0 +1,125 @@
+"""The benches' own logic: verdicts, result files, tuned tables. Timing itself needs a GPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bench.check import compare, verdict
+from bench.results import Row, save_rows
+from bench.timing import COLD_BYTES, copies_of
+from ferrum_triton.kernels import tuning
+from ferrum_triton.kernels.tuning import TUNABLES, Tunable, nearest
+
+US = {"id": "a/x", "metric": "us", "floor": 10, "goal": 8}
+TFLOPS = {"id": "b/y", "metric": "tflops", "floor": 300, "goal": 400}
+
+
+@pytest.mark.parametrize(
+    ("case", "value", "found"),
+    [
+        (US, 8.0, "goal"),
+        (US, 8.1, "floor"),
+        (US, 10.0, "floor"),
+        (US, 10.1, "below"),
+        (TFLOPS, 400.0, "goal"),
+        (TFLOPS, 399.0, "floor"),
+        (TFLOPS, 299.0, "below"),
+        (TFLOPS, None, "not measured"),
+    ],
+)
+def test_verdicts(case, value, found):
+    assert verdict(case, value) == found
+
+
+def test_units_must_agree():
+    with pytest.raises(ValueError, match="tflops"):
+        compare([{"id": "b/y", "unit": "us", "value": 3.0}], [TFLOPS])
+
+
+def test_check_counts_and_fails_below_the_floor(tmp_path):
+    targets, results = tmp_path / "targets.json", tmp_path / "out" / "results.json"
+    targets.write_text(json.dumps({"cases": [US, TFLOPS]}))
+    for value, status in ((9.0, 0), (11.0, 1)):
+        save_rows(str(results), [Row("a/x", value, "us", roof=0.5)], "abc")
+        command = [sys.executable, "-m", "bench.check", str(results), str(targets)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert "1 not measured" in done.stdout
+
+
+def test_rows_replace_their_older_selves(tmp_path):
+    file = tmp_path / "rows.json"
+    save_rows(str(file), [Row("b", 1.0, "us"), Row("a", 0.0, "us")], "c1")
+    save_rows(str(file), [Row("b", 2.0, "us", peers={"torch": 3.0})], "c2")
+    rows = json.loads(file.read_text())["rows"]
+    assert [(r["id"], r["value"], r["commit"]) for r in rows] == [
+        ("a", 0.0, "c1"),
+        ("b", 2.0, "c2"),
+    ]
+    assert rows[1]["peers"] == {"torch": 3.0}
+    assert rows[1]["torch"] == torch.__version__
+
+
+def test_copies_walk_through_more_than_a_cache():
+    x = torch.randn(1 << 20)
+    sets = copies_of({"x": x, "eps": 1e-6}, x.numel() * 4)
+    assert len(sets) * x.numel() * 4 >= COLD_BYTES
+    assert len({s["x"].data_ptr() for s in sets}) == len(sets)
+    assert all(torch.equal(s["x"], x) for s in sets)
+
+
+TABLE = [
+    {"shape": {"m": 1, "n": 64}, "config": {"num_warps": 1}},
+    {"shape": {"m": 16, "n": 64}, "config": {"num_warps": 2}},
+    {"shape": {"m": 16, "n": 128}, "config": {"num_warps": 4}},
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "warps"),
+    [((1, 64), 1), ((2, 64), 1), ((9, 64), 2), ((32, 64), 2), ((16, 128), 4), ((33, 64), None)]
+    + [((4, 64), None), ((16, 96), None)],
+)
+def test_nearest_is_near(shape, warps):
+    found = nearest(TABLE, ("m", "n"), shape)
+    assert (found and found["num_warps"]) == warps
+
+
+@pytest.fixture
+def tunable():
+    yield Tunable(
+        "made_up",
+        ("m", "n"),
+        lambda m, n: {"BLOCK": n, "num_warps": 8},
+        lambda m, n: [{"BLOCK": n // k, "num_warps": w} for k in (1, 2) for w in (4, 8)],
+    )
+    del TUNABLES["made_up"]
+
+
+def test_tables_come_before_the_heuristic(tunable, monkeypatch):
+    cpu, pretended = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(tuning, "arch_of", lambda d: "sm_90" if d == pretended else None)
+    monkeypatch.setattr(tuning, "read_table", lambda op, arch: TABLE if arch else [])
+    assert tunable.pick(pretended, 16, 64) == {"num_warps": 2}
+    assert tunable.pick(cpu, 16, 64) == {"BLOCK": 64, "num_warps": 8}
+    with tunable.forced({"num_warps": 16}):
+        assert tunable.pick(pretended, 16, 64) == {"num_warps": 16}
+    assert tunable.pick(pretended, 16, 64) == {"num_warps": 2}
+
+
+def test_absent_tables_are_empty():
+    assert tuning.read_table("made_up", "sm_90") == []
+    assert tuning.read_table("rms_norm", None) == []
+
+
+def test_candidates_serve_tritons_autotuner(tunable):
+    configs = tunable.triton_configs(16, 64)
+    assert [(c.kwargs["BLOCK"], c.num_warps) for c in configs] == [
+        (64, 4),
+        (64, 8),
+        (32, 4),
+        (32, 8),
+    ]
