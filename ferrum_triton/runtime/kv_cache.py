@@ -1,0 +1,317 @@
+"""Keys and values of running sequences: contiguous, or in pages of one pool.
+
+What the host knows of a cache (lengths, which blocks a sequence has) is mirrored here, so that no
+question about it waits for the device; the kernels read the device's copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.errors import InputError
+from ferrum_triton.ops.kv_pool import LAYOUTS, cache_shapes
+from ferrum_triton.runtime.context import refuse_in_capture
+from ferrum_triton.types import KvDtypeKind
+
+SCALE_DTYPE = torch.float16
+"""Of the scales of quantised caches: one per position and KV head, for keys and values each."""
+
+
+class KvCache:
+    """Keys and values of one sequence in one layer, contiguous and head-major.
+
+    Attributes:
+        k, v: [num_kv_heads, capacity, head_dim]; rows from ``length`` on hold anything.
+        k_scales, v_scales: [num_kv_heads, capacity] of a quantised kind, else None.
+        length: positions filled; whoever writes sets it with :meth:`set_len`.
+        kind: how elements are stored.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        kind: KvDtypeKind = KvDtypeKind.BF16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _check_sizes("KvCache", num_kv_heads=num_kv_heads, head_dim=head_dim, capacity=capacity)
+        self.num_kv_heads, self.head_dim, self.kind = num_kv_heads, head_dim, KvDtypeKind(kind)
+        self.length = 0
+        self._allocate(capacity, torch.device(device))
+
+    def _allocate(self, capacity: int, device: torch.device) -> None:
+        rows = (self.num_kv_heads, capacity)
+        self.k, self.v = _pair((*rows, self.head_dim), self.kind.dtype, device)
+        self.k_scales, self.v_scales = (
+            _pair(rows, SCALE_DTYPE, device) if self.kind.quantised else (None, None)
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a captured graph that uses this cache depends on."""
+        return [t for t in (self.k, self.v, self.k_scales, self.v_scales) if t is not None]
+
+    def set_len(self, length: int) -> None:
+        """Declare ``length`` positions filled.
+
+        Raises:
+            InputError: it exceeds the capacity.
+        """
+        if not 0 <= length <= self.capacity:
+            allowed = f"0 to the capacity of {self.capacity}"
+            _reject("set_len", "length", str(length), allowed, "Call ensure_contig_capacity.")
+        self.length = length
+
+    def ensure_contig_capacity(self, required: int) -> None:
+        """Have room for ``required`` positions, moving each head's filled rows if need be.
+
+        Growing at least doubles the capacity, so that a sequence grown token by token is copied a
+        constant number of times. The tensors are new ones then, and graphs captured with the old
+        ones as owners are dropped.
+        """
+        if required <= self.capacity:
+            return
+        refuse_in_capture("ensure_contig_capacity", self.k.device, "Reserve before the capture.")
+        old = self.tensors
+        self._allocate(max(required, 2 * self.capacity), self.k.device)
+        for new, filled in zip(self.tensors, old, strict=True):
+            new[:, : self.length].copy_(filled[:, : self.length])
+
+    def free(self) -> None:
+        """Give the memory back; the cache is empty and has no capacity."""
+        self.length = 0
+        self._allocate(0, self.k.device)
+
+
+class BlockAllocator:
+    """Hands out the blocks [0, num_blocks) of a pool; each belongs to at most one holder."""
+
+    def __init__(self, num_blocks: int) -> None:
+        # A stack: the block freed last is handed out first, while caches may still hold it.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._taken = [False] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """``count`` blocks.
+
+        Raises:
+            InputError: fewer are free; none is taken then.
+        """
+        if not 0 <= count <= self.num_free:
+            allowed = f"0 to the {self.num_free} that are free"
+            _reject("take", "count", f"{count} blocks", allowed, "Free a sequence.")
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._taken[block] = True
+        return blocks
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Free ``blocks``.
+
+        Raises:
+            InputError: one of them is not taken, or named twice; none is freed then.
+        """
+        seen: set[int] = set()
+        for block in blocks:
+            if not 0 <= block < len(self._taken) or not self._taken[block] or block in seen:
+                advice = "A block is freed once, by its holder."
+                _reject("give_back", "blocks", f"holding {block}", "blocks in use", advice)
+            seen.add(block)
+        for block in blocks:
+            self._taken[block] = False
+        self._free.extend(reversed(blocks))
+
+
+class PagedKvCache:
+    """Keys and values of many sequences, in blocks of one pool per layer.
+
+    A sequence has the same blocks in every layer. Position p of sequence s lies in block
+    ``block_tables[s, p // block_size]`` at row ``p % block_size``.
+
+    The layouts are those of :mod:`ferrum_triton.ops.kv_pool`: ``"hnd"``, ``"nhd"``, ``"vllm_x"``.
+
+    Attributes:
+        k, v: per layer, in that layout.
+        k_scales, v_scales: per layer, of a quantised kind, float16; empty for other kinds.
+        block_tables: [num_seqs, max_blocks_per_seq] int32 on the device; -1 where there is none.
+        kv_lens: [num_seqs] int32 on the device.
+        blocks: per sequence, its blocks: the host's mirror of ``block_tables``.
+        lengths: per sequence, positions filled: the host's mirror of ``kv_lens``.
+        allocator: of the blocks.
+
+    Raises:
+        InputError: a size is not positive, the layout is unknown, or ``"vllm_x"`` does not
+            divide head_dim into pieces of 16 bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_seqs: int,
+        max_blocks_per_seq: int,
+        num_kv_heads: int,
+        head_dim: int,
+        kind: KvDtypeKind = KvDtypeKind.BF16,
+        layout: str = "hnd",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _check_sizes(
+            "PagedKvCache",
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_seqs=num_seqs,
+            max_blocks_per_seq=max_blocks_per_seq,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+        self.kind, self.layout, self.block_size = KvDtypeKind(kind), layout, block_size
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        dtype, layers = self.kind.dtype, range(num_layers)
+        if layout not in LAYOUTS:
+            allowed = ", ".join(map(repr, LAYOUTS))
+            _reject("PagedKvCache", "layout", repr(layout), allowed, "Choose one of these.")
+        if layout == "vllm_x" and head_dim % (16 // dtype.itemsize):
+            allowed = f"a multiple of {16 // dtype.itemsize}"
+            _reject("PagedKvCache", "head_dim", str(head_dim), allowed, "Choose another layout.")
+        k_shape, v_shape, scales_shape = cache_shapes(
+            layout, num_blocks, block_size, num_kv_heads, head_dim, dtype
+        )
+        self.k = [torch.empty(k_shape, dtype=dtype, device=device) for _ in layers]
+        self.v = [torch.empty(v_shape, dtype=dtype, device=device) for _ in layers]
+        self.k_scales, self.v_scales = (
+            [
+                torch.empty(scales_shape, dtype=SCALE_DTYPE, device=device)
+                for _ in layers
+                if self.kind.quantised
+            ]
+            for _ in "kv"
+        )
+        self.allocator = BlockAllocator(num_blocks)
+        self.blocks: list[list[int]] = [[] for _ in range(num_seqs)]
+        self.lengths = [0] * num_seqs
+        table = (num_seqs, max_blocks_per_seq)
+        self.block_tables = torch.full(table, -1, dtype=torch.int32, device=device)
+        self.kv_lens = torch.zeros(num_seqs, dtype=torch.int32, device=device)
+
+    @property
+    def capacity(self) -> int:
+        """The most positions a sequence can have."""
+        return self.block_tables.shape[1] * self.block_size
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a captured graph that uses this cache depends on."""
+        pools = (*self.k, *self.v, *self.k_scales, *self.v_scales)
+        return [*pools, self.block_tables, self.kv_lens]
+
+    def reserve(self, lengths: Mapping[int, int]) -> None:
+        """Have blocks for ``lengths[seq]`` positions of each sequence named; one upload.
+
+        Raises:
+            InputError: there is no such sequence, a length exceeds the capacity, or the blocks do
+                not suffice for all of them; nothing has changed then.
+        """
+        missing = {}
+        for seq, length in lengths.items():
+            self._check_seq("reserve", seq)
+            if not 0 <= length <= self.capacity:
+                allowed = f"0 to the capacity of {self.capacity}"
+                _reject("reserve", "lengths", f"{length} for {seq}", allowed, "Shorten it.")
+            missing[seq] = max(-(-length // self.block_size) - len(self.blocks[seq]), 0)
+        if not any(missing.values()):
+            return
+        refuse_in_capture("reserve", self.kv_lens.device, "Reserve before the replay.")
+        fresh = iter(self.allocator.take(sum(missing.values())))
+        entries = []
+        for seq, count in missing.items():
+            for _ in range(count):
+                block = next(fresh)
+                entries.append((seq, len(self.blocks[seq]), block))
+                self.blocks[seq].append(block)
+        self._write_table(entries)
+
+    def set_lens(self, lengths: Mapping[int, int]) -> None:
+        """Declare ``lengths[seq]`` positions of each sequence named filled; one upload.
+
+        Raises:
+            InputError: there is no such sequence, or it lacks the blocks; nothing has changed then.
+        """
+        for seq, length in lengths.items():
+            self._check_seq("set_lens", seq)
+            room = len(self.blocks[seq]) * self.block_size
+            if not 0 <= length <= room:
+                allowed = f"0 to the {room} positions of its blocks"
+                _reject("set_lens", "lengths", f"{length} for {seq}", allowed, "Reserve first.")
+        refuse_in_capture("set_lens", self.kv_lens.device, "Set them before the replay.")
+        for seq, length in lengths.items():
+            self.lengths[seq] = length
+        self.kv_lens.copy_(torch.tensor(self.lengths, dtype=torch.int32), non_blocking=True)
+
+    def free(self, seq: int) -> None:
+        """Give the blocks of a sequence back to the pool; it is empty then.
+
+        Raises:
+            InputError: there is no such sequence.
+        """
+        self._check_seq("free", seq)
+        refuse_in_capture("free", self.kv_lens.device, "Free before the replay.")
+        blocks, self.blocks[seq] = self.blocks[seq], []
+        self.allocator.give_back(blocks)
+        self.block_tables[seq].fill_(-1)
+        self.set_lens({seq: 0})
+
+    def slots(self, seq: int, start: int, end: int) -> list[int]:
+        """Rows of the pool, block · block_size + row, of positions [start, end) of a sequence.
+
+        Raises:
+            InputError: there is no such sequence, or it lacks the blocks.
+        """
+        self._check_seq("slots", seq)
+        room = len(self.blocks[seq]) * self.block_size
+        if not 0 <= start <= end <= room:
+            allowed = f"a range in the {room} positions of its blocks"
+            _reject("slots", "start, end", f"[{start}, {end})", allowed, "Reserve first.")
+        size, blocks = self.block_size, self.blocks[seq]
+        return [blocks[p // size] * size + p % size for p in range(start, end)]
+
+    def _write_table(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        width = self.block_tables.shape[1]
+        cells = torch.tensor([(seq * width + column, block) for seq, column, block in entries])
+        cells = cells.to(self.block_tables.device, non_blocking=True)
+        self.block_tables.view(-1).index_copy_(0, cells[:, 0], cells[:, 1].to(torch.int32))
+
+    def _check_seq(self, what: str, seq: int) -> None:
+        if not 0 <= seq < len(self.blocks):
+            allowed = f"0 to {len(self.blocks) - 1}"
+            _reject(what, "seq", str(seq), allowed, "Make a cache for more sequences.")
+
+
+def _pair(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for _ in "kv")
+
+
+def _check_sizes(what: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            _reject(what, name, str(size), "1 or more", "Pass a positive size.")
+
+
+def _reject(what: str, argument: str, got: str, allowed: str, advice: str) -> NoReturn:
+    raise InputError(what, argument, got, allowed, advice)

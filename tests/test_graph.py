@@ -1,0 +1,278 @@
+"""Captured steps: replays follow the device state, and nothing stale is ever replayed."""
+
+import gc
+import time
+
+import pytest
+import torch
+
+from ferrum_triton import FerrumError, InputError, get_backend
+from ferrum_triton.ops.rope import ROPE
+from ferrum_triton.runtime import buffers
+from ferrum_triton.runtime.context import Context
+from ferrum_triton.runtime.graph import DecodeState, Graph
+from ferrum_triton.runtime.kv_cache import KvCache, PagedKvCache
+from ferrum_triton.types import KvDtypeKind
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB, HIDDEN = 4, 2, 16, 50, 32
+
+
+class Decoder:
+    """One attention layer over a cache: the part of a decode step that its state changes."""
+
+    def __init__(self, device, capacity=32, seed=0):
+        self.backend = get_backend(device)
+        generator = torch.Generator().manual_seed(seed)
+
+        def weight(*shape):
+            return torch.randn(shape, generator=generator).half().to(device)
+
+        self.table = weight(VOCAB, HIDDEN)
+        self.qkv = weight((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN) * HIDDEN**-0.5
+        angle = torch.arange(64.0)[:, None] / 100 ** (torch.arange(8.0) / 8)
+        self.cos, self.sin = angle.cos().to(device), angle.sin().to(device)
+        self.cache = KvCache(NUM_KV_HEADS, HEAD_DIM, capacity, KvDtypeKind.FP16, device)
+        for tensor in self.cache.tensors:
+            tensor.zero_()
+
+    def step(self, token, pos, kv_len):
+        """[num_heads, head_dim]: all of its arguments lie on the device."""
+        x = self.backend.embedding_lookup_dev(self.table, token)
+        q = self.backend.split_qkv_norm_rope_into_cache(
+            self.backend.gemm(x, self.qkv),
+            None,
+            None,
+            self.cos,
+            self.sin,
+            self.cache.k,
+            self.cache.v,
+            num_heads=NUM_HEADS,
+            positions=pos,
+            slots=pos,
+            qk_mode=ROPE,
+        )
+        cache = self.cache
+        return self.backend.flash_attention(q[None], cache.k[None], cache.v[None], kv_lens=kv_len)
+
+    def graph_step(self, graph):
+        return lambda: self.step(graph.state.token, graph.state.pos, graph.state.kv_len)
+
+
+def run_eagerly(device, tokens):
+    decoder, state = Decoder(device), DecodeState(device)
+    outputs = []
+    for step, token in enumerate(tokens):
+        state.set(token, step)
+        outputs.append(decoder.step(state.token, state.pos, state.kv_len))
+    return outputs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_decode_state(device):
+    state = DecodeState(device, batch=3)
+    state.set([7, 8, 9], 5)
+    assert [t.tolist() for t in (state.token, state.pos, state.kv_len)] == [
+        [7, 8, 9],
+        [5] * 3,
+        [6] * 3,
+    ]
+    addresses = [t.data_ptr() for t in (state.token, state.pos, state.kv_len)]
+    state.set(1, [0, 3, 2])
+    assert [t.tolist() for t in (state.token, state.pos, state.kv_len)] == [
+        [1] * 3,
+        [0, 3, 2],
+        [1, 4, 3],
+    ]
+    assert addresses == [t.data_ptr() for t in (state.token, state.pos, state.kv_len)]
+    assert all(t.dtype == torch.int32 for t in (state.token, state.pos, state.kv_len))
+    for token, step in ((-1, 0), (0, -1), (0, 2**31 - 1), ([1, 2], 0), (0, [1] * 4)):
+        with pytest.raises(InputError):
+            state.set(token, step)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_replays_follow_token_position_and_length(device):
+    tokens = [3, 41, 7, 7, 0, 19, 49, 2]
+    want = run_eagerly(device, tokens)
+    decoder, graph = Decoder(device), Graph(device)
+
+    graph.set_decode_state(tokens[0], 0)
+    output = graph.capture("decode", decoder.graph_step(graph), owners=decoder.cache.tensors)
+    assert torch.equal(output, want[0])
+    for step in range(1, len(tokens)):
+        graph.set_decode_state(tokens[step], step)
+        assert graph.replay("decode") is True
+        assert torch.equal(output, want[step])
+        assert not torch.equal(output, want[step - 1])
+    assert graph.outputs("decode") is output
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_keys_are_captured_apart(device):
+    graph = Graph(device)
+    a, b = torch.zeros(4, device=device), torch.zeros(4, device=device)
+    double = graph.capture(("double", 1), lambda: a * 2)
+    graph.capture("count", lambda: b.add_(1))
+    assert ("double", 1) in graph and len(graph) == 2
+    a.fill_(3.0)
+    assert graph.replay("count") and graph.replay("count") and graph.replay(("double", 1))
+    assert double.tolist() == [6.0] * 4
+    assert b.tolist() == [3.0] * 4
+    assert graph.replay("other") is False
+
+    graph.reset("count")
+    graph.reset("count")
+    assert graph.replay("count") is False and graph.outputs("count") is None
+    assert graph.replay(("double", 1)) is True
+    triple = graph.capture(("double", 1), lambda: (a * 3, a + 1))
+    a.fill_(5.0)
+    graph.replay(("double", 1))
+    assert [t.tolist() for t in triple] == [[15.0] * 4, [6.0] * 4]
+    assert double.tolist() == [6.0] * 4
+    graph.reset_all()
+    assert len(graph) == 0 and graph.replay(("double", 1)) is False
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_step_reads_device_state_in_a_capture(device):
+    graph = Graph(device)
+    seen = []
+    graph.capture("step", lambda: seen.append(graph.device_state_mode))
+    assert set(seen) == {True} and graph.device_state_mode is False
+    graph.replay("step")
+    assert set(seen) == {True} and graph.device_state_mode is False
+    with pytest.raises(KeyError):
+        graph.capture("bad", lambda: {}["missing"])
+    assert graph.device_state_mode is False and "bad" not in graph
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("end", ["free", "grow", "collect"])
+def test_captures_end_with_the_cache_they_use(device, end):
+    decoder, graph = Decoder(device, capacity=4), Graph(device)
+    graph.set_decode_state(3, 0)
+    if end == "collect" and device == "cpu":
+        step = None  # a run again needs the step, which would keep the cache alive
+    else:
+        step = decoder.graph_step(graph)
+    graph.capture("decode", step or (lambda: None), owners=decoder.cache.tensors)
+    graph.capture("unowned", lambda: None)
+    decoder.cache.ensure_contig_capacity(4)
+    assert graph.replay("decode") is True
+    if end == "free":
+        decoder.cache.free()
+    elif end == "grow":
+        decoder.cache.ensure_contig_capacity(5)
+    else:
+        del decoder, step
+        gc.collect()
+    assert graph.replay("decode") is False
+    assert graph.replay("unowned") is True
+
+
+def test_paged_captures_outlive_sequences():
+    sizes = {"num_layers": 1, "num_blocks": 4, "block_size": 4, "num_seqs": 2}
+    cache = PagedKvCache(**sizes, max_blocks_per_seq=2, num_kv_heads=1, head_dim=8)
+    graph = Graph()
+    graph.capture("decode", lambda: cache.kv_lens * 2, owners=cache.tensors)
+    cache.reserve({0: 8, 1: 3})
+    cache.set_lens({0: 8, 1: 3})
+    assert graph.replay("decode") and graph.outputs("decode").tolist() == [16, 6]
+    cache.free(0)
+    assert graph.replay("decode") and graph.outputs("decode").tolist() == [0, 6]
+
+
+def test_a_new_capture_does_not_end_with_the_old_ones_cache():
+    graph = Graph()
+    old, new = KvCache(1, 8, 4), KvCache(1, 8, 4)
+    graph.capture("decode", lambda: None, owners=old.tensors)
+    graph.capture("decode", lambda: None, owners=new.tensors)
+    old.free()
+    assert graph.replay("decode") is True
+    new.free()
+    assert graph.replay("decode") is False
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_the_host_does_is_refused(device):
+    graph = Graph(device)
+    x = torch.randn(8, device=device)
+    for step in (
+        lambda: buffers.from_slice([1.0], torch.float32, device),
+        lambda: buffers.write_typed(x, [1.0]),
+        lambda: buffers.to_vec(x),
+        lambda: Context(device).sync(),
+        lambda: graph.set_decode_state(1, 2),
+    ):
+        with pytest.raises(FerrumError, match="cannot be captured in a graph"):
+            graph.capture("step", step)
+        assert len(graph) == 0 and not graph.capture_in_flight
+    doubled = graph.capture("step", lambda: x * 2)
+    graph.replay("step")
+    assert torch.equal(doubled, x * 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_captures_do_not_nest(device):
+    graph, other = Graph(device), Graph(device)
+    other.capture("inner", lambda: None)
+    for step in (
+        lambda: other.replay("inner") and None,
+        lambda: other.capture("again", lambda: None),
+    ):
+        with pytest.raises(FerrumError, match="do not nest"):
+            graph.capture("outer", step)
+        assert "outer" not in graph
+
+
+@pytest.mark.gpu
+def test_ops_that_take_host_ids_are_refused():
+    backend, graph = get_backend("cuda"), Graph("cuda")
+    table = torch.randn(10, 16, device="cuda")
+    with pytest.raises(FerrumError, match="embedding_lookup_dev"):
+        graph.capture("step", lambda: backend.embedding_lookup(table, [1, 2]))
+    with pytest.raises(FerrumError, match="wait for the device"):
+        graph.capture("step", lambda: table.sum().item() and None)
+    rows = graph.capture("step", lambda: backend.embedding_lookup_dev(table, graph.state.token))
+    graph.set_decode_state(7, 0)
+    graph.replay("step")
+    assert torch.equal(rows[0], table[7])
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_leaves_the_stream_and_the_allocator_usable():
+    graph = Graph("cuda")
+    x = torch.randn(1 << 20, device="cuda")
+    before = torch.cuda.current_stream()
+    with pytest.raises(FerrumError):
+        graph.capture("step", lambda: (x * 2).cpu())
+    assert torch.cuda.current_stream() == before
+    torch.cuda.synchronize()
+    total = graph.capture("step", lambda: x.double().sum())
+    x.fill_(0.5)
+    graph.replay("step")
+    assert total.item() == 0.5 * (1 << 20)
+
+
+@pytest.mark.gpu
+def test_replaying_costs_far_less_than_launching():
+    """A chain of 100 ops on one row, whose kernels take about two microseconds each."""
+    backend, graph = get_backend("cuda"), Graph("cuda")
+    x, weight = torch.randn(1, 1024, device="cuda"), torch.ones(1024, device="cuda")
+
+    def chain():
+        y = x
+        for _ in range(100):
+            y = backend.rms_norm(y, weight)
+        return y
+
+    graph.capture("chain", chain)
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        graph.replay("chain")
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[10] < 100 * 2.5e-6
