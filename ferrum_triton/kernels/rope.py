@@ -1,23 +1,154 @@
-"""QKV preparation: one program per head and block of tokens, both rotary halves in registers."""
+"""QKV preparation: one program per group of heads and block of tokens, all of it in registers.
+
+A group is several heads of one kind (queries, keys or values), so that the heads of a token share
+one read of its table row: in float32 that row is twice the bytes of a 16-bit head.
+"""
+
+import math
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2, tokens_per_program
+from ferrum_triton.kernels.jit import kernel, processors
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops import rope as ops
 
 
 @triton.jit
-def rotated_dims(half, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Element offsets of the two members of every rotary pair, and the pairs' mask."""
-    pair = tl.arange(0, BLOCK_HALF)
+def head_group(num_heads, num_kv_heads, HEADS: tl.constexpr):
+    """What this program prepares. HEADS divides both counts, so a group is all of one kind.
+
+    Neighbouring programs hold the same tokens, whose table rows they find in the caches.
+
+    Returns:
+        The block of tokens, the group's first head in qkv, whether it holds queries, or values.
+    """
+    groups = (num_heads + 2 * num_kv_heads) // HEADS
+    head = tl.program_id(0) % groups * HEADS
+    return tl.program_id(0) // groups, head, head < num_heads, head >= num_heads + num_kv_heads
+
+
+@triton.jit
+def load_heads(
+    start,
+    mask,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Both members of every rotary pair, and the dimensions past them, in float32.
+
+    ``start`` and ``mask`` are [tokens, heads, 1]; the results [tokens, heads, BLOCK_HALF] twice and
+    [tokens, heads, BLOCK_REST].
+    """
     if INTERLEAVED:
-        first, second = 2 * pair, 2 * pair + 1
+        # As one vector, taken apart in registers: every second element is no 16-byte load.
+        d = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
+        x = tl.load(start + d, mask=mask & (d < 2 * HALF), other=0.0).to(tl.float32)
+        x0, x1 = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], BLOCK_HALF, 2)))
     else:
-        first, second = pair, pair + half
-    return first[None, :], second[None, :], (pair < half)[None, :]
+        pair = tl.arange(0, BLOCK_HALF)[None, None, :]
+        in_half = mask & (pair < HALF)
+        x0 = tl.load(start + pair, mask=in_half, other=0.0).to(tl.float32)
+        x1 = tl.load(start + HALF + pair, mask=in_half, other=0.0).to(tl.float32)
+    tail = x0
+    if BLOCK_REST > 0:
+        r = tl.arange(0, BLOCK_REST)[None, None, :]
+        tail = tl.load(start + 2 * HALF + r, mask=mask & (r < REST), other=0.0).to(tl.float32)
+    return x0, x1, tail
+
+
+@triton.jit
+def normalize_heads(
+    x0,
+    x1,
+    tail,
+    weight_ptr,  # [2 * HALF + REST]
+    eps,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """RMSNorm over each head, whose pairs are the two halves."""
+    squares = tl.sum(x0 * x0 + x1 * x1, axis=2)
+    if BLOCK_REST > 0:
+        squares += tl.sum(tail * tail, axis=2)
+    rstd = tl.rsqrt(squares / (2 * HALF + REST) + eps)[:, :, None]
+    pair = tl.arange(0, BLOCK_HALF)[None, None, :]
+    w0 = tl.load(weight_ptr + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    w1 = tl.load(weight_ptr + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    if BLOCK_REST > 0:
+        r = tl.arange(0, BLOCK_REST)[None, None, :]
+        w = tl.load(weight_ptr + 2 * HALF + r, mask=r < REST, other=0.0).to(tl.float32)
+        tail = tail * rstd * w
+    return x0 * rstd * w0, x1 * rstd * w1, tail
+
+
+@triton.jit
+def rotate_heads(
+    x0,
+    x1,
+    position,  # [tokens], int64; outside the table, tokens are not rotated
+    cos_ptr,  # [max_positions, HALF]
+    sin_ptr,  # [max_positions, HALF]
+    stride_cos_position,
+    stride_sin_position,
+    max_positions,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Every pair (x0, x1), turned by its token's angles."""
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    known = ((position >= 0) & (position < max_positions))[:, None] & (pair < HALF)
+    cos_row = cos_ptr + (position * stride_cos_position)[:, None]
+    sin_row = sin_ptr + (position * stride_sin_position)[:, None]
+    cos = tl.load(cos_row + pair, mask=known, other=1.0).to(tl.float32)[:, None, :]
+    sin = tl.load(sin_row + pair, mask=known, other=0.0).to(tl.float32)[:, None, :]
+    return x0 * cos - x1 * sin, x1 * cos + x0 * sin
+
+
+@triton.jit
+def in_pieces(d, stride_piece, PIECE: tl.constexpr):
+    """Element offset of dimension ``d`` in a vector of pieces, PIECE elements each; 0: of one."""
+    if PIECE > 0:
+        d = (d // PIECE).to(tl.int64) * stride_piece + d % PIECE
+    return d
+
+
+@triton.jit
+def store_heads(
+    start,
+    mask,
+    x0,
+    x1,
+    tail,
+    stride_piece,
+    PIECE: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """The inverse of :func:`load_heads`, rounding to what ``start`` points at."""
+    dtype = start.dtype.element_ty
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
+        x = tl.interleave(x0, x1).to(dtype)
+        tl.store(start + in_pieces(d, stride_piece, PIECE), x, mask=mask & (d < 2 * HALF))
+    else:
+        pair = tl.arange(0, BLOCK_HALF)[None, None, :]
+        in_half = mask & (pair < HALF)
+        tl.store(start + in_pieces(pair, stride_piece, PIECE), x0.to(dtype), mask=in_half)
+        tl.store(start + in_pieces(HALF + pair, stride_piece, PIECE), x1.to(dtype), mask=in_half)
+    if BLOCK_REST > 0:
+        r = tl.arange(0, BLOCK_REST)[None, None, :]
+        in_rest = mask & (r < REST)
+        tl.store(start + in_pieces(2 * HALF + r, stride_piece, PIECE), tail.to(dtype), mask=in_rest)
 
 
 @kernel(dynamic=("num_tokens", "max_positions", "capacity", "pos_offset", "cache_len", "eps"))
@@ -28,8 +159,8 @@ def _qkv_norm_rope_kernel(
     x_ptr,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
     q_weight_ptr,  # [head_dim] or None
     k_weight_ptr,  # [head_dim] or None
-    cos_ptr,  # [max_positions, half]
-    sin_ptr,  # [max_positions, half]
+    cos_ptr,  # [max_positions, HALF]
+    sin_ptr,  # [max_positions, HALF]
     positions_ptr,  # [num_tokens] or None
     slots_ptr,  # [num_tokens] or None
     stride_q_head,
@@ -44,8 +175,6 @@ def _qkv_norm_rope_kernel(
     stride_sin_position,
     num_heads,
     num_kv_heads,
-    half,  # pairs rotated
-    rest,  # head_dim - 2 * half, passed through
     num_tokens,
     max_positions,
     capacity,
@@ -54,80 +183,75 @@ def _qkv_norm_rope_kernel(
     eps,
     MODE: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,  # power of two >= half
-    BLOCK_REST: tl.constexpr,  # power of two >= rest, or 0
+    HEADS: tl.constexpr,  # a program; divides num_heads and num_kv_heads
+    HALF: tl.constexpr,  # pairs rotated
+    REST: tl.constexpr,  # head_dim - 2 * HALF, passed through
+    BLOCK_HALF: tl.constexpr,  # power of two >= HALF
+    BLOCK_REST: tl.constexpr,  # power of two >= REST, or 0
 ):
-    num_heads_in = num_heads + 2 * num_kv_heads
-    head = (tl.program_id(0) % num_heads_in).to(tl.int64)
-    token = (tl.program_id(0) // num_heads_in).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    block, first_head, is_query, is_value = head_group(num_heads, num_kv_heads, HEADS)
+    token = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = (first_head + tl.arange(0, HEADS)).to(tl.int64)
     in_batch = token < num_tokens
-    is_query = head < num_heads
-    is_value = head >= num_heads + num_kv_heads
 
-    # Where the head goes: queries to their token's row, keys and values to a row of the cache.
-    row = token + cache_len
-    if slots_ptr is not None:
-        row = tl.load(slots_ptr + token, mask=in_batch, other=-1).to(tl.int64)
-    in_cache = in_batch & (row >= 0) & (row < capacity)
-    if is_query:
-        out = q_ptr + head * stride_q_head + token * stride_q_token
-        writable = in_batch
-    elif is_value:
-        out = v_ptr + (head - num_heads - num_kv_heads) * stride_v_head + row * stride_v_row
-        writable = in_cache
-    else:
-        out = k_ptr + (head - num_heads) * stride_k_head + row * stride_k_row
-        writable = in_cache
-    out = out[:, None]
-    writable = writable[:, None]
-
-    d0, d1, in_half = rotated_dims(half, BLOCK_HALF, INTERLEAVED=MODE == 3)
-    source = (x_ptr + token * stride_x_token + head * stride_x_head)[:, None]
-    load_mask = in_batch[:, None] & in_half
-    # [BLOCK_T, BLOCK_HALF]
-    x0 = tl.load(source + d0, mask=load_mask, other=0.0).to(tl.float32)
-    x1 = tl.load(source + d1, mask=load_mask, other=0.0).to(tl.float32)
-    if BLOCK_REST > 0:
-        r = tl.arange(0, BLOCK_REST)[None, :]
-        in_rest = r < rest
-        rest_mask = in_batch[:, None] & in_rest
-        # [BLOCK_T, BLOCK_REST]
-        tail = tl.load(source + 2 * half + r, mask=rest_mask, other=0.0).to(tl.float32)
+    source = x_ptr + (token * stride_x_token)[:, None] + (head * stride_x_head)[None, :]
+    x0, x1, tail = load_heads(
+        source[:, :, None], in_batch[:, None, None], HALF, REST, BLOCK_HALF, BLOCK_REST, MODE == 3
+    )
 
     if MODE == 1:
-        if not is_value:
-            squares = tl.sum(x0 * x0 + x1 * x1, axis=1)
-            if BLOCK_REST > 0:
-                squares += tl.sum(tail * tail, axis=1)
-            rstd = tl.rsqrt(squares / (2 * half + rest) + eps)[:, None]
-            weight_ptr = q_weight_ptr if is_query else k_weight_ptr
-            x0 *= rstd * tl.load(weight_ptr + d0, mask=in_half, other=0.0).to(tl.float32)
-            x1 *= rstd * tl.load(weight_ptr + d1, mask=in_half, other=0.0).to(tl.float32)
-            if BLOCK_REST > 0:
-                weight = tl.load(weight_ptr + 2 * half + r, mask=in_rest, other=0.0)
-                tail *= rstd * weight.to(tl.float32)
-
+        if is_query:
+            x0, x1, tail = normalize_heads(
+                x0, x1, tail, q_weight_ptr, eps, HALF, REST, BLOCK_HALF, BLOCK_REST
+            )
+        elif not is_value:
+            x0, x1, tail = normalize_heads(
+                x0, x1, tail, k_weight_ptr, eps, HALF, REST, BLOCK_HALF, BLOCK_REST
+            )
     if MODE != 0:
         if not is_value:
             position = token + pos_offset
             if positions_ptr is not None:
                 position = tl.load(positions_ptr + token, mask=in_batch, other=-1).to(tl.int64)
-            known = (position >= 0) & (position < max_positions)
-            pair = tl.arange(0, BLOCK_HALF)[None, :]
-            table_mask = (known & in_batch)[:, None] & in_half
-            cos_block = cos_ptr + (position * stride_cos_position)[:, None] + pair
-            sin_block = sin_ptr + (position * stride_sin_position)[:, None] + pair
-            cos = tl.load(cos_block, mask=table_mask, other=1.0).to(tl.float32)
-            sin = tl.load(sin_block, mask=table_mask, other=0.0).to(tl.float32)
-            y0 = x0 * cos - x1 * sin
-            y1 = x1 * cos + x0 * sin
-            x0, x1 = y0, y1
+            x0, x1 = rotate_heads(
+                x0,
+                x1,
+                position,
+                cos_ptr,
+                sin_ptr,
+                stride_cos_position,
+                stride_sin_position,
+                max_positions,
+                HALF,
+                BLOCK_HALF,
+            )
 
-    dtype = q_ptr.dtype.element_ty
-    tl.store(out + d0, x0.to(dtype), mask=writable & in_half)
-    tl.store(out + d1, x1.to(dtype), mask=writable & in_half)
-    if BLOCK_REST > 0:
-        tl.store(out + 2 * half + r, tail.to(dtype), mask=writable & in_rest)
+    # Queries go to their token's row, keys and values to a row of the cache. Each branch has its
+    # own store: of a pointer that comes out of a branch, the compiler does not know the alignment.
+    row = token + cache_len
+    if slots_ptr is not None:
+        row = tl.load(slots_ptr + token, mask=in_batch, other=-1).to(tl.int64)
+    in_cache = (in_batch & (row >= 0) & (row < capacity))[:, None, None]
+    if is_query:
+        out = q_ptr + (token * stride_q_token)[:, None] + (head * stride_q_head)[None, :]
+        store_heads(
+            out[:, :, None], in_batch[:, None, None], x0, x1, tail, 0, 0,
+            HALF, REST, BLOCK_HALF, BLOCK_REST, MODE == 3,
+        )  # fmt: skip
+    elif is_value:
+        head -= num_heads + num_kv_heads
+        out = v_ptr + (row * stride_v_row)[:, None] + (head * stride_v_head)[None, :]
+        store_heads(
+            out[:, :, None], in_cache, x0, x1, tail, 0, 0,
+            HALF, REST, BLOCK_HALF, BLOCK_REST, MODE == 3,
+        )  # fmt: skip
+    else:
+        head -= num_heads
+        out = k_ptr + (row * stride_k_row)[:, None] + (head * stride_k_head)[None, :]
+        store_heads(
+            out[:, :, None], in_cache, x0, x1, tail, 0, 0,
+            HALF, REST, BLOCK_HALF, BLOCK_REST, MODE == 3,
+        )  # fmt: skip
 
 
 @kernel
@@ -159,21 +283,54 @@ def _split_qkv_kernel(
     tl.store(v_ptr + token * stride_v_token + c - v_first, x, mask=in_v)
 
 
+def qkv_tile(
+    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, num_processors: int
+) -> tuple[int, int, int]:
+    """(BLOCK_T, HEADS, num_warps) of a program.
+
+    HEADS is the largest power of two up to 8 that divides both counts: no lane idles, no group is
+    mixed, and eight heads bring the traffic of the tables below a quarter of the heads' own.
+
+    BLOCK_T grows once every processor has eight programs, until a thread of four warps holds 16
+    elements, two 16-byte loads. Few tokens keep four warps too, of shorter loads: with more threads
+    than a table row has elements, the compiler reads the row in the layout of the heads, and
+    exchanges nothing through shared memory.
+    """
+    common = math.gcd(num_heads, num_kv_heads)
+    heads = min(common & -common, 8)
+    group = heads * next_power_of_2(head_dim)
+    fill = num_tokens * (num_heads + 2 * num_kv_heads) // (heads * 8 * num_processors)
+    most = min(max(2048 // group, 1), next_power_of_2(num_tokens))
+    block_t = min(next_power_of_2(max(fill, 1)), most)
+    return block_t, heads, min(max(block_t * group // 256, 1), 4)
+
+
+def head_blocks(head_dim: int, half: int) -> dict[str, int]:
+    """The constexprs that describe a head of which ``half`` pairs are rotated."""
+    rest = head_dim - 2 * half
+    return {
+        "HALF": half,
+        "REST": rest,
+        "BLOCK_HALF": next_power_of_2(max(half, 1)),
+        "BLOCK_REST": next_power_of_2(rest) if rest else 0,
+    }
+
+
 def _launch_qkv(
     q, k, v, x, weights, cos, sin, positions, slots, pos_offset, cache_len, eps, qk_mode
 ):
     """``x`` is [num_tokens, heads, head_dim]; k and v are None where there are only queries."""
-    num_tokens, heads_in, head_dim = x.shape
+    num_tokens, _, head_dim = x.shape
     num_heads = q.shape[0]
     num_kv_heads = 0 if k is None else k.shape[0]
     # Mode 0 rotates nothing; any split into halves copies, and this one is the widest.
-    half = cos.shape[1] if qk_mode != ops.COPY else head_dim // 2
-    rest = head_dim - 2 * half
-    block_half = next_power_of_2(max(half, 1))
+    blocks = head_blocks(head_dim, cos.shape[1] if qk_mode != ops.COPY else head_dim // 2)
     k, v = (q, q) if k is None else (k, v)
-    block_t = tokens_per_program(num_tokens, heads_in, 2 * block_half, x.device)
+    block_t, heads, num_warps = qkv_tile(
+        num_tokens, num_heads, num_kv_heads, head_dim, processors(x.device)
+    )
     _qkv_norm_rope_kernel.launch(
-        (cdiv(num_tokens, block_t) * heads_in,),
+        (cdiv(num_tokens, block_t) * ((num_heads + 2 * num_kv_heads) // heads),),
         q,
         k,
         v,
@@ -195,8 +352,6 @@ def _launch_qkv(
         sin.stride(0),
         num_heads,
         num_kv_heads,
-        half,
-        rest,
         num_tokens,
         cos.shape[0],
         k.shape[1],
@@ -205,9 +360,9 @@ def _launch_qkv(
         float(eps),
         MODE=qk_mode,
         BLOCK_T=block_t,
-        BLOCK_HALF=block_half,
-        BLOCK_REST=next_power_of_2(rest) if rest else 0,
-        num_warps=1 if block_t * block_half <= 128 else 4,
+        HEADS=heads,
+        **blocks,
+        num_warps=num_warps,
     )
 
 
@@ -235,7 +390,7 @@ def qk_norm_rope(
     return y
 
 
-def _as_heads(qkv: Tensor, heads: int) -> Tensor:
+def as_heads(qkv: Tensor, heads: int) -> Tensor:
     """[num_tokens, heads · head_dim] as [num_tokens, heads, head_dim]."""
     num_tokens, width = qkv.shape
     head_dim = width // heads
@@ -258,7 +413,7 @@ def split_qkv_norm_rope(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = _as_heads(qkv, num_heads + 2 * num_kv_heads)
+    x = as_heads(qkv, num_heads + 2 * num_kv_heads)
     num_tokens, _, head_dim = x.shape
     if out is None:
         heads = (num_heads, num_kv_heads, num_kv_heads)
@@ -288,7 +443,7 @@ def split_qkv_norm_rope_into_cache(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    x = _as_heads(qkv, num_heads + 2 * k_cache.shape[0])
+    x = as_heads(qkv, num_heads + 2 * k_cache.shape[0])
     num_tokens, _, head_dim = x.shape
     q = qkv.new_empty((num_heads, num_tokens, head_dim)) if out is None else out
     if num_tokens:

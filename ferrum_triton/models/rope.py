@@ -1,13 +1,12 @@
-"""Rotary tables: cosines and sines of every position, computed in float64 and kept in float32."""
+"""The rotary tables of a model, after its hyperparameters."""
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
+from ferrum_triton.errors import InputError
 from ferrum_triton.models.config import RopeConfig
+from ferrum_triton.ops import rope_tables as schemes
 
 
 def rope_tables(
@@ -16,31 +15,37 @@ def rope_tables(
     """cos and sin of position · frequency.
 
     Args:
-        rope: wavelengths and their scaling.
+        rope: wavelengths and their scaling; ``kind`` is ``"default"``, ``"linear"``, ``"llama3"``,
+            ``"yarn"`` (with its published bounds and attention factor) or ``"dynamic"``, whose
+            tables hold for sequences of up to num_positions.
         num_positions: rows.
         freq_factors: [dim / 2] divisors of the frequencies, which GGUF files store for models with
             llama3's scaling; they take the place of ``rope``'s own scaling.
 
     Returns:
         cos and sin, float32 [num_positions, dim / 2].
+
+    Raises:
+        InputError: the kind is unknown.
     """
-    frequency = rope.theta ** (-torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
+    plain = schemes.frequencies(rope.dim, rope.theta)
+    factor, original = rope.factor, rope.original_positions
+    attention_factor = 1.0
     if freq_factors is not None:
-        frequency = frequency / freq_factors.double()
+        frequency = plain / freq_factors.double()
+    elif rope.kind == "default":
+        frequency = plain
     elif rope.kind == "linear":
-        frequency = frequency / rope.factor
+        frequency = schemes.linear(plain, factor)
     elif rope.kind == "llama3":
-        frequency = _llama3(frequency, rope)
-    angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency
-    return angle.cos().float(), angle.sin().float()
-
-
-def _llama3(frequency: Tensor, rope: RopeConfig) -> Tensor:
-    """Wavelengths beyond the old context are stretched by factor, short ones kept, a ramp between.
-
-    Source: Llama 3.1's reference code, ``apply_scaling``.
-    """
-    turns = rope.original_positions * frequency / (2 * math.pi)  # in the original context
-    ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = ramp.clamp(0.0, 1.0)
-    return frequency * kept + frequency / rope.factor * (1 - kept)
+        ramp = rope.low_freq_factor, rope.high_freq_factor
+        frequency = schemes.llama3(plain, factor, *ramp, original)
+    elif rope.kind == "yarn":
+        frequency = schemes.yarn(rope.dim, rope.theta, factor, original)
+        attention_factor = schemes.yarn_attention_factor(factor)
+    elif rope.kind == "dynamic":
+        frequency = schemes.dynamic_ntk(rope.dim, rope.theta, factor, original, num_positions)
+    else:
+        allowed = "default, linear, llama3, yarn, dynamic"
+        raise InputError("rope_tables", "kind", repr(rope.kind), allowed, "See RopeConfig.")
+    return schemes.tables(frequency, num_positions, attention_factor)

@@ -28,7 +28,7 @@ def _positions(positions: Tensor | None, offset: int, count: int, device: torch.
     return torch.arange(count, device=device) + offset
 
 
-def _norm_rope(x, weight, cos, sin, positions, eps, qk_mode):
+def norm_rope(x, weight, cos, sin, positions, eps, qk_mode):
     """The head vectors of [num_tokens, heads, head_dim], prepared in x's dtype."""
     if qk_mode == COPY:
         return x
@@ -49,7 +49,7 @@ def _norm_rope(x, weight, cos, sin, positions, eps, qk_mode):
     return torch.cat((turned, wide[..., 2 * half :]), dim=-1).to(x.dtype)
 
 
-def _check_rope(of_op, head_dim, cos, sin, qk_mode, weights):
+def check_rope(of_op, head_dim, cos, sin, qk_mode, weights):
     """The rules every rotary op shares."""
     if qk_mode not in MODES:
         of_op.reject(
@@ -174,13 +174,13 @@ def qk_norm_rope(
     Source: Su et al., "RoFormer", 2021.
     """
     where = _positions(positions, pos_offset, x.shape[0], x.device)
-    prepared = _norm_rope(x, weight, cos, sin, where, eps, qk_mode)
+    prepared = norm_rope(x, weight, cos, sin, where, eps, qk_mode)
     return prepared.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
 @qk_norm_rope.rule
 def _(x, weight, cos, sin, positions, pos_offset, eps, qk_mode):
-    _check_rope(qk_norm_rope, x.shape[2], cos, sin, qk_mode, {"weight": weight})
+    check_rope(qk_norm_rope, x.shape[2], cos, sin, qk_mode, {"weight": weight})
 
 
 @qk_norm_rope.call_rule
@@ -250,7 +250,7 @@ def _qkv_sample(
     }
 
 
-def _head_dim(of_op, qkv, num_heads, num_kv_heads):
+def check_heads(of_op, qkv, num_heads, num_kv_heads):
     heads = num_heads + 2 * num_kv_heads
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         got = f"{num_heads} over {num_kv_heads} KV heads"
@@ -306,8 +306,8 @@ def split_qkv_norm_rope(
     )
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     where = _positions(positions, pos_offset, num_tokens, qkv.device)
-    q = _norm_rope(q, q_weight, cos, sin, where, eps, qk_mode)
-    k = _norm_rope(k, k_weight, cos, sin, where, eps, qk_mode)
+    q = norm_rope(q, q_weight, cos, sin, where, eps, qk_mode)
+    k = norm_rope(k, k_weight, cos, sin, where, eps, qk_mode)
     return tuple(t.transpose(0, 1).clone(memory_format=torch.contiguous_format) for t in (q, k, v))
 
 
@@ -315,9 +315,9 @@ def split_qkv_norm_rope(
 def _(
     qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, positions, pos_offset, eps, qk_mode
 ):
-    head_dim = _head_dim(split_qkv_norm_rope, qkv, num_heads, num_kv_heads)
+    head_dim = check_heads(split_qkv_norm_rope, qkv, num_heads, num_kv_heads)
     weights = {"q_weight": q_weight, "k_weight": k_weight}
-    _check_rope(split_qkv_norm_rope, head_dim, cos, sin, qk_mode, weights)
+    check_rope(split_qkv_norm_rope, head_dim, cos, sin, qk_mode, weights)
 
 
 @split_qkv_norm_rope.call_rule
@@ -403,11 +403,11 @@ def _(
     pos_offset, eps, qk_mode,
 ):  # fmt: skip
     this = split_qkv_norm_rope_into_cache
-    head_dim = _head_dim(this, qkv, num_heads, k_cache.shape[0])
+    head_dim = check_heads(this, qkv, num_heads, k_cache.shape[0])
     if head_dim != k_cache.shape[2]:
         this.reject("k_cache", f"of head_dim {k_cache.shape[2]}", f"{head_dim}, as in qkv")
     check_caches(this, k_cache, v_cache)
-    _check_rope(this, head_dim, cos, sin, qk_mode, {"q_weight": q_weight, "k_weight": k_weight})
+    check_rope(this, head_dim, cos, sin, qk_mode, {"q_weight": q_weight, "k_weight": k_weight})
 
 
 @split_qkv_norm_rope_into_cache.call_rule
