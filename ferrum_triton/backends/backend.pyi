@@ -62,6 +62,105 @@ class Backend:
         Returns:
             A tensor of x's shape and dtype.
         """
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float = 1e-05,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias, over the last dimension.
+
+        Args:
+            x: [..., hidden_size]; fp32, fp16 or bf16; rows may be strided.
+            weight: [hidden_size], any float dtype.
+            bias: [hidden_size], any float dtype, or None.
+            eps: added to the variance, which is the biased one (divided by hidden_size).
+
+        Returns:
+            A tensor of x's shape and dtype; computed in float32 from the centred row, rounded once.
+
+        Source: Ba et al., "Layer Normalization", 2016.
+        """
+    def gated_rms_norm(
+        self,
+        core: Tensor,
+        z: Tensor,
+        weight: Tensor,
+        eps: float = 1e-06,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = core / sqrt(mean(core²) + eps) · weight · silu(z), over the last dimension.
+
+        The output norm of gated linear attention: a row is one head of one token.
+
+        Args:
+            core: [..., head_dim], usually float32: what the recurrence returns.
+            z: the gate, of core's shape, any float dtype.
+            weight: [head_dim], any float dtype, shared by the heads.
+            eps: added to the mean square.
+
+        Returns:
+            A tensor of core's shape and dtype; computed in float32, rounded once.
+
+        Source: Yang et al., "Gated Delta Networks", 2024.
+        """
+    def softmax_rows(
+        self,
+        x: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[i, j] = e^(x[i, j] - max(x[i])) / sum of those over j, over the last dimension.
+
+        A row that holds NaN or +inf, or nothing but -inf, gives NaN throughout.
+
+        Args:
+            x: [..., num_cols]; rows may be strided.
+
+        Returns:
+            A tensor of x's shape and dtype; computed in float32, rounded once.
+        """
+    def rms_norm_to(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        dtype: torch.dtype,
+        eps: float = 1e-06,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = x / sqrt(mean(x²) + eps) · weight, rounded to ``dtype`` instead of x's own.
+
+        Args:
+            x: [..., hidden_size]; fp32, fp16 or bf16; rows may be strided.
+            weight: [hidden_size], any float dtype.
+            dtype: of the result: float32, float16 or bfloat16.
+            eps: added to the mean square.
+
+        Returns:
+            A tensor of x's shape; computed in float32, rounded once.
+        """
+    def rms_norm_add_inplace(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        eps: float = 1e-06,
+    ) -> None:
+        """residual ← residual + x / sqrt(mean(x²) + eps) · weight, in place.
+
+        The norm is not rounded before it is added, and the sum is rounded once.
+
+        Args:
+            residual: [..., hidden_size], updated in place; of x's dtype, or float32.
+            x: same shape as residual.
+            weight: [hidden_size], any float dtype.
+            eps: added to the mean square.
+        """
     def fused_silu_mul_split(
         self,
         gate_up: Tensor,
@@ -77,6 +176,22 @@ class Backend:
             [..., intermediate_size] in the input's dtype; computed in float32, rounded once.
 
         Source: Shazeer, "GLU Variants Improve Transformer", 2020 (SwiGLU).
+        """
+    def fused_gelu_mul_split(
+        self,
+        gate_up: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = gelu(gate) · up, with the exact gelu(g) = g/2 · (1 + erf(g/√2)).
+
+        Args:
+            gate_up: [..., 2 · intermediate_size], each row packed as [gate | up].
+
+        Returns:
+            [..., intermediate_size] in the input's dtype; computed in float32, rounded once.
+
+        Source: Shazeer 2020 (GeGLU).
         """
     def fused_gelu_tanh_mul_split(
         self,
@@ -96,6 +211,51 @@ class Backend:
 
         Source: Shazeer 2020 (GeGLU), with the tanh form of Hendrycks & Gimpel, "GELUs", 2016.
         """
+    def silu_mul(
+        self,
+        gate: Tensor,
+        up: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = silu(gate) · up, with silu(g) = g / (1 + e⁻ᵍ), for gate and up in tensors of their own.
+
+        Args:
+            gate: [..., intermediate_size]; rows may be strided.
+            up: of gate's shape.
+
+        Returns:
+            A tensor of gate's shape and dtype; computed in float32, rounded once.
+
+        Source: Shazeer 2020 (SwiGLU).
+        """
+    def gelu(
+        self,
+        x: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = x/2 · (1 + erf(x/√2)), the exact form.
+
+        Args:
+            x: [..., hidden_size]; rows may be strided.
+
+        Returns:
+            A tensor of x's shape and dtype; computed in float32, rounded once.
+
+        Source: Hendrycks & Gimpel, "Gaussian Error Linear Units", 2016.
+        """
+    def scale_inplace(
+        self,
+        x: Tensor,
+        scale: float,
+    ) -> None:
+        """x ← scale · x, in place, computed in float32.
+
+        Args:
+            x: [..., hidden_size], updated in place.
+            scale: the factor, as it is: Gemma's √hidden_size is rounded to bfloat16 by its caller.
+        """
     def add_bias(
         self,
         x: Tensor,
@@ -112,7 +272,11 @@ class Backend:
         residual: Tensor,
         x: Tensor,
     ) -> None:
-        """residual ← residual + x, in place; same shape and dtype, computed in float32.
+        """residual ← residual + x, in place, computed in float32.
+
+        Args:
+            residual: [..., hidden_size], updated in place; of x's dtype, or float32.
+            x: of residual's shape.
         """
     def scaled_add_inplace(
         self,
@@ -171,8 +335,7 @@ class Backend:
 
         Args:
             table: [vocab_size, hidden_size], rows may be strided.
-            ids: [...] int32 or int64. An id outside [0, vocab_size) gives a row of zeros: it can be
-                neither checked without a host sync nor allowed to read foreign memory.
+            ids: [...] int32 or int64. An id outside [0, vocab_size) gives a row of zeros.
 
         Returns:
             [..., hidden_size] in the table's dtype.
@@ -440,6 +603,84 @@ class Backend:
         Raises:
             InputError: cache_len + num_tokens exceeds the capacity; nothing is written then.
         """
+    def kv_cache_append_paged(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slots: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        pos_offsets: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        k_scales: Tensor | None = None,
+        v_scales: Tensor | None = None,
+        layout: str = 'hnd',
+    ) -> None:
+        """Write new keys and values into a paged pool, quantised where the pool is; one launch.
+
+        Layouts, quantisation and placement are those of :mod:`ferrum_triton.ops.kv_pool`.
+
+        Args:
+            k_cache, v_cache: the pool, written in place; float, int8 or float8_e4m3fn.
+            k, v: [num_tokens, num_kv_heads, head_dim]; pass head-major ones transposed.
+            slots: [num_tokens], or None. Slots must differ.
+            block_tables: [num_seqs, max_blocks], or None.
+            pos_offsets: [num_seqs], with block_tables.
+            cu_seqlens_q: [num_seqs + 1], not descending, with block_tables.
+            k_scales, v_scales: float16 or float32, written in place; a float pool leaves them alone.
+                A float16 scale is subnormal, and coarse, where a head's maximum is below 0.03.
+            layout: ``"hnd"``, ``"nhd"`` or ``"vllm_x"``.
+        """
+    def split_qkv_norm_rope_into_paged_cache(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        num_heads: int,
+        slots: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        pos_offsets: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        positions: Tensor | None = None,
+        k_scales: Tensor | None = None,
+        v_scales: Tensor | None = None,
+        eps: float = 1e-06,
+        qk_mode: int = 1,
+        layout: str = 'hnd',
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """:func:`split_qkv_norm_rope` with K and V written straight into a paged pool; one launch.
+
+        One step may hold any mix of prompts and single tokens. Layouts, quantisation and placement are
+        those of :mod:`ferrum_triton.ops.kv_pool`; keys are quantised unrounded, from float32.
+
+        Args:
+            qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim].
+            q_weight, k_weight: [head_dim], read in mode 1 only.
+            cos, sin: [max_positions, rotary_dim / 2].
+            k_cache, v_cache: the pool, written in place; float, int8 or float8_e4m3fn.
+            num_heads: query heads.
+            slots: [num_tokens], or None. Slots must differ.
+            block_tables: [num_seqs, max_blocks], or None.
+            pos_offsets: [num_seqs], with block_tables.
+            cu_seqlens_q: [num_seqs + 1], not descending, with block_tables.
+            positions: [num_tokens] rotary positions, which slots require; None means the positions
+                that place the tokens.
+            k_scales, v_scales: float16 or float32, written in place; a float pool leaves them alone.
+            eps: added to the mean square of the norms.
+            qk_mode: as in :func:`qk_norm_rope`; V is always copied.
+            layout: ``"hnd"``, ``"nhd"`` or ``"vllm_x"``.
+
+        Returns:
+            q [num_tokens, num_heads, head_dim]. For head-major output pass
+            ``out=buffer.transpose(0, 1)`` of a [num_heads, num_tokens, head_dim] buffer.
+        """
     def flash_attention(
         self,
         q: Tensor,
@@ -482,19 +723,304 @@ class Backend:
 
         Source: Dao et al., "FlashAttention", 2022; windows as in Mistral 7B, 2023.
         """
+    def moe_combine(
+        self,
+        packed: Tensor,
+        pairs: Tensor,
+        weights: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t] = Σ_k weights[t, k] · packed[pairs[t, k]], in the order of k.
+
+        Args:
+            packed: [num_rows, hidden_size], what the experts returned, in packed rows.
+            pairs: [num_tokens, top_k] packed row of each pair; a pair outside [0, num_rows) adds
+                nothing, whatever its weight.
+            weights: [num_tokens, top_k], any float dtype.
+
+        Returns:
+            [num_tokens, hidden_size] in packed's dtype; summed in float32, rounded once.
+        """
+    def weighted_sum(
+        self,
+        slots: Tensor,
+        weights: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t] = Σ_k weights[t, k] · slots[t, k], in the order of k.
+
+        Args:
+            slots: [num_tokens, top_k, hidden_size], strided as they come; ``slots[None]`` for one
+                token, a slice for an offset.
+            weights: [num_tokens, top_k], any float dtype.
+
+        Returns:
+            [num_tokens, hidden_size] in slots' dtype; summed in float32, rounded once.
+        """
+    def weighted_sum_residual(
+        self,
+        slots: Tensor,
+        weights: Tensor,
+        residual: Tensor,
+    ) -> None:
+        """residual[t] ← residual[t] + Σ_k weights[t, k] · slots[t, k], rounded once.
+
+        Args:
+            slots: [num_tokens, top_k, hidden_size].
+            weights: [num_tokens, top_k], any float dtype.
+            residual: [num_tokens, hidden_size], updated in place; of slots' dtype, or float32.
+        """
+    def weighted_sum_residual_norm(
+        self,
+        slots: Tensor,
+        weights: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float = 1e-06,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """:func:`weighted_sum_residual`, then y = rms_norm(residual) · norm_weight; one launch.
+
+        The variance is taken from the residual as stored, so that the result equals ``rms_norm`` of
+        what the next layer reads.
+
+        Args:
+            slots: [num_tokens, top_k, hidden_size].
+            weights: [num_tokens, top_k], any float dtype.
+            residual: [num_tokens, hidden_size], updated in place; of slots' dtype, or float32.
+            norm_weight: [hidden_size], the next layer's norm, any float dtype.
+            eps: added to the mean square.
+
+        Returns:
+            [num_tokens, hidden_size] in slots' dtype.
+        """
+    def compute_ids_tpe(
+        self,
+        ids: Tensor,
+        num_experts: int,
+        gate_up_rows: int,
+        down_rows: int,
+        token_tile: int = 32,
+        row_tile: int = 64,
+        *,
+        out: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Bucket e = the pairs with ids[p] = e, ascending; tpe[e] = their number; one launch.
+
+        Buckets cost num_experts · num_pairs entries. That is the layout of a decode step; for long
+        prompts :func:`moe_align_block_size` and :func:`moe_build_pairs_by_token` are compact.
+
+        Args:
+            ids: [num_tokens, top_k] expert ids; num_pairs = num_tokens · top_k.
+            num_experts: up to 1024.
+            gate_up_rows, down_rows: output rows of an expert's gate-up and down matrices.
+            token_tile, row_tile: pairs and rows one program of the expert product will take.
+
+        Returns:
+            bucket_ids [num_experts, num_pairs] int32, -1 from tpe[e] on; tpe [num_experts] int32;
+            grid_args [2, 3] int32, a row for gate-up and one for down: tiles of the fullest bucket, at
+            least 1, tiles of the rows, num_experts. The grid covers every bucket and stays on the
+            device.
+        """
+    def moe_align_block_size(
+        self,
+        ids: Tensor,
+        num_experts: int,
+        block_size: int,
+        pair_ids: bool = True,
+        *,
+        out: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Pairs sorted by expert, each expert padded to whole blocks; one launch.
+
+        Args:
+            ids: [num_tokens, top_k] expert ids; num_pairs = num_tokens · top_k.
+            num_experts: up to 1024.
+            block_size: entries of a block; a block belongs to one expert.
+            pair_ids: entries are pair numbers: the consumer reads token ``entry // top_k`` and writes
+                row ``entry``. False: entries are packed rows, for activations gathered beforehand.
+
+        Returns:
+            sorted_ids [capacity] int32, num_pairs where an entry is padding; block_experts
+            [capacity / block_size] int32, -1 past the last block; total [1] int32, entries in use, a
+            multiple of block_size. capacity is the largest total there can be:
+            num_pairs + min(num_pairs, num_experts) · (block_size - 1), rounded down to whole blocks.
+        """
+    def moe_build_pairs_by_token(
+        self,
+        ids: Tensor,
+        num_experts: int,
+        *,
+        out: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The stable sort of pairs by expert, and its inverse; one launch.
+
+        Args:
+            ids: [num_tokens, top_k] expert ids; num_pairs = num_tokens · top_k.
+            num_experts: up to 1024.
+
+        Returns:
+            pairs [num_tokens, top_k] int32, the packed row of each pair, -1 if it is dropped;
+            packed_tokens [num_pairs] int32, the token of each packed row, -1 past the last;
+            expert_offsets [num_experts + 1] int32: expert e owns the packed rows from
+            expert_offsets[e] to expert_offsets[e + 1].
+        """
+    def route_topk_softmax(
+        self,
+        logits: Tensor,
+        top_k: int,
+        norm_topk_prob: bool = True,
+        *,
+        out: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """p = softmax(logits) over all experts; the top_k of p, and how many tokens chose each expert.
+
+        Experts are ranked by their logits, that is by p before any rounding, equal logits by the lower
+        id. A NaN logit counts as -inf: probability 0, chosen after every number. Logits of +inf share
+        the probability equally; a row without any logit above -inf has probabilities 0.
+
+        Args:
+            logits: [num_tokens, num_experts], up to 1024 experts; rows may be strided.
+            top_k: experts a token, up to 32.
+            norm_topk_prob: divide by the sum over the chosen experts (Mixtral, Qwen3-MoE), which is
+                also the softmax over the chosen logits; where the sum is 0 each weight is 1 / top_k.
+
+        Returns:
+            ids [num_tokens, top_k] int32, by descending probability; weights [num_tokens, top_k]
+            float32; counts [num_experts] int32, the tokens of each expert.
+        """
+    def route_topk_sigmoid_grouped(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        top_k: int,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        norm_topk_prob: bool = True,
+        routed_scaling_factor: float = 1.0,
+        *,
+        out: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """s = sigmoid(logits); the top_k of s + bias inside the best groups; weights from s alone.
+
+        Experts stand in num_groups groups of consecutive ids. A group counts for the sum of its two
+        largest s + bias (of the only one, in groups of one); experts outside the topk_groups best
+        groups cannot be chosen. Equal values go to the lower id. A NaN logit counts as -inf; where
+        s + bias, or a group's sum, is NaN, it counts as -inf.
+
+        Args:
+            logits: [num_tokens, num_experts], up to 1024 experts; rows may be strided.
+            bias: [num_experts], any float dtype, used for the choice only; None for zeros.
+            top_k: experts a token, up to 32 and to the experts of topk_groups groups.
+            num_groups: divides num_experts; 1 for no limit by groups.
+            topk_groups: groups a token may use.
+            norm_topk_prob: divide by the sum over the chosen experts; 1 / top_k where that is 0.
+            routed_scaling_factor: multiplies the weights, last.
+
+        Returns:
+            ids [num_tokens, top_k] int32, by descending s + bias; weights [num_tokens, top_k] float32;
+            counts [num_experts] int32, the tokens of each expert.
+
+        Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, sections 2.1.2 and 4.2.
+        """
     def argmax_rows(
         self,
         logits: Tensor,
+        mask: Tensor | None = None,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
         """y[i] = the lowest j with logits[i, j] = max over the row, NaN never chosen.
 
-        A row of nothing but NaN and -inf gives 0.
+        Without a mask, a row of nothing but NaN and -inf gives 0. With one, only finite logits in
+        columns that the mask allows can be chosen, and a row that has none gives -1.
 
         Args:
             logits: [num_rows, vocab_size], rows may be strided.
+            mask: [mask_size] int8 or uint8, or None: column j may be chosen where mask[j] is not 0;
+                columns past its end may not.
 
         Returns:
             [num_rows] int32.
+        """
+    def repetition_penalty_inplace(
+        self,
+        logits: Tensor,
+        row_offsets: Tensor,
+        token_ids: Tensor,
+        penalties: Tensor,
+    ) -> None:
+        """logits[i, j] ← l / p where l > 0, else l · p, for every j in row i's list; p = penalties[i].
+
+        A token listed more than once counts once. What only the device knows is not trusted: ids
+        outside the vocabulary are skipped, offsets outside the list are clamped to it. Offsets ascend.
+
+        Args:
+            logits: [num_rows, vocab_size], updated in place, rounded once.
+            row_offsets: [num_rows + 1]; row i's list is token_ids[row_offsets[i] : row_offsets[i + 1]].
+            token_ids: [num_listed], the lists one after the other.
+            penalties: [num_rows], any float dtype; 1 leaves the row as it is.
+
+        Source: Keskar et al., "CTRL", 2019.
+        """
+    def uniform_rows(
+        self,
+        seeds: Tensor,
+        offsets: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[i] = ⌊w / 2⁸⌋ / 2²⁴, w the first word of Philox4x32-10 under key seeds[i] at offsets[i].
+
+        A pure function: the same seed and offset give the same number on every device, and advancing
+        the offset by one gives the next. There is no generator to keep or to capture.
+
+        Args:
+            seeds: [num_rows], one a request; all 64 bits count.
+            offsets: [num_rows], the position in the request's stream, such as the step.
+
+        Returns:
+            [num_rows] float32 in [0, 1), multiples of 2⁻²⁴.
+
+        Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
+        """
+    def sample_rows(
+        self,
+        logits: Tensor,
+        u: Tensor,
+        temperature: Tensor | None = None,
+        top_k: Tensor | None = None,
+        top_p: Tensor | None = None,
+        min_p: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[i] = the lowest j with Σ w[i, :j+1] > u[i] · Σ w[i], w[i] the weights that filters keep.
+
+        Weights are w = e^((logit - max) / temperature). Order the row by logit, largest first, equal
+        ones by column. The filters keep a prefix of that order, the shortest of these: the first top_k;
+        of those, the fewest that together reach top_p of their sum; those with w ≥ min_p. At least one
+        is kept. Drawing then walks the columns in their own order, so a call is a pure function of its
+        arguments, and u uniform in [0, 1) gives every kept column its share.
+
+        NaN and -inf are never chosen, +inf counts as the largest float32; a row of nothing else gives
+        0. Values on the device are not checked but defined: u outside [0, 1) chooses the first or last
+        column kept.
+
+        Args:
+            logits: [num_rows, vocab_size], rows may be strided.
+            u: [num_rows], any float dtype, uniform in [0, 1): see :func:`uniform_rows`.
+            temperature: [num_rows], or [1] for all; None is 1. 0 and below choose the largest.
+            top_k: [num_rows] or [1]; None, 0 and below keep all.
+            top_p: [num_rows] or [1]; None, 1 and above keep all.
+            min_p: [num_rows] or [1], relative to the likeliest; None and 0 keep all.
+
+        Returns:
+            [num_rows] int32.
+
+        Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019 (top-p); Minh et
+        al., "Turning Up the Heat", 2024 (min-p).
         """

@@ -1,11 +1,15 @@
 """Elementwise, activation and layout ops: one program per block of one row."""
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.jit import META_PROCESSORS, kernel
 from ferrum_triton.kernels.rows import as_flat, as_rows, cdiv, next_power_of_2
+from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import elementwise as ops
 
 # 1024 elements on 4 warps: one 16-byte access of 16-bit values a thread.
@@ -23,15 +27,17 @@ def row_and_columns(num_cols, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def gated(gate, up, GELU: tl.constexpr):
-    """silu(gate) · up, or the tanh form of gelu(gate) · up."""
-    if GELU:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+def activated(x, ACTIVATION: tl.constexpr):
+    """silu(x), or gelu(x) in its exact or its tanh form."""
+    if ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         # tanh(z) = 2 sigmoid(2z) - 1, which does not overflow on either side.
-        activated = gate * tl.sigmoid(2.0 * inner)
+        y = x * tl.sigmoid(2.0 * inner)
     else:
-        activated = gate * tl.sigmoid(gate)
-    return activated * up
+        y = x * tl.sigmoid(x)
+    return y
 
 
 @kernel
@@ -41,17 +47,68 @@ def _gated_split_kernel(
     stride_y_token,
     stride_gate_up_token,
     intermediate_size,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     token, i, mask = row_and_columns(intermediate_size, BLOCK_C)
     gate_ptr = gate_up_ptr + token * stride_gate_up_token + i
 
-    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + intermediate_size, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr, mask=mask, other=0.0)
+    up = tl.load(gate_ptr + intermediate_size, mask=mask, other=0.0)
 
-    y = gated(gate, up, GELU)
+    y = activated(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
     tl.store(y_ptr + token * stride_y_token + i, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _gated_kernel(
+    y_ptr,  # [num_tokens, intermediate_size]
+    gate_ptr,  # [num_tokens, intermediate_size]
+    up_ptr,  # [num_tokens, intermediate_size]
+    stride_y_token,
+    stride_gate_token,
+    stride_up_token,
+    intermediate_size,
+    ACTIVATION: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    token, i, mask = row_and_columns(intermediate_size, BLOCK_C)
+
+    gate = tl.load(gate_ptr + token * stride_gate_token + i, mask=mask)
+    up = tl.load(up_ptr + token * stride_up_token + i, mask=mask)
+
+    y = activated(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
+    tl.store(y_ptr + token * stride_y_token + i, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _activation_kernel(
+    y_ptr,  # [num_rows, num_cols]
+    x_ptr,  # [num_rows, num_cols]
+    stride_y_row,
+    stride_x_row,
+    num_cols,
+    ACTIVATION: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row, col, mask = row_and_columns(num_cols, BLOCK_C)
+    x = tl.load(x_ptr + row * stride_x_row + col, mask=mask)
+    y = activated(x.to(tl.float32), ACTIVATION)
+    tl.store(y_ptr + row * stride_y_row + col, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel(dynamic=("scale",))
+def _scale_kernel(
+    x_ptr,  # [num_rows, num_cols], updated
+    stride_x_row,
+    num_cols,
+    scale,
+    BLOCK_C: tl.constexpr,
+):
+    row, col, mask = row_and_columns(num_cols, BLOCK_C)
+    block = x_ptr + row * stride_x_row + col
+    x = tl.load(block, mask=mask).to(tl.float32)
+    tl.store(block, (x * scale).to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel(dynamic=("scale",))
@@ -113,42 +170,136 @@ def _transpose_kernel(
     tl.store(y_ptr + inner * stride_y_inner + outer * stride_y_outer + col, x, mask=mask)
 
 
-def _gated_split(name: str, gate_up: Tensor, out: Tensor | None, gelu: bool) -> Tensor:
+@functools.lru_cache(4096)
+def block_heuristic(num_rows: int, num_cols: int) -> Config:
+    """Block and warps for kernels that touch every element once.
+
+    Few blocks: 1024 on 4 warps, one 16-byte access of 16-bit values a thread, spread over as many
+    processors as possible. Where every processor has sixteen of those anyway, twice as many values
+    a thread keep as many bytes in flight with half the programs to start.
+    """
+    many = num_rows * cdiv(num_cols, BLOCK) >= 16 * META_PROCESSORS
+    return {"BLOCK_C": 2 * BLOCK if many and num_cols > BLOCK else BLOCK, "num_warps": WARPS}
+
+
+def block_candidates(num_rows: int, num_cols: int) -> list[Config]:
+    """8 to 32 values a thread."""
+    return [
+        {"BLOCK_C": block, "num_warps": warps}
+        for block in (512, 1024, 2048, 4096, 8192)
+        for warps in (1, 2, 4, 8)
+        if 8 <= block // (32 * warps) <= 32
+    ]
+
+
+SPLITS = {
+    name: Tunable(name, ("num_tokens", "intermediate_size"), block_heuristic, block_candidates)
+    for name in ("fused_silu_mul_split", "fused_gelu_mul_split", "fused_gelu_tanh_mul_split")
+}
+
+
+def _blocks(num_rows: int, num_cols: int, config: Config) -> tuple[int]:
+    return (num_rows * cdiv(num_cols, config["BLOCK_C"]),)
+
+
+def _gated_split(name: str, gate_up: Tensor, out: Tensor | None, activation: str) -> Tensor:
     shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     y = gate_up.new_empty(shape) if out is None else out
     if y.numel() == 0:
         return y
     rows, y_rows = as_rows(name, "gate_up", gate_up), as_rows(name, "out", y)
     num_tokens, intermediate_size = y_rows.shape
+    config = SPLITS[name].pick(y.device, num_tokens, intermediate_size)
     _gated_split_kernel.launch(
-        (num_tokens * cdiv(intermediate_size, BLOCK),),
+        _blocks(num_tokens, intermediate_size, config),
         y_rows,
         rows,
         y_rows.stride(0),
         rows.stride(0),
         intermediate_size,
-        GELU=gelu,
-        BLOCK_C=BLOCK,
-        num_warps=WARPS,
+        ACTIVATION=activation,
+        **config,
     )
     return y
 
 
 @ops.fused_silu_mul_split.impl("triton")
 def fused_silu_mul_split(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return _gated_split("fused_silu_mul_split", gate_up, out, gelu=False)
+    return _gated_split("fused_silu_mul_split", gate_up, out, "silu")
+
+
+@ops.fused_gelu_mul_split.impl("triton")
+def fused_gelu_mul_split(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return _gated_split("fused_gelu_mul_split", gate_up, out, "gelu")
 
 
 @ops.fused_gelu_tanh_mul_split.impl("triton")
 def fused_gelu_tanh_mul_split(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return _gated_split("fused_gelu_tanh_mul_split", gate_up, out, gelu=True)
+    return _gated_split("fused_gelu_tanh_mul_split", gate_up, out, "gelu_tanh")
+
+
+@ops.silu_mul.impl("triton")
+def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    y = torch.empty_like(gate, memory_format=torch.contiguous_format) if out is None else out
+    if y.numel() == 0:
+        return y
+    named = (("out", y), ("gate", gate), ("up", up))
+    rows = as_flat(*(as_rows("silu_mul", name, tensor) for name, tensor in named))
+    num_rows, num_cols = rows[0].shape
+    config = block_heuristic(num_rows, num_cols)
+    _gated_kernel.launch(
+        _blocks(num_rows, num_cols, config),
+        *rows,
+        *(tensor.stride(0) for tensor in rows),
+        num_cols,
+        ACTIVATION="silu",
+        **config,
+    )
+    return y
+
+
+@ops.gelu.impl("triton")
+def gelu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    if y.numel() == 0:
+        return y
+    rows = as_flat(as_rows("gelu", "out", y), as_rows("gelu", "x", x))
+    num_rows, num_cols = rows[0].shape
+    config = block_heuristic(num_rows, num_cols)
+    _activation_kernel.launch(
+        _blocks(num_rows, num_cols, config),
+        *rows,
+        *(tensor.stride(0) for tensor in rows),
+        num_cols,
+        ACTIVATION="gelu",
+        **config,
+    )
+    return y
+
+
+@ops.scale_inplace.impl("triton")
+def scale_inplace(x: Tensor, scale: float) -> None:
+    if x.numel() == 0:
+        return
+    (rows,) = as_flat(as_rows("scale_inplace", "x", x))
+    num_rows, num_cols = rows.shape
+    config = block_heuristic(num_rows, num_cols)
+    _scale_kernel.launch(
+        _blocks(num_rows, num_cols, config),
+        rows,
+        rows.stride(0),
+        num_cols,
+        float(scale),
+        **config,
+    )
 
 
 def _launch_add(dst: Tensor, src: Tensor, scale: float | None = None) -> None:
     """dst += scale * src for [num_rows, num_cols]; a row stride of 0 repeats one row of src."""
     num_rows, num_cols = dst.shape
+    config = block_heuristic(num_rows, num_cols)
     _add_kernel.launch(
-        (num_rows * cdiv(num_cols, BLOCK),),
+        _blocks(num_rows, num_cols, config),
         dst,
         src,
         dst.stride(0),
@@ -156,8 +307,7 @@ def _launch_add(dst: Tensor, src: Tensor, scale: float | None = None) -> None:
         num_cols,
         0.0 if scale is None else float(scale),
         HAS_SCALE=scale is not None,
-        BLOCK_C=BLOCK,
-        num_warps=WARPS,
+        **config,
     )
 
 

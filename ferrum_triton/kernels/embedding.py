@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.errors import FerrumError
-from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.jit import META_PROCESSORS, kernel
 from ferrum_triton.kernels.rows import as_rows, cdiv, next_power_of_2
+from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import embedding as ops
 
 
@@ -35,6 +36,34 @@ def _embedding_lookup_kernel(
     tl.store(y_ptr + token * stride_y_token + h, values, mask=mask)
 
 
+def lookup_heuristic(num_ids: int, hidden_size: int) -> Config:
+    """Block and warps of a row gather.
+
+    Few ids: blocks of 1024, so that several processors share a row, 8 values a thread. Many: a
+    program waits for its id before it can ask for the row, so it had better ask for much at once:
+    blocks of 4096, 32 values a thread.
+    """
+    many = num_ids >= 4 * META_PROCESSORS
+    block = min(next_power_of_2(hidden_size), 4096 if many else 1024)
+    per_thread = 32 if many else 8
+    return {"BLOCK_H": block, "num_warps": min(max(block // (32 * per_thread), 1), 4)}
+
+
+def lookup_candidates(num_ids: int, hidden_size: int) -> list[Config]:
+    """Blocks up to a row, 8 to 32 values a thread."""
+    return [
+        {"BLOCK_H": block, "num_warps": warps}
+        for block in (256, 512, 1024, 2048, 4096, 8192)
+        for warps in (1, 2, 4, 8)
+        if block <= next_power_of_2(hidden_size) and 8 <= block // (32 * warps) <= 32
+    ]
+
+
+lookup_config = Tunable(
+    "embedding_lookup_dev", ("num_tokens", "hidden_size"), lookup_heuristic, lookup_candidates
+)
+
+
 @ops.embedding_lookup_dev.impl("triton")
 def embedding_lookup_dev(table: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     vocab_size, hidden_size = table.shape
@@ -44,9 +73,10 @@ def embedding_lookup_dev(table: Tensor, ids: Tensor, *, out: Tensor | None = Non
         return y
     flat_ids = ids if ids.dim() == 1 else ids.reshape(-1)
     y_rows = as_rows("embedding_lookup_dev", "out", y)
-    block = min(next_power_of_2(hidden_size), 1024)
+    num_ids = y_rows.shape[0]
+    config = lookup_config.pick(table.device, num_ids, hidden_size)
     _embedding_lookup_kernel.launch(
-        (y_rows.shape[0] * cdiv(hidden_size, block),),
+        (num_ids * cdiv(hidden_size, config["BLOCK_H"]),),
         y_rows,
         table,
         flat_ids,
@@ -54,8 +84,7 @@ def embedding_lookup_dev(table: Tensor, ids: Tensor, *, out: Tensor | None = Non
         table.stride(0),
         vocab_size,
         hidden_size,
-        BLOCK_H=block,
-        num_warps=min(max(block // 256, 1), 4),
+        **config,
     )
     return y
 

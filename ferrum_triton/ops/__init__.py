@@ -4,13 +4,16 @@ from importlib import import_module
 
 FAMILIES = (
     "norm",
+    "shadow",
     "elementwise",
     "embedding",
     "linear",
     "quant",
     "kv_cache",
     "rope",
+    "paged_cache",
     "attention",
+    "moe",
     "sampling",
 )
 

@@ -20,9 +20,19 @@ SPLIT_CASES = [
 ]
 
 
+def _same_shape(of_op, name, tensor, other_name, other):
+    if tensor.shape != other.shape:
+        allowed = f"{list(other.shape)}, the shape of {other_name}"
+        of_op.reject(name, f"of shape {list(tensor.shape)}", allowed)
+
+
 def _split(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = widen(gate_up).chunk(2, dim=-1)
     return gate, up
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
 
 
 @op(tensors={"gate_up": "T[..., gate_up_size]"}, axes=SPLIT_AXES, bench=SPLIT_CASES)
@@ -39,6 +49,22 @@ def fused_silu_mul_split(gate_up: Tensor) -> Tensor:
     """
     gate, up = _split(gate_up)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+@op(tensors={"gate_up": "T[..., gate_up_size]"}, axes=SPLIT_AXES, bench=SPLIT_CASES)
+def fused_gelu_mul_split(gate_up: Tensor) -> Tensor:
+    """y = gelu(gate) · up, with the exact gelu(g) = g/2 · (1 + erf(g/√2)).
+
+    Args:
+        gate_up: [..., 2 · intermediate_size], each row packed as [gate | up].
+
+    Returns:
+        [..., intermediate_size] in the input's dtype; computed in float32, rounded once.
+
+    Source: Shazeer 2020 (GeGLU).
+    """
+    gate, up = _split(gate_up)
+    return (_gelu(gate) * up).to(gate_up.dtype)
 
 
 @op(tensors={"gate_up": "T[..., gate_up_size]"}, axes=SPLIT_AXES, bench=SPLIT_CASES)
@@ -60,7 +86,7 @@ def fused_gelu_tanh_mul_split(gate_up: Tensor) -> Tensor:
     return (gate * torch.sigmoid(2.0 * z) * up).to(gate_up.dtype)
 
 
-for _split_op in (fused_silu_mul_split, fused_gelu_tanh_mul_split):
+for _split_op in (fused_silu_mul_split, fused_gelu_mul_split, fused_gelu_tanh_mul_split):
 
     @_split_op.rule
     def _(gate_up, split_op=_split_op):
@@ -71,6 +97,80 @@ for _split_op in (fused_silu_mul_split, fused_gelu_tanh_mul_split):
     @_split_op.sample
     def _(make, num_tokens, intermediate_size):
         return {"gate_up": make.randn(num_tokens, 2 * intermediate_size, scale=3.0)}
+
+
+@op(
+    tensors={"gate": "T[..., intermediate_size]", "up": "T[..., intermediate_size]"},
+    axes=SPLIT_AXES,
+    bench=SPLIT_CASES,
+)
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """y = silu(gate) · up, with silu(g) = g / (1 + e⁻ᵍ), for gate and up in tensors of their own.
+
+    Args:
+        gate: [..., intermediate_size]; rows may be strided.
+        up: of gate's shape.
+
+    Returns:
+        A tensor of gate's shape and dtype; computed in float32, rounded once.
+
+    Source: Shazeer 2020 (SwiGLU).
+    """
+    return (torch.nn.functional.silu(widen(gate)) * widen(up)).to(gate.dtype)
+
+
+@silu_mul.rule
+def _(gate, up):
+    _same_shape(silu_mul, "up", up, "gate", gate)
+
+
+@silu_mul.sample
+def _(make, num_tokens, intermediate_size):
+    return {
+        "gate": make.randn(num_tokens, intermediate_size, scale=3.0),
+        "up": make.randn(num_tokens, intermediate_size),
+    }
+
+
+@op(tensors={"x": "T[..., hidden_size]"}, axes=ROW_AXES, bench=ROW_CASES)
+def gelu(x: Tensor) -> Tensor:
+    """y = x/2 · (1 + erf(x/√2)), the exact form.
+
+    Args:
+        x: [..., hidden_size]; rows may be strided.
+
+    Returns:
+        A tensor of x's shape and dtype; computed in float32, rounded once.
+
+    Source: Hendrycks & Gimpel, "Gaussian Error Linear Units", 2016.
+    """
+    return _gelu(widen(x)).to(x.dtype)
+
+
+@gelu.sample
+def _(make, num_tokens, hidden_size):
+    return {"x": make.randn(num_tokens, hidden_size, scale=3.0)}
+
+
+@op(
+    tensors={"x": "T[..., hidden_size]"},
+    axes=ROW_AXES,
+    bench=ROW_CASES,
+    mutates=("x",),
+)
+def scale_inplace(x: Tensor, scale: float) -> None:
+    """x ← scale · x, in place, computed in float32.
+
+    Args:
+        x: [..., hidden_size], updated in place.
+        scale: the factor, as it is: Gemma's √hidden_size is rounded to bfloat16 by its caller.
+    """
+    x.copy_(scale * widen(x))
+
+
+@scale_inplace.sample
+def _(make, num_tokens, hidden_size):
+    return {"x": make.randn(num_tokens, hidden_size), "scale": make.scalar(-2.0, 2.0)}
 
 
 @op(
@@ -94,32 +194,35 @@ def _(make, num_tokens, hidden_size):
     return {"x": make.randn(num_tokens, hidden_size), "bias": make.weight(hidden_size)}
 
 
-def _same_shape(of_op, name, tensor, other_name, other):
-    if tensor.shape != other.shape:
-        allowed = f"{list(other.shape)}, the shape of {other_name}"
-        of_op.reject(name, f"of shape {list(tensor.shape)}", allowed)
-
-
 @op(
-    tensors={"residual": "T[..., hidden_size]", "x": "T[..., hidden_size]"},
-    axes=ROW_AXES,
+    tensors={"residual": "float[..., hidden_size]", "x": "T[..., hidden_size]"},
+    axes={**ROW_AXES, "wide_residual": (False, True)},
     bench=ROW_CASES,
     mutates=("residual",),
 )
 def add_inplace(residual: Tensor, x: Tensor) -> None:
-    """residual ← residual + x, in place; same shape and dtype, computed in float32."""
+    """residual ← residual + x, in place, computed in float32.
+
+    Args:
+        residual: [..., hidden_size], updated in place; of x's dtype, or float32.
+        x: of residual's shape.
+    """
     residual.copy_(widen(residual) + widen(x))
 
 
 @add_inplace.rule
 def _(residual, x):
     _same_shape(add_inplace, "x", x, "residual", residual)
+    if residual.dtype not in (x.dtype, torch.float32):
+        allowed = f"x's dtype {x.dtype}, or float32"
+        add_inplace.reject("residual", str(residual.dtype), allowed)
 
 
 @add_inplace.sample
-def _(make, num_tokens, hidden_size):
+def _(make, num_tokens, hidden_size, wide_residual=False):
+    residual = make.randn(num_tokens, hidden_size)
     return {
-        "residual": make.randn(num_tokens, hidden_size),
+        "residual": residual.float() if wide_residual else residual,
         "x": make.randn(num_tokens, hidden_size),
     }
 

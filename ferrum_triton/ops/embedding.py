@@ -1,11 +1,40 @@
-"""Embedding rows by token id."""
+"""Embedding rows by token id.
+
+An id outside the table gives a row of zeros, since ids in device memory can be neither trusted nor
+read by the host without waiting for it. :func:`check_ids` is the check for whoever can wait.
+"""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ferrum_triton.errors import InputError
 from ferrum_triton.registry import Case, op
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raise unless every id is in [0, vocab_size).
+
+    Waits for the device and reads the ids' range back, so it is for where requests come in and for
+    debugging, not for a decode step, and it cannot be captured in a graph.
+
+    Args:
+        ids: [...] int32 or int64, on any device.
+        vocab_size: rows of the table.
+
+    Raises:
+        InputError: an id is out of range.
+    """
+    if ids.numel() == 0:
+        return
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        worst = low if low < 0 else high
+        advice = "Is the tokenizer the model's own?"
+        raise InputError(
+            "check_ids", "ids", f"holding {worst}", f"ids in [0, {vocab_size})", advice
+        )
 
 
 @op(
@@ -25,8 +54,7 @@ def embedding_lookup_dev(table: Tensor, ids: Tensor) -> Tensor:
 
     Args:
         table: [vocab_size, hidden_size], rows may be strided.
-        ids: [...] int32 or int64. An id outside [0, vocab_size) gives a row of zeros: it can be
-            neither checked without a host sync nor allowed to read foreign memory.
+        ids: [...] int32 or int64. An id outside [0, vocab_size) gives a row of zeros.
 
     Returns:
         [..., hidden_size] in the table's dtype.

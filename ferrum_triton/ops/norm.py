@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension."""
+"""Normalisation over the last dimension. Norms between dtypes are in :mod:`shadow`."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,20 @@ from torch import Tensor
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, op
 
-ROWS = {"num_tokens": (0, 1, 2, 5), "hidden_size": (1, 2, 17, 64, 100, 576)}
+ROWS = {
+    "num_tokens": (0, 1, 2, 5),
+    "hidden_size": (1, 2, 17, 64, 100, 576),
+    "weight_dtype": (torch.float32, torch.bfloat16),
+}
 
 
 def _cases(*num_tokens: int) -> list[Case]:
     return [
-        Case(f"bf16/h4096/m{m}", torch.bfloat16, {"num_tokens": m, "hidden_size": 4096})
+        Case(
+            f"bf16/h4096/m{m}",
+            torch.bfloat16,
+            {"num_tokens": m, "hidden_size": 4096, "weight_dtype": torch.bfloat16},
+        )
         for m in num_tokens
     ]
 
@@ -40,8 +48,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 @rms_norm.sample
-def _(make, num_tokens, hidden_size):
-    return {"x": make.randn(num_tokens, hidden_size), "weight": make.weight(hidden_size)}
+def _(make, num_tokens, hidden_size, weight_dtype=torch.float32):
+    return {
+        "x": make.randn(num_tokens, hidden_size),
+        "weight": make.weight(hidden_size, dtype=weight_dtype),
+    }
 
 
 @op(
@@ -85,10 +96,129 @@ def _(residual, x, weight, eps):
 
 
 @fused_add_rms_norm.sample
-def _(make, num_tokens, hidden_size, wide_residual=False):
+def _(make, num_tokens, hidden_size, wide_residual=False, weight_dtype=torch.float32):
     residual = make.randn(num_tokens, hidden_size)
     return {
         "residual": residual.float() if wide_residual else residual,
         "x": make.randn(num_tokens, hidden_size),
-        "weight": make.weight(hidden_size),
+        "weight": make.weight(hidden_size, dtype=weight_dtype),
     }
+
+
+@op(
+    tensors={
+        "x": "T[..., hidden_size]",
+        "weight": "float[hidden_size]",
+        "bias": "float[hidden_size]",
+    },
+    axes={**ROWS, "biased": (False, True)},
+    bench=_cases(1, 64, 4096),
+)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
+    """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias, over the last dimension.
+
+    Args:
+        x: [..., hidden_size]; fp32, fp16 or bf16; rows may be strided.
+        weight: [hidden_size], any float dtype.
+        bias: [hidden_size], any float dtype, or None.
+        eps: added to the variance, which is the biased one (divided by hidden_size).
+
+    Returns:
+        A tensor of x's shape and dtype; computed in float32 from the centred row, rounded once.
+
+    Source: Ba et al., "Layer Normalization", 2016.
+    """
+    wide = widen(x)
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    rstd = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+    y = centred * rstd * widen(weight)
+    return (y if bias is None else y + widen(bias)).to(x.dtype)
+
+
+@layer_norm.sample
+def _(make, num_tokens, hidden_size, biased=True, weight_dtype=torch.float32):
+    return {
+        "x": make.randn(num_tokens, hidden_size),
+        "weight": make.weight(hidden_size, dtype=weight_dtype),
+        "bias": make.weight(hidden_size, dtype=weight_dtype) if biased else None,
+    }
+
+
+@op(
+    tensors={
+        "core": "float[..., head_dim]",
+        "z": "T[..., head_dim]",
+        "weight": "float[head_dim]",
+    },
+    axes={
+        "num_rows": (0, 1, 2, 5, 40),
+        "head_dim": (1, 2, 40, 128),
+        "wide_core": (False, True),
+    },
+    bench=[
+        Case(f"bf16/h32d128/t{t}", torch.bfloat16, {"num_rows": 32 * t, "head_dim": 128})
+        for t in (1, 4096)
+    ],
+)
+def gated_rms_norm(core: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """y = core / sqrt(mean(core²) + eps) · weight · silu(z), over the last dimension.
+
+    The output norm of gated linear attention: a row is one head of one token.
+
+    Args:
+        core: [..., head_dim], usually float32: what the recurrence returns.
+        z: the gate, of core's shape, any float dtype.
+        weight: [head_dim], any float dtype, shared by the heads.
+        eps: added to the mean square.
+
+    Returns:
+        A tensor of core's shape and dtype; computed in float32, rounded once.
+
+    Source: Yang et al., "Gated Delta Networks", 2024.
+    """
+    normed = rms_norm.reference(widen(core), weight, eps)
+    return (normed * torch.nn.functional.silu(widen(z))).to(core.dtype)
+
+
+@gated_rms_norm.rule
+def _(core, z, weight, eps):
+    if core.shape != z.shape:
+        allowed = f"{list(core.shape)}, the shape of core"
+        gated_rms_norm.reject("z", f"of shape {list(z.shape)}", allowed)
+
+
+@gated_rms_norm.sample
+def _(make, num_rows, head_dim, wide_core=True):
+    core = make.randn(num_rows, head_dim)
+    return {
+        "core": core.float() if wide_core else core,
+        "z": make.randn(num_rows, head_dim, scale=2.0),
+        "weight": make.weight(head_dim),
+    }
+
+
+@op(
+    tensors={"x": "T[..., num_cols]"},
+    axes={"num_rows": (0, 1, 2, 5), "num_cols": (1, 2, 33, 500)},
+    bench=[
+        Case(f"bf16/n{n}/m{m}", torch.bfloat16, {"num_rows": m, "num_cols": n})
+        for m, n in ((1, 4096), (4096, 4096), (64, 152064))
+    ],
+)
+def softmax_rows(x: Tensor) -> Tensor:
+    """y[i, j] = e^(x[i, j] - max(x[i])) / sum of those over j, over the last dimension.
+
+    A row that holds NaN or +inf, or nothing but -inf, gives NaN throughout.
+
+    Args:
+        x: [..., num_cols]; rows may be strided.
+
+    Returns:
+        A tensor of x's shape and dtype; computed in float32, rounded once.
+    """
+    return torch.softmax(widen(x), dim=-1).to(x.dtype)
+
+
+@softmax_rows.sample
+def _(make, num_rows, num_cols):
+    return {"x": make.randn(num_rows, num_cols, scale=3.0)}
