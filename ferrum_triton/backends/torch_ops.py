@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ferrum_triton.ops import attention, elementwise, norm, rope
+from ferrum_triton.ops import elementwise, norm, rope
+from ferrum_triton.ops.attention import flash
 
 
 @norm.rms_norm.impl("torch")
@@ -104,7 +105,7 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-@attention.flash_attention.impl("torch")
+@flash.flash_attention.impl("torch")
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -124,7 +125,7 @@ def flash_attention(
     newest = first == total - q_len >= 0  # the queries are the last positions of the cache
     windowed = causal and 0 < sliding_window < total
     if kv_lens is not None or not newest or windowed or q.numel() == 0 or total == 0:
-        y = attention.flash_attention.reference(
+        y = flash.flash_attention.reference(
             q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window
         )
         return y.contiguous() if out is None else out.copy_(y)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
-from ferrum_triton.ops import attention as ops
+from ferrum_triton.ops.attention import flash as ops
 
 LOG2_E = 1.4426950408889634
 
