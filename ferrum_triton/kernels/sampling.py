@@ -51,7 +51,7 @@ def keep_larger(largest, at, logits_row, mask_ptr, v, vocab_size, mask_size):
     return tl.where(larger, logits, largest), tl.where(larger, v, at)
 
 
-@kernel(dynamic=("chunk_size",))
+@kernel(dynamic=("num_blocks",))
 def _argmax_chunk_kernel(
     result_ptr,  # [num_rows, num_chunks] int64 keys, or [num_rows] int32 if there is one chunk
     logits_ptr,  # [num_rows, vocab_size]
@@ -60,20 +60,21 @@ def _argmax_chunk_kernel(
     vocab_size,
     mask_size,
     num_chunks,
-    chunk_size,  # multiple of BLOCK_V
+    num_blocks,  # of a chunk
     BLOCK_V: tl.constexpr,
     LOOPED: tl.constexpr,  # a chunk is longer than a block
     ONE_CHUNK: tl.constexpr,
 ):
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
-    start = tl.program_id(0) % num_chunks * chunk_size
+    # In blocks, so that the compiler sees that addresses are aligned.
+    start = tl.program_id(0) % num_chunks * num_blocks * BLOCK_V
     logits_row = logits_ptr + row * stride_logits_row
     v = tl.arange(0, BLOCK_V)
 
     largest = tl.full([BLOCK_V], float("-inf"), tl.float32)
     at = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
     if LOOPED:
-        end = tl.minimum(start + chunk_size, vocab_size)
+        end = tl.minimum(start + num_blocks * BLOCK_V, vocab_size)
         for first in tl.range(start, end, BLOCK_V, num_stages=3):
             largest, at = keep_larger(
                 largest, at, logits_row, mask_ptr, first + v, vocab_size, mask_size
@@ -144,9 +145,8 @@ def argmax_rows(logits: Tensor, mask: Tensor | None = None, *, out: Tensor | Non
     if num_rows == 0:
         return y
     config = argmax_config.pick(device, num_rows, vocab_size)
-    block = config["BLOCK_V"]
-    chunk = block * config["BLOCKS"]
-    num_chunks = cdiv(vocab_size, chunk)
+    block, num_blocks = config["BLOCK_V"], config["BLOCKS"]
+    num_chunks = cdiv(vocab_size, block * num_blocks)
     result = y
     if num_chunks > 1:
         result = torch.empty(num_rows * num_chunks, dtype=torch.int64, device=device)
@@ -159,9 +159,9 @@ def argmax_rows(logits: Tensor, mask: Tensor | None = None, *, out: Tensor | Non
         vocab_size,
         0 if mask is None else mask.shape[0],
         num_chunks,
-        chunk,
+        num_blocks,
         BLOCK_V=block,
-        LOOPED=chunk > block,
+        LOOPED=num_blocks > 1,
         ONE_CHUNK=num_chunks == 1,
         num_warps=config["num_warps"],
     )
