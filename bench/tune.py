@@ -2,9 +2,10 @@
 
     python -m bench.tune OP [OP ...] [--case SUBSTRING] [--out DIRECTORY]
 
-For each bench case every candidate is compiled, checked against the reference and timed with a cold
-cache; one that spills or does not compile is dropped. A winner is written only if it beats the
-heuristic by more than the noise, in a second measurement of both.
+For each bench case every candidate is compiled; what does not compile, spills or wants more shared
+memory than there is, is dropped. The others are checked against the reference and timed with a cold
+cache. A winner is written only if it beats the heuristic by more than the noise, in a second
+measurement of both.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.errors import TritonError
 
 from bench.results import environment
 from bench.run import check
 from bench.timing import copies_of, device_us
 from ferrum_triton import OPS, FerrumError, get_backend
+from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.kernels.tuning import TUNABLES, Config, arch_of
 from ferrum_triton.registry import Case, Op
 from ferrum_triton.testing import TensorFactory
@@ -58,19 +62,23 @@ def tune(op: Op, case: Case) -> dict[str, Any] | None:
     tunable = TUNABLES[op.name]
     door = getattr(get_backend("cuda"), op.name)
     arguments = op.make_sample(TensorFactory(case.dtype, "cuda"), **case.axes)
-    shape = [int(case.axes[name]) for name in tunable.dims]
+    shape = [*tunable.shape_of(case.axes)]
     default = dict(tunable.heuristic(*shape))
 
     times: list[tuple[float, Config]] = []
     sets: list[dict[str, Any]] = []
     for candidate in [default, *tunable.candidates(*shape)]:
         with tunable.forced(candidate):
+            if reason := too_large(op, case):
+                print(f"  {dict(candidate)}: dropped, {reason}")
+                continue
             try:
                 outputs = check(op, door, arguments)
-                sets = sets or copies_of(arguments, op.bytes_moved(arguments, outputs))
-                times.append((device_us(door, sets), candidate))
-            except (FerrumError, RuntimeError) as error:
+            except FerrumError as error:
                 print(f"  {dict(candidate)}: dropped, {str(error).splitlines()[0][:80]}")
+                continue
+            sets = sets or copies_of(arguments, op.bytes_moved(arguments, outputs))
+            times.append((device_us(door, sets), candidate))
     times.sort(key=lambda entry: entry[0])
     for us, candidate in times[:4]:
         print(f"  {us:9.2f} us {dict(candidate)}")
@@ -86,6 +94,24 @@ def tune(op: Op, case: Case) -> dict[str, Any] | None:
         return None
     measured = dict(zip(tunable.dims, shape, strict=True))
     return {"shape": measured, "config": best, "us": again["best"], "default_us": again["default"]}
+
+
+def too_large(op: Op, case: Case) -> str | None:
+    """Why the launches of a case cannot be worth timing, from compiling them; None if they can."""
+    target = TARGETS[arch_of(torch.device("cuda", torch.cuda.current_device()))]
+    sample = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
+    with record_launches(target.capability) as launches:
+        op.impls["triton"](**sample)
+    for launch in launches:
+        try:
+            used = compile_launch(launch, target)
+        except (TritonError, RuntimeError) as error:
+            return f"{launch.kernel.name} does not compile: {str(error).splitlines()[0][:80]}"
+        if used.spilled:
+            return f"{launch.kernel.name} spills {used.spilled} bytes"
+        if used.shared > target.shared_limit:
+            return f"{launch.kernel.name} wants {used.shared} bytes of shared memory"
+    return None
 
 
 if __name__ == "__main__":

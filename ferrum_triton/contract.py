@@ -13,7 +13,7 @@ free, except that a tensor the op writes may not overlap itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -63,8 +63,15 @@ class TensorSpec:
 class Contract:
     """The specs of every tensor parameter of one op."""
 
-    def __init__(self, op: str, specs: Mapping[str, str], mutates: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        op: str,
+        specs: Mapping[str, str],
+        mutates: tuple[str, ...] = (),
+        optional: Container[str] = (),
+    ) -> None:
         self.op = op
+        self.optional = optional
         self.specs = {name: TensorSpec.parse(text) for name, text in specs.items()}
         self.mutates = mutates
 
@@ -80,10 +87,11 @@ class Contract:
         shared_dtype: tuple[torch.dtype, str] | None = None
         for name, spec in self.specs.items():
             value = arguments[name]
-            if value is None:
+            if value is None and name in self.optional:
                 continue
             if not isinstance(value, Tensor):
-                self._reject(name, f"a {type(value).__name__}", f"a tensor {spec.text}")
+                got = "None" if value is None else f"a {type(value).__name__}"
+                self._reject(name, got, f"a tensor {spec.text}")
             first = value if first is None else first
             self._check_device(name, value, first, device_type)
             if value.dtype not in DTYPES[spec.dtype_class]:

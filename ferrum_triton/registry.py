@@ -31,6 +31,7 @@ ON_DECLARE: list[Callable[[Op], None]] = []
 class Case:
     """One benchmarked point: ``<op>/<id>`` names it in result files.
 
+    ``op`` is the name there if it is another than the op's own, of which the case is a variant.
     ``metric`` is what it is judged by: ``"us"`` a call, ``"tflops"`` of useful operations, or
     ``"tbs"``, terabytes of compulsory traffic a second.
     """
@@ -39,6 +40,7 @@ class Case:
     dtype: torch.dtype
     axes: Mapping[str, Any] = field(default_factory=dict)
     metric: str = "us"
+    op: str = ""
 
 
 class Op:
@@ -74,7 +76,12 @@ class Op:
         self.signature = inspect.signature(reference)
         self.mutates = tuple(mutates)
         self.finite = tuple(finite)
-        self.contract = Contract(self.name, tensors, self.mutates)
+        optional = {
+            name
+            for name, parameter in self.signature.parameters.items()
+            if parameter.annotation == Tensor | None
+        }
+        self.contract = Contract(self.name, tensors, self.mutates, optional)
         self.axes, self.bench, self.dtypes = axes, tuple(bench), tuple(dtypes)
         self.impls: dict[str, Callable[..., Any]] = {}
         self.shape_rules: list[Callable[..., None]] = []

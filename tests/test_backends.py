@@ -290,3 +290,10 @@ def test_profilers_still_see_launches():
         knobs.runtime.launch_enter_hook.remove(note)
     backend.rms_norm(x, weight)
     assert seen == ["_rms_norm_kernel"]
+
+
+@pytest.mark.parametrize("name", ["x", "weight"])
+def test_none_is_no_tensor(name):
+    arguments = {"x": torch.randn(2, 4), "weight": torch.ones(4)} | {name: None}
+    with pytest.raises(InputError, match=rf"{name}.*None"):
+        get_backend("cpu").rms_norm(**arguments)

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-import triton
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.kernels.tuning import TUNABLES
 from ferrum_triton.registry import OPS, Case
 from ferrum_triton.testing import assert_close
 from tests.harness import BACKENDS, as_tuple, assert_call_matches, clone, expected, sample
-from tests.test_kernels_compile import TARGETS, launches_of, source_of, spilled_bytes
+from tests.test_kernels_compile import launches_of
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = [(1, 33), (3, 576), (40, 100)]
@@ -211,10 +211,9 @@ def test_heuristics_fit_the_row(name, num_rows, num_cols):
 @pytest.mark.parametrize("name", ROW_OPS)
 @pytest.mark.parametrize("num_tokens", [1, 4096])
 def test_the_widest_rows_do_not_spill(name, target_name, num_tokens):
-    target, shared_limit = TARGETS[target_name]
+    target = TARGETS[target_name]
     axes = {"num_tokens": num_tokens, "hidden_size": 16384}
-    for launch in launches_of(OPS[name], Case("wide", torch.bfloat16, axes)):
-        source, options = source_of(launch, target)
-        compiled = triton.compile(source, target=target, options=options)
-        assert compiled.metadata.shared <= shared_limit
-        assert spilled_bytes(compiled, target) == 0
+    for launch in launches_of(OPS[name], Case("wide", torch.bfloat16, axes), target):
+        used = compile_launch(launch, target)
+        assert used.shared <= target.shared_limit
+        assert used.spilled == 0

@@ -1,17 +1,17 @@
 """Laws of the ops on packed weights, beyond agreement with their references."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
 from tests.harness import BACKENDS
-from tests.test_kernels_compile import launches_of, source_of
+from tests.test_kernels_compile import launches_of
 from tests.test_quant_formats import HALVES, SPECIAL_HALVES, assert_same_bits, random_blocks
 
 KINDS = pytest.mark.parametrize("kind", FORMATS)
@@ -209,27 +209,20 @@ def test_wrong_calls_are_refused(backend):
 
 
 @pytest.mark.parametrize(
-    ("target", "assembly", "multiply", "fused"),
+    ("target_name", "assembly", "multiply", "fused"),
     [
-        (GPUTarget("cuda", 90, 32), "ptx", r"mul\.rn\.f32", r"fma\.\w+\.f32"),
-        (
-            GPUTarget("hip", "gfx942", 64),
-            "amdgcn",
-            r"v_(pk_)?mul_f32",
-            r"v_(pk_)?(fma|mad|mac)\w*_f32",
-        ),
+        ("sm_90", "ptx", r"mul\.rn\.f32", r"fma\.\w+\.f32"),
+        ("gfx942", "amdgcn", r"v_(pk_)?mul_f32", r"v_(pk_)?(fma|mad|mac)\w*_f32"),
     ],
-    ids=["sm_90", "gfx942"],
 )
 @pytest.mark.parametrize("case", ops.dequantize.bench, ids=lambda case: case.id)
-def test_decoding_is_not_contracted(case, target, assembly, multiply, fused):
+def test_decoding_is_not_contracted(case, target_name, assembly, multiply, fused):
     """No multiply and add of the decoder is fused, which would change its last bit."""
-    (launch,) = launches_of(ops.dequantize, case)
-    source, options = source_of(launch, target)
-    code = triton.compile(source, target=target, options=options).asm[assembly]
+    target = TARGETS[target_name]
+    (launch,) = launches_of(ops.dequantize, case, target)
+    code = compile_launch(launch, target).asm[assembly]
     assert re.search(multiply, code)
     assert re.search(fused, code) is None
     if case.axes["kind"] in ("Q4_1", "Q4_K"):  # have a sum to fuse: the pattern finds it
-        options["enable_fp_fusion"] = True
-        contracted = triton.compile(source, target=target, options=options).asm[assembly]
-        assert re.search(fused, contracted)
+        fusing = replace(launch, meta=launch.meta | {"enable_fp_fusion": True})
+        assert re.search(fused, compile_launch(fusing, target).asm[assembly])

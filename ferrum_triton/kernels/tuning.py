@@ -37,6 +37,7 @@ class Tunable:
         dims: names of the dimensions a configuration depends on, the one that varies first.
         heuristic: dimensions to configuration, where nothing was measured.
         candidates: dimensions to the configurations worth timing.
+        shape_of: axes of a bench case to dimensions, where these are not axes by name.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class Tunable:
         dims: Sequence[str],
         heuristic: Callable[..., Config],
         candidates: Callable[..., Sequence[Config]],
+        shape_of: Callable[[Mapping[str, Any]], Sequence[int]] | None = None,
     ) -> None:
         self.op, self.dims = op, tuple(dims)
         self.heuristic, self.candidates = heuristic, candidates
+        self.shape_of = shape_of or (lambda axes: [int(axes[name]) for name in self.dims])
         self._picked: dict[tuple, Config] = {}
         self._forced: Config | None = None
         TUNABLES[op] = self
