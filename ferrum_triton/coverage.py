@@ -19,6 +19,7 @@ RUNTIME_TEST = "test_runtime.py"
 CACHE_TEST = "test_runtime_kv_cache.py"
 GRAPH_TEST = "test_graph.py"
 COLLECTIVE_TEST = "test_collective.py"
+PAGED_TEST = "test_paged_attention.py"
 
 ROOTS = {
     "backend": 'ferrum_triton.get_backend("auto"): the ops',
@@ -81,7 +82,7 @@ def _plan(where: str, family: str, names: str) -> list[Entry]:
     return [Entry(name, where, family=family) for name in names.split()]
 
 
-ATTENTION, LINEAR_ATTENTION = "attention", "linear attention"
+LINEAR_ATTENTION = "linear attention"
 GPTQ, MOE_MATMULS = "GPTQ/AWQ", "MoE matmuls"
 
 SHAPES = "sizes: the tensors' shapes"
@@ -121,7 +122,9 @@ TABLE: tuple[Entry, ...] = tuple(entry for row in (
           SHAPES + "; residual may be float32"),
     _does("Backend", "flash_attention", "backend.flash_attention(q, k, v, kv_len, pos_offset=p)",
           "kv_seq_stride: strides of k and v; cfg: **config.keywords"),
-    _plan("Backend", ATTENTION, "mla_attention"),
+    _does("Backend", "mla_attention",
+          "backend.mla_attention(q, cache, block_tables, kv_lens, kv_lora_rank, softmax_scale)",
+          "q_rope and kv_rope: the last columns of q and of the cache; cfg: **config.keywords"),
     _plan("Backend", LINEAR_ATTENTION,
           "recurrent_gated_delta_rule_f32 recurrent_gated_delta_rule_batch_f32 "
           "qwen35_indexed_recurrent_state_dtype recurrent_gated_delta_rule_batch_indexed_f32 "
@@ -236,11 +239,20 @@ TABLE: tuple[Entry, ...] = tuple(entry for row in (
           "pos_offsets=pos_offsets, cu_seqlens_q=cu_seqlens_q, layout=layout)",
           "after qk_norm_rope of q and of k, views of their projections; token_seq_indices: not "
           "needed"),
-    _plan("BackendPagedKv", ATTENTION,
-          "paged_decode_attention paged_varlen_attention paged_varlen_attention_fa2_ffi "
-          "paged_batched_decode_attention paged_decode_attention_v2 "
-          "paged_varlen_attention_vllm_layout paged_varlen_attention_vllm "
-          "paged_varlen_attention_vllm_tiled_q4"),
+    _does("BackendPagedKv",
+          "paged_decode_attention paged_batched_decode_attention paged_decode_attention_v2 "
+          "paged_varlen_attention_vllm_layout",
+          "backend.paged_decode_attention(q, k_cache, v_cache, block_tables, kv_lens, "
+          "layout=layout)",
+          "q_len: q's shape; vllm and v2: layout='vllm_x'; longest length, partials: not needed; "
+          "head-major output: out=buffer.transpose(1, 2)", PAGED_TEST),
+    _does("BackendPagedKv",
+          "paged_varlen_attention paged_varlen_attention_fa2_ffi paged_varlen_attention_vllm "
+          "paged_varlen_attention_vllm_tiled_q4",
+          "backend.paged_varlen_attention(q, k_cache, v_cache, cu_seqlens_q, pos_offsets, "
+          "block_tables, lse=lse, layout=layout)",
+          "vllm: layout='vllm_x'; seq_lens: pos_offsets; tile lists: worked out on the device",
+          PAGED_TEST),
 
     _does("BackendInt8KvOps", "alloc_paged_int8_layer",
           "PagedKvCache(num_layers=n, num_blocks=b, block_size=16, num_seqs=s, "
@@ -250,7 +262,9 @@ TABLE: tuple[Entry, ...] = tuple(entry for row in (
           "backend.kv_cache_append_paged(k_cache, v_cache, k, v, block_tables=block_tables, "
           "pos_offsets=pos_offsets, k_scales=k_scales, v_scales=v_scales)",
           "cache_len_before: pos_offsets; block indices: a row of block_tables"),
-    _plan("BackendInt8KvOps", ATTENTION, "int8_paged_decode_attention"),
+    _does("BackendInt8KvOps", "int8_paged_decode_attention",
+          "backend.paged_decode_attention(q, k_cache, v_cache, block_tables, kv_lens, k_scales, "
+          "v_scales, softmax_scale=scale)", "any number of queries, and FP8 as well"),
 
     _does("BackendGraph", "set_decode_state", "graph.set_decode_state(token, step)", "",
           GRAPH_TEST),
@@ -349,7 +363,9 @@ TABLE: tuple[Entry, ...] = tuple(entry for row in (
     _does("KvLayer", "paged_write",
           WRITE + "block_tables=block_tables, pos_offsets=pos_offsets, k_scales=k_scales, "
           "v_scales=v_scales)", "scratch: not needed"),
-    _plan("KvLayer", ATTENTION, "paged_decode_attention"),
+    _does("KvLayer", "paged_decode_attention",
+          "backend.paged_decode_attention(q, k_cache, v_cache, block_tables, kv_lens)",
+          "k_cache, v_cache: paged.k[layer], paged.v[layer]", PAGED_TEST),
     _does("KvLayer", "contig_write",
           "backend.split_qkv_norm_rope_into_cache(qkv, q_weight, k_weight, cos, sin, "
           "cache.k, cache.v, num_heads, cache.length)", "scratch: not needed"),

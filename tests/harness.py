@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.registry import OPS, Op
-from ferrum_triton.testing import TensorFactory, assert_close
+from ferrum_triton.testing import CODES, TensorFactory, assert_close
 
 ALL_OPS = [pytest.param(op, id=name) for name, op in OPS.items()]
 BACKENDS = ["cpu", "interpret", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -124,10 +124,11 @@ def clone(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {
-        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
-        for k, v in arguments.items()
-    }
+    def wide(v: Any) -> Any:
+        is_real = isinstance(v, Tensor) and v.is_floating_point() and v.dtype not in CODES
+        return v.double() if is_real else v
+
+    return {k: wide(v) for k, v in arguments.items()}
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:
@@ -138,7 +139,7 @@ def expected(op: Op, arguments: dict[str, Any], *, double: bool = True) -> tuple
     """The reference's outputs and what it leaves in the arguments, in float64 unless told."""
     arguments = clone(in_float64(arguments) if double else arguments)
     outputs = as_tuple(op.reference(**arguments))
-    return outputs, {name: arguments[name] for name in op.mutates}
+    return outputs, {n: arguments[n] for n in op.mutates if arguments[n] is not None}
 
 
 def assert_call_matches(op: Op, got: tuple, arguments: dict, want: tuple, left: dict) -> None:

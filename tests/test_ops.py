@@ -129,6 +129,8 @@ def _row_dims(op, axis, axes):
     """The dimension of each tensor argument that runs over ``axis``."""
     dims = {}
     for name, spec in op.contract.specs.items():
+        if spec.text.startswith(("cache", "float[...]")):
+            continue  # a pool, whose pages every row may read
         if spec.any_leading:
             dims[name] = 0
         elif axis in spec.dims:
@@ -217,7 +219,7 @@ def test_dispatcher_agrees(op):
     want = as_tuple(getattr(get_backend("cpu"), op.name)(**direct))
     for g, w in zip(got, want, strict=True):
         assert torch.equal(g, w)
-    for name in op.mutates:
+    for name in tensors(through).keys() & set(op.mutates):
         assert torch.equal(through[name], direct[name])
     torch.library.opcheck(op.torch_op, (), clone(arguments))
     if op.has_out:
@@ -248,7 +250,7 @@ def test_traced_whole(op):
     got = as_tuple(compiled(traced))
     for g, w in zip(got, want, strict=True):
         assert torch.equal(g, w)
-    for name in op.mutates:
+    for name in traced.keys() & set(op.mutates):
         assert torch.equal(traced[name], eager[name])
     exported = torch.export.export(Module(), (clone(inputs),))
     again = as_tuple(exported.module()(clone(inputs)))

@@ -692,6 +692,9 @@ class Backend:
         causal: bool = True,
         softmax_scale: float | None = None,
         sliding_window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        lse: Tensor | None = None,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -717,11 +720,186 @@ class Backend:
             causal: whether a query sees only keys up to its own position.
             softmax_scale: None means 1 / sqrt(head_dim).
             sliding_window: keys a causal query sees, itself included; 0 means all.
+            softcap: scaled scores s become softcap · tanh(s / softcap) before the mask; 0 means off.
+            sinks: [num_heads] a logit of each head that joins the softmax's denominator and has no
+                value: as one more key, whose value is zero. Finite, or -inf for a head without one;
+                None means none.
+            lse: [batch, num_heads, q_len] in float32, written in place: the natural logarithm of the
+                sum of exp over what a query's softmax runs over, its sink included; -inf for a query
+                that sees no key and has no sink.
 
         Returns:
             [batch, num_heads, q_len, head_dim] in q's dtype; computed in float32.
 
-        Source: Dao et al., "FlashAttention", 2022; windows as in Mistral 7B, 2023.
+        Source: Dao et al., "FlashAttention", 2022; windows as in Mistral 7B, 2023; capped scores as in
+        Gemma 2, 2024; sinks as in gpt-oss, 2025.
+        """
+    def merge_attention_states(
+        self,
+        outs: Tensor,
+        lses: Tensor,
+        *,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """lse = log Σᵢ exp(lseᵢ) and out = Σᵢ exp(lseᵢ - lse) outᵢ, for each token and head.
+
+        If outᵢ is softmax attention over the keys of part i and lseᵢ the logarithm of its
+        denominator, the result is attention over the keys of all parts, whatever their order or
+        grouping: what a prefix shared by many sequences, attended to once, needs to be joined with
+        each sequence's own suffix.
+
+        A part that saw no key has lse = -inf; its out is not read and may hold anything. Where every
+        part is such, or there are none, out is 0 and lse is -inf. A NaN or +inf among lses makes
+        the result of its token and head NaN.
+
+        Args:
+            outs: [num_parts, num_tokens, num_heads, head_dim].
+            lses: [num_parts, num_tokens, num_heads] float32, natural logarithms.
+
+        Returns:
+            out [num_tokens, num_heads, head_dim] in outs' dtype, computed in float32, and lse
+            [num_tokens, num_heads] in float32.
+
+        Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+        """
+    def mla_attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        block_tables: Tensor | None,
+        kv_lens: Tensor,
+        kv_lora_rank: int,
+        softmax_scale: float,
+        scale: Tensor | None = None,
+        lse: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = softmax(softmax_scale · q rowᵀ + mask) row[:kv_lora_rank] over a cache of latent rows.
+
+        Absorbed form: one row of the cache, [latent | rope], is the key of every head, and its latent
+        is the value of every head. The projections between heads and latents are the caller's, applied
+        to q before and to y after: q = [latent | rope] with the latent part W_UKᵀ q_nope, and the
+        output of a head W_UV y. The scale of the scores is therefore that of the heads as they were,
+        usually (nope_dim + rope_dim) ** -0.5, and must be given.
+
+        Sequence b holds the keys [0, kv_lens[b]), its queries' own the last of them: query i sees the
+        keys [0, kv_lens[b] - q_len + 1 + i). Key n is row n of cache[b], or with block_tables row
+        n % block_size of the block block_tables[b, n // block_size]. Lengths are clamped to what the
+        cache or the table has room for; a key whose table entry is not a block of the cache is not
+        seen. Rows and entries that belong to no key may hold anything. A query that sees no key, or
+        only scores of -inf, gives zeros and an lse of -inf. An infinite or NaN value in a row may turn
+        queries that do not see it into NaN (a weight of 0 times it).
+
+        Args:
+            q: [batch, q_len, num_heads, kv_lora_rank + rope_dim].
+            cache: [num_blocks, block_size, kv_lora_rank + rope_dim], or without block_tables
+                [batch, capacity, kv_lora_rank + rope_dim]; in q's dtype or in float8_e4m3fn, which is
+                widened to q's dtype. Strides of the first two dimensions are free.
+            block_tables: [batch, max_blocks] integers, or None for a contiguous cache.
+            kv_lens: [batch] integers, on the device: a captured graph sees new lengths.
+            kv_lora_rank: width of the latents, up to 512; rope_dim is up to 128.
+            softmax_scale: factor of the scores.
+            scale: [1] factor of a float8_e4m3fn cache; None means 1.
+            lse: [batch, q_len, num_heads] float32, written in place if given: the natural logarithm
+                of the sum of exp of the scaled scores.
+
+        Returns:
+            [batch, q_len, num_heads, kv_lora_rank] in q's dtype; computed in float32.
+
+        Source: DeepSeek-V2, 2024, section 2.1 and appendix C.
+        """
+    def paged_decode_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        kv_lens: Tensor,
+        k_scales: Tensor | None = None,
+        v_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
+        lse: Tensor | None = None,
+        softmax_scale: float | None = None,
+        sliding_window: int = 0,
+        softcap: float = 0.0,
+        layout: str = 'hnd',
+        batch_invariant: bool = False,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """One decode step of every sequence, or a few newest tokens of each (speculative verify).
+
+        Query i of sequence b has the position kv_lens[b] - q_len + i: lengths are final, the queries'
+        own keys included. What the queries see is told in :mod:`ferrum_triton.ops.attention.pool`.
+
+        Args:
+            q: [batch, q_len, num_heads, head_dim]; head_dim up to 256. 1 to 8 queries a sequence are
+                what this is for; more are right, but not fast.
+            k_cache, v_cache: the pool, of q's dtype, int8 or float8_e4m3fn; block_size a power of two.
+            block_tables: [batch, max_blocks].
+            kv_lens: [batch], at most max_blocks · block_size.
+            k_scales, v_scales: of a quantised pool.
+            sinks: [num_heads], or None.
+            lse: [batch, q_len, num_heads] float32, written if given: the natural logarithm of the
+                softmax's denominator, for :func:`merge_attention_states`.
+            softmax_scale: None means 1 / sqrt(head_dim).
+            sliding_window: keys a query sees, itself included; 0 means all.
+            softcap: 0 means none.
+            layout: ``"hnd"``, ``"nhd"`` or ``"vllm_x"``.
+            batch_invariant: a sequence's result does not depend on the batch, not by a bit; slower
+                where few long sequences would be cut finer.
+
+        Returns:
+            [batch, q_len, num_heads, head_dim] in q's dtype; computed in float32.
+
+        Source: Dao et al., "Flash-Decoding", 2023; Kwon et al., "PagedAttention", 2023.
+        """
+    def paged_varlen_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cu_seqlens_q: Tensor,
+        pos_offsets: Tensor,
+        block_tables: Tensor,
+        k_scales: Tensor | None = None,
+        v_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
+        lse: Tensor | None = None,
+        max_q_len: int | None = None,
+        softmax_scale: float | None = None,
+        sliding_window: int = 0,
+        softcap: float = 0.0,
+        layout: str = 'hnd',
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """One step of any mix of prompts, chunks of prompts and single tokens.
+
+        The tokens of sequence s are [cu_seqlens_q[s], cu_seqlens_q[s + 1]), the first of them at
+        position pos_offsets[s]; their own keys are in the pool already. What a query sees is told in
+        :mod:`ferrum_triton.ops.attention.pool`. Tokens before the first and past the last sequence
+        are padding: their results are undefined.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim]; head_dim up to 256.
+            k_cache, v_cache: the pool, of q's dtype, int8 or float8_e4m3fn; block_size a power of two.
+            cu_seqlens_q: [num_seqs + 1], not descending.
+            pos_offsets: [num_seqs].
+            block_tables: [num_seqs, max_blocks].
+            k_scales, v_scales: of a quantised pool.
+            sinks: [num_heads], or None.
+            lse: [num_tokens, num_heads] float32, written if given, as in
+                :func:`paged_decode_attention`.
+            max_q_len: a bound on the tokens of any sequence, if known: 8 or less spares a launch.
+            softmax_scale: None means 1 / sqrt(head_dim).
+            sliding_window: keys a query sees, itself included; 0 means all.
+            softcap: 0 means none.
+            layout: ``"hnd"``, ``"nhd"`` or ``"vllm_x"``.
+
+        Returns:
+            [num_tokens, num_heads, head_dim] in q's dtype; computed in float32.
         """
     def moe_combine(
         self,

@@ -116,6 +116,9 @@ def flash_attention(
     causal: bool = True,
     softmax_scale: float | None = None,
     sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -124,10 +127,12 @@ def flash_attention(
     first = total - q_len if pos_offset is None else pos_offset
     newest = first == total - q_len >= 0  # the queries are the last positions of the cache
     windowed = causal and 0 < sliding_window < total
-    if kv_lens is not None or not newest or windowed or q.numel() == 0 or total == 0:
+    plain = softcap == 0 and sinks is None and lse is None
+    if kv_lens is not None or not (plain and newest) or windowed or q.numel() == 0 or total == 0:
         y = flash.flash_attention.reference(
-            q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window
-        )
+            q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window, softcap,
+            sinks, lse,
+        )  # fmt: skip
         return y.contiguous() if out is None else out.copy_(y)
     mask = None
     if causal and 1 < q_len < total:

@@ -30,6 +30,10 @@ OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion",
 # the interpreter that work is still split there.
 META_PROCESSORS, CPU_PROCESSORS = 132, 4
 
+# The compute capability a launcher is told of on meta tensors, unless record_launches says another:
+# the oldest one served, whose limits every newer GPU has too.
+META_CAPABILITY = (8, 0)
+
 # Combinations of arguments one kernel remembers before it starts over.
 MAX_ENTRIES = 4096
 
@@ -49,25 +53,33 @@ class Launch:
 
 
 _recording: ContextVar[list[Launch] | None] = ContextVar("ferrum_recording", default=None)
+_meta_capability: ContextVar[tuple[int, int]] = ContextVar(
+    "ferrum_meta_capability", default=META_CAPABILITY
+)
 
 
 @contextlib.contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """Collect the launches made on meta tensors inside the block; nothing runs."""
+def record_launches(capability: tuple[int, int] = META_CAPABILITY) -> Iterator[list[Launch]]:
+    """Collect the launches made on meta tensors inside the block; nothing runs.
+
+    Args:
+        capability: of the GPU the launchers should choose for.
+    """
     launches: list[Launch] = []
-    token = _recording.set(launches)
+    tokens = _recording.set(launches), _meta_capability.set(capability)
     try:
         yield launches
     finally:
-        _recording.reset(token)
+        _recording.reset(tokens[0])
+        _meta_capability.reset(tokens[1])
 
 
 class Kernel:
     """A Triton kernel and the ways to launch it.
 
-    Parameters come in this order: pointers (named ``*_ptr``, the first never None), integers that
-    rarely change (strides, sizes), the ``dynamic`` scalars, constexprs. ``kernel.jit`` is the plain
-    ``triton.jit`` function.
+    Parameters come in this order: pointers (named ``*_ptr``, the first never None), host tensor
+    descriptors (named ``*_desc``, or None), integers that rarely change (strides, sizes), the
+    ``dynamic`` scalars, constexprs. ``kernel.jit`` is the plain ``triton.jit`` function.
     """
 
     def __init__(self, fn: Callable[..., Any], dynamic: Sequence[str] = ()) -> None:
@@ -75,11 +87,15 @@ class Kernel:
         self.name = fn.__name__
         runtime = [p.name for p in self.jit.params if not p.is_constexpr]
         self._num_pointers = sum(name.endswith("_ptr") for name in runtime)
+        self._num_descriptors = sum(name.endswith("_desc") for name in runtime)
         self._num_specialized = len(runtime) - len(dynamic)
         pointers = runtime[: self._num_pointers]
-        if not all(name.endswith("_ptr") for name in pointers) or runtime[
-            self._num_specialized :
-        ] != list(dynamic):
+        descriptors = runtime[self._num_pointers :][: self._num_descriptors]
+        if (
+            not all(name.endswith("_ptr") for name in pointers)
+            or not all(name.endswith("_desc") for name in descriptors)
+            or runtime[self._num_specialized :] != list(dynamic)
+        ):
             raise TypeError(f"{self.name}: parameters are not in the order Kernel describes")
         self._constexprs = [p.name for p in self.jit.params if p.is_constexpr]
         self._entries: dict[tuple, _Entry] = {}
@@ -119,6 +135,11 @@ class Kernel:
             wide = scalar.__class__ is int and not -(2**31) <= scalar < 2**31
             dtypes.append("int64" if wide else scalar.__class__)
         sizes = args[self._num_pointers : self._num_specialized]
+        if self._num_descriptors:
+            # Code depends on their element and block alone: the rest is encoded at each launch.
+            described = sizes[: self._num_descriptors]
+            sizes = sizes[self._num_descriptors :]
+            dtypes += [d and (d.base.dtype, *d.block_shape) for d in described]
         key = (device, aligned, sizes, *dtypes, *meta.values())
 
         entry = self._entries.get(key)
@@ -205,3 +226,15 @@ def processors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return META_PROCESSORS if device.type == "meta" else CPU_PROCESSORS
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU; (0, 0) of any other device."""
+    return _meta_capability.get() if device.type == "meta" else _capability(device)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device)
+    return (0, 0)

@@ -170,24 +170,33 @@ def store_cached(
     )
 
 
+def pool_strides(cache: Tensor, layout: str) -> tuple[int, int, int, int]:
+    """Strides of a cache by block, head, slot and piece."""
+    strides = cache.stride()
+    if layout == "nhd":
+        return strides[0], strides[2], strides[1], 0
+    if layout == "hnd":
+        return strides[0], strides[1], strides[2], 0
+    block, head, piece, slot = strides[:4]
+    return block, head, slot, piece
+
+
+def scale_strides(scales: Tensor, layout: str) -> tuple[int, int, int]:
+    """Strides of the scales of slots by block, head and slot."""
+    block, first, second = scales.stride()
+    return (block, second, first) if layout == "nhd" else (block, first, second)
+
+
 def pool_arguments(
     cache: Tensor, scales: Tensor | None, layout: str
 ) -> tuple[Tensor, Any, tuple, tuple]:
-    """What the kernels take of one cache: its memory, its scales and the strides of both."""
-    strides = cache.stride()
-    if layout == "nhd":
-        block, slot, head, piece = strides[0], strides[1], strides[2], 0
-    elif layout == "hnd":
-        block, head, slot, piece = strides[0], strides[1], strides[2], 0
-    else:
-        block, head, piece, slot = strides[:4]
+    """What the writers take of one cache: its memory, its scales and the strides of both."""
+    strides = pool_strides(cache, layout)
     if cache.dtype not in FORMATS:
-        return cache, None, (block, head, slot, piece), (0, 0, 0)
+        return cache, None, strides, (0, 0, 0)
     if cache.dtype == torch.float8_e4m3fn:
         cache = cache.view(torch.uint8)
-    order = (0, 2, 1) if layout == "nhd" else (0, 1, 2)
-    scale_strides = scales.stride()
-    return cache, scales, (block, head, slot, piece), tuple(scale_strides[i] for i in order)
+    return cache, scales, strides, scale_strides(scales, layout)
 
 
 def pool_shapes(k_cache, layout, block_tables, cu_seqlens_q) -> tuple[int, tuple, dict[str, Any]]:

@@ -136,8 +136,11 @@ def append(k_cache, v_cache, k, v, slot, k_scales, v_scales, layout):
         _write(pool, slot, new.reshape(len(slot), *pool.shape[2:]))
 
 
-def check_pool(of_op, k_cache, v_cache, k_scales, v_scales, layout):
-    """Hold the caches and scales against the layout; returns num_kv_heads and head_dim."""
+def check_pool(of_op, k_cache, v_cache, k_scales, v_scales, layout, of_heads=False):
+    """Hold the caches and scales against the layout; returns num_kv_heads and head_dim.
+
+    ``of_heads``: scales may be [num_kv_heads] or [1] as well.
+    """
     if layout not in LAYOUTS:
         of_op.reject("layout", repr(layout), ", ".join(map(repr, LAYOUTS)))
     dims = 5 if layout == "vllm_x" else 4
@@ -164,6 +167,11 @@ def check_pool(of_op, k_cache, v_cache, k_scales, v_scales, layout):
             of_op.reject(name, "None", f"a tensor, since the cache is {k_cache.dtype}")
         if scales.dtype == torch.bfloat16:
             of_op.reject(name, "bfloat16", "float16 or float32")
+        if of_heads and scales.dim() == 1:
+            if scales.shape[0] not in (1, num_kv_heads):
+                got = f"of {scales.shape[0]} elements"
+                of_op.reject(name, got, f"1, or {num_kv_heads}, one for each KV head")
+            continue
         if scales.dim() != 3 or token_view(scales, layout).shape != per_token:
             got = f"of shape {list(scales.shape)}"
             of_op.reject(name, got, "a scale for each slot and head, ordered as the cache")

@@ -1,3 +1,8 @@
 """Attention over contiguous and paged caches."""
 
-from ferrum_triton.kernels.attention import flash  # noqa: F401  registers the launchers
+from ferrum_triton.kernels.attention import (  # noqa: F401  registers the launchers
+    flash,
+    merge,
+    mla,
+    paged,
+)

@@ -1,3 +1,9 @@
 """Attention over contiguous and paged caches."""
 
-from ferrum_triton.ops.attention import flash  # noqa: F401  declares the ops
+from ferrum_triton.ops.attention import (  # noqa: F401  declares the ops
+    flash,
+    merge,
+    mla,
+    paged_decode,
+    paged_varlen,
+)

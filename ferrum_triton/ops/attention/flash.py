@@ -1,5 +1,7 @@
 """Attention over a contiguous KV cache."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -8,25 +10,32 @@ from ferrum_triton.registry import Case, op
 
 
 def _flash_cases() -> list[Case]:
-    prefill = {"batch": 1, "num_kv_heads": 8, "group_size": 4, "head_dim": 128}
+    def causal(head_dim: int, kv_heads: int, length: int, batch: int = 1, **more: int) -> Case:
+        heads = kv_heads * more["group_size"]
+        window = f"/window{more['sliding_window']}" if "sliding_window" in more else ""
+        return Case(
+            f"bf16/causal/h{heads}k{kv_heads}d{head_dim}/b{batch}/l{length}{window}",
+            torch.bfloat16,
+            {
+                "batch": batch,
+                "num_kv_heads": kv_heads,
+                "head_dim": head_dim,
+                "q_len": length,
+                "kv_len": length,
+                **more,
+            },
+            "tflops",
+        )
+
+    decode = {"batch": 1, "num_kv_heads": 8, "group_size": 4, "head_dim": 128, "q_len": 1}
     return [
-        Case(
-            "bf16/causal/h32k8d128/b4/l2048",
-            torch.bfloat16,
-            {**prefill, "batch": 4, "q_len": 2048, "kv_len": 2048},
-            "tflops",
-        ),
-        Case(
-            "bf16/causal/h32k8d128/b1/l8192",
-            torch.bfloat16,
-            {**prefill, "q_len": 8192, "kv_len": 8192},
-            "tflops",
-        ),
-        Case(
-            "bf16/decode/h32k8d128/b1/ctx8192",
-            torch.bfloat16,
-            {**prefill, "q_len": 1, "kv_len": 8192},
-        ),
+        causal(128, 8, 2048, batch=4, group_size=4),
+        causal(128, 8, 8192, group_size=4),
+        causal(128, 8, 32768, group_size=4),
+        causal(64, 16, 8192, batch=4, group_size=1),
+        causal(256, 4, 8192, group_size=2),
+        causal(128, 8, 32768, group_size=4, sliding_window=4096),
+        Case("bf16/decode/h32k8d128/b1/ctx8192", torch.bfloat16, {**decode, "kv_len": 8192}),
     ]
 
 
@@ -36,6 +45,8 @@ def _flash_cases() -> list[Case]:
         "k": "T[batch, num_kv_heads, capacity, head_dim]",
         "v": "T[batch, num_kv_heads, capacity, head_dim]",
         "kv_lens": "int[batch]",
+        "sinks": "float[num_heads]",
+        "lse": "float[batch, num_heads, q_len]",
     },
     axes={
         "batch": (1, 3),
@@ -49,10 +60,14 @@ def _flash_cases() -> list[Case]:
         "sliding_window": (0, 1, 4, 100),
         "softmax_scale": (None, 0.3),
         "device_lens": (False, True),
+        "softcap": (0.0, 5.0),
+        "with_sinks": (False, True),
+        "with_lse": (False, True),
     },
     bench=_flash_cases(),
+    mutates=("lse",),
     static=("sliding_window",),
-    finite=("v",),
+    finite=("v", "sinks"),
 )
 def flash_attention(
     q: Tensor,
@@ -64,6 +79,9 @@ def flash_attention(
     causal: bool = True,
     softmax_scale: float | None = None,
     sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """y = softmax(scale · q kᵀ + mask) v, for prefill and decode over a contiguous cache.
 
@@ -87,11 +105,19 @@ def flash_attention(
         causal: whether a query sees only keys up to its own position.
         softmax_scale: None means 1 / sqrt(head_dim).
         sliding_window: keys a causal query sees, itself included; 0 means all.
+        softcap: scaled scores s become softcap · tanh(s / softcap) before the mask; 0 means off.
+        sinks: [num_heads] a logit of each head that joins the softmax's denominator and has no
+            value: as one more key, whose value is zero. Finite, or -inf for a head without one;
+            None means none.
+        lse: [batch, num_heads, q_len] in float32, written in place: the natural logarithm of the
+            sum of exp over what a query's softmax runs over, its sink included; -inf for a query
+            that sees no key and has no sink.
 
     Returns:
         [batch, num_heads, q_len, head_dim] in q's dtype; computed in float32.
 
-    Source: Dao et al., "FlashAttention", 2022; windows as in Mistral 7B, 2023.
+    Source: Dao et al., "FlashAttention", 2022; windows as in Mistral 7B, 2023; capped scores as in
+    Gemma 2, 2024; sinks as in gpt-oss, 2025.
     """
     batch, num_heads, q_len, head_dim = q.shape
     num_kv_heads, capacity = k.shape[1], k.shape[2]
@@ -115,13 +141,23 @@ def flash_attention(
     valid = (key < lens[:, None])[:, None, :, None]
     k, v = (torch.where(valid, widen(t), 0.0)[:, :, None] for t in (k, v))
     grouped = widen(q).view(batch, num_kv_heads, num_heads // num_kv_heads, q_len, head_dim)
-    scores = (grouped @ k.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
+    scores = grouped @ k.transpose(-1, -2) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        column = widen(sinks).view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column.to(scores.dtype)), dim=-1)
+    if lse is not None:
+        lse.copy_(torch.logsumexp(scores, dim=-1).reshape(lse.shape))
     weights = torch.softmax(scores, dim=-1).masked_fill(scores == -torch.inf, 0.0)
-    return (weights @ v).reshape(q.shape).to(q.dtype)
+    return (weights[..., :capacity] @ v).reshape(q.shape).to(q.dtype)
 
 
 @flash_attention.rule
-def _(q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window):
+def _(
+    q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window, softcap, sinks, lse
+):
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         got = f"of {q.shape[1]} heads over {k.shape[1]} KV heads"
         flash_attention.reject("q", got, "a multiple of the KV heads")
@@ -129,12 +165,18 @@ def _(q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_windo
         flash_attention.reject("sliding_window", str(sliding_window), "0 (off) or more")
     if q.shape[3] > 256:
         flash_attention.reject("q", f"of head_dim {q.shape[3]}", "head_dim up to 256")
+    if lse is not None and lse.dtype != torch.float32:
+        flash_attention.reject("lse", str(lse.dtype), "torch.float32")
 
 
 @flash_attention.call_rule
-def _(q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window):
+def _(
+    q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window, softcap, sinks, lse
+):
     if kv_len is not None and not 0 <= kv_len <= k.shape[2]:
         flash_attention.reject("kv_len", str(kv_len), f"0 to the capacity of {k.shape[2]}")
+    if not 0.0 <= softcap < math.inf:
+        flash_attention.reject("softcap", str(softcap), "0 (off) or a positive number")
 
 
 @flash_attention.sample
@@ -151,10 +193,13 @@ def _(
     sliding_window=0,
     softmax_scale=None,
     device_lens=False,
+    softcap=0.0,
+    with_sinks=False,
+    with_lse=False,
 ):
-    capacity = kv_len + spare
+    capacity, num_heads = kv_len + spare, num_kv_heads * group_size
     return {
-        "q": make.randn(batch, num_kv_heads * group_size, q_len, head_dim),
+        "q": make.randn(batch, num_heads, q_len, head_dim),
         "k": make.randn(batch, num_kv_heads, capacity, head_dim),
         "v": make.randn(batch, num_kv_heads, capacity, head_dim),
         "kv_len": kv_len,
@@ -162,25 +207,42 @@ def _(
         "causal": causal,
         "softmax_scale": softmax_scale,
         "sliding_window": sliding_window,
+        "softcap": softcap,
+        "sinks": make.randn(num_heads) if with_sinks else None,
+        "lse": make.weight(batch, num_heads, q_len) if with_lse else None,
     }
 
 
 @flash_attention.flops
-def _(q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window):
+def _(
+    q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window, softcap, sinks, lse
+):
     """4 · head_dim operations for each visible pair of query and key, at the host's lengths."""
     batch, num_heads, q_len, head_dim = q.shape
     total = k.shape[2] if kv_len is None else kv_len
     first = total - q_len if pos_offset is None else pos_offset
     pairs = q_len * total
     if causal:
-        hi = [min(max(first + i + 1, 0), total) for i in range(q_len)]
-        window = sliding_window or total
-        pairs = sum(h - max(0, first + i + 1 - window) for i, h in enumerate(hi) if h > 0)
+        pairs = _keys_before(first + 1, q_len, total)
+        if sliding_window:
+            pairs -= _keys_before(first + 1 - sliding_window, q_len, total)
     return 4 * batch * num_heads * head_dim * pairs
 
 
+def _keys_before(bound: int, q_len: int, total: int) -> int:
+    """The sum over i < q_len of bound + i, each cut to [0, total]."""
+
+    def up_to(n: int) -> int:  # of the integers to n, each cut
+        inside = min(max(n, 0), total)
+        return inside * (inside + 1) // 2 + max(n - total, 0) * total
+
+    return up_to(bound + q_len - 1) - up_to(bound - 1)
+
+
 @flash_attention.traffic
-def _(q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window):
+def _(
+    q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window, softcap, sinks, lse
+):
     total = k.shape[2] if kv_len is None else kv_len
     keys = min(total, sliding_window + q.shape[2] - 1) if causal and sliding_window else total
     kv = 2 * k.shape[0] * k.shape[1] * keys * k.shape[3]

@@ -1,0 +1,91 @@
+"""How paged decode is cut and tiled."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ferrum_triton.kernels.jit import capability
+from ferrum_triton.kernels.tuning import Config, Tunable
+
+# Keys of a unit where results may not depend on the batch.
+INVARIANT_KEYS = 1024
+
+
+def decode_heuristic(batch: int, num_kv_heads: int, capacity: int, key_bytes: int) -> Config:
+    """Tile, warps, loads in flight, programs to aim at and the least keys of a unit.
+
+    Few warps win: a program waits for memory, so tiles are large and queues deep. More warps do
+    where all work fits in one turn, be it that there is little or that every pair of sequence and
+    head has a program of its own. ``key_bytes`` is what a key and its value take; measured on an
+    H200.
+    """
+    pairs = batch * num_kv_heads
+    if key_bytes > 512:
+        return _config(32, 256, 128, 2, 5)
+    if pairs >= 256 or (key_bytes == 512 and pairs * capacity <= 8192):
+        return _config(128, 256, 128, 4, 3)
+    if key_bytes < 512:
+        return _config(32, 512, 128, 1, 5)
+    return _config(64, 256, 128, 2, 5)
+
+
+def _config(block_n: int, programs: int, least_keys: int, warps: int, stages: int) -> Config:
+    return {
+        "BLOCK_N": block_n,
+        "PROGRAMS": programs,
+        "LEAST_KEYS": least_keys,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+def decode_candidates(batch: int, num_kv_heads: int, capacity: int, key_bytes: int) -> list[Config]:
+    """Tiles of 16 to 128 keys, on one warp for every 16 to 32 of them."""
+    tiles = ((16, 1, 6), (32, 2, 5), (64, 2, 5), (64, 4, 3), (64, 4, 5), (128, 4, 3))
+    return [
+        _config(block_n, programs, least_keys, warps, stages)
+        for block_n, warps, stages in tiles
+        for programs in (256, 512, 1024)
+        for least_keys in (64, 128)
+    ]
+
+
+def _case_shape(axes: Mapping[str, Any]) -> tuple[int, ...]:
+    cache = axes.get("cache_dtype") or torch.bfloat16
+    key_bytes = 2 * axes["head_dim"] * cache.itemsize
+    return axes["batch"], axes["num_kv_heads"], axes["max_len"], key_bytes
+
+
+decode_config = Tunable(
+    "paged_decode_attention",
+    ("batch", "num_kv_heads", "capacity", "key_bytes"),
+    decode_heuristic,
+    decode_candidates,
+    shape_of=_case_shape,
+)
+
+
+def decode_launch(
+    device: torch.device,
+    batch: int,
+    num_kv_heads: int,
+    capacity: int,
+    head_dim: int,
+    cache: torch.dtype,
+    rows: int,
+    batch_invariant: bool,
+) -> Config:
+    """The configuration of a launch of ``rows`` queries times heads a sequence and KV head."""
+    if capability(device) < (9, 0):
+        # What fits the registers of sm_80 and the 64 KB of shared memory of gfx942.
+        return _config(32, 256, 128, 4, 2)
+    if batch_invariant:
+        # What must not depend on the batch may not depend on what suits the batch either.
+        batch, capacity = 1, INVARIANT_KEYS
+    key_bytes = 2 * head_dim * cache.itemsize
+    config = decode_config.pick(device, batch, num_kv_heads, capacity, key_bytes)
+    if rows > 16 or cache == torch.float32:
+        tile = 32 if head_dim > 128 or cache == torch.float32 else min(config["BLOCK_N"], 64)
+        config = {**config, "BLOCK_N": tile, "num_warps": 4, "num_stages": 3}
+    return config

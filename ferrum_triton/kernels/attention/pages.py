@@ -1,0 +1,279 @@
+"""Tiles of keys and values, read from the pages of a pool and folded into a running softmax."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.jit import capability
+from ferrum_triton.kernels.kv_pool import FORMATS, pool_strides, scale_strides
+from ferrum_triton.kernels.rope import in_pieces
+from ferrum_triton.ops.kv_pool import token_view
+
+
+@triton.jit
+def decoded(codes, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    """Cached values in DTYPE, up to their scale, exactly. FORMAT "e4m3" are bits of fp8.
+
+    The exponent and mantissa of E4M3, as float16's, are a 256th of the value: both have their bias
+    in the exponent alone, so that subnormals are right too. ``code_factor`` makes up for it.
+    """
+    if FORMAT == "e4m3":
+        wide = codes.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        x = bits.to(tl.float16, bitcast=True).to(DTYPE)
+    else:
+        x = codes.to(DTYPE)
+    return x
+
+
+@triton.jit
+def scaled_queries(
+    q,
+    scale,
+    k_scales_ptr,
+    v_scales_ptr,
+    k_scale_offset,  # of the KV head
+    v_scale_offset,
+    SCALES: tl.constexpr,  # "slot", "head" or ""
+    FORMAT: tl.constexpr,
+    QUANTISED: tl.constexpr,
+):
+    """Queries as the products take them, the factor of their scores, and that of the result."""
+    k_factor, v_factor = 1.0, 1.0
+    if SCALES == "head":
+        k_factor = tl.load(k_scales_ptr + k_scale_offset).to(tl.float32)
+        v_factor = tl.load(v_scales_ptr + v_scale_offset).to(tl.float32)
+    if FORMAT == "e4m3":
+        k_factor, v_factor = k_factor * 256.0, v_factor * 256.0
+    score_factor = scale * k_factor
+    if QUANTISED and q.dtype == tl.bfloat16:
+        # Codes are exact in float16, whose conversions are the cheapest. So is q, divided by 16 for
+        # range: what is lost lies below 2^-20.
+        q = (q.to(tl.float32) * 0.0625).to(tl.float16)
+        score_factor *= 16.0
+    return q, score_factor, v_factor
+
+
+@triton.jit
+def capped(scores, softcap, HAS_CAP: tl.constexpr):
+    """Scores in base 2: softcap * tanh(s / softcap), through a sigmoid, which cannot overflow."""
+    if HAS_CAP:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * 1.4426950408889634
+    return scores
+
+
+@triton.jit
+def slot_of(n, BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Slots of keys in their pages, in 64 bits only where their strides need it: it costs 10 %."""
+    slot = n % BLOCK_SIZE
+    return slot.to(tl.int64) if WIDE else slot
+
+
+@triton.jit
+def load_scales(
+    n,  # keys
+    keys,
+    table_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    stride_k_scales_block,
+    stride_k_scales_slot,
+    stride_v_scales_block,
+    stride_v_scales_slot,
+    num_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Scales of the slots of keys, past the sequence's end of its last one."""
+    key = tl.maximum(tl.minimum(n, keys - 1), 0)
+    block = tl.load(table_ptr + key // BLOCK_SIZE)
+    block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
+    slot = slot_of(key, BLOCK_SIZE, WIDE)
+    k_slots = block * stride_k_scales_block + slot * stride_k_scales_slot
+    v_slots = block * stride_v_scales_block + slot * stride_v_scales_slot
+    k_scale = tl.load(k_scales_ptr + k_slots).to(tl.float32)
+    v_scale = tl.load(v_scales_ptr + v_slots).to(tl.float32)
+    return k_scale, v_scale
+
+
+@triton.jit
+def attend_pages(
+    acc,  # [BLOCK_M, BLOCK_D]
+    m_i,  # [BLOCK_M], the largest score so far, in base 2
+    l_i,  # [BLOCK_M]
+    q,  # [BLOCK_M, BLOCK_D]
+    position,  # [BLOCK_M], of each row's query
+    first_tile,
+    end_tile,
+    keys,  # of the sequence
+    table_ptr,
+    k_head_ptr,
+    v_head_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_piece,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_piece,
+    stride_k_scales_block,
+    stride_k_scales_slot,
+    stride_v_scales_block,
+    stride_v_scales_slot,
+    num_blocks,
+    sliding_window,
+    score_factor,
+    softcap,
+    WIDE: tl.constexpr,  # a page extends over 2^31 elements
+    MASKED: tl.constexpr,  # tiles may hold keys that some query does not see
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    SLOT_SCALES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_PIECE: tl.constexpr,
+    V_PIECE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Of the cache's type: codes are integers, or floats of 8 bits.
+    zero: tl.constexpr = 0.0 if k_head_ptr.dtype.element_ty.is_floating() else 0
+    d = tl.arange(0, BLOCK_D)[None, :]
+    in_head = d < HEAD_DIM
+    k_d, v_d = in_pieces(d, stride_k_piece, K_PIECE), in_pieces(d, stride_v_piece, V_PIECE)
+    if SLOT_SCALES:
+        k_scale, v_scale = load_scales(
+            first_tile * BLOCK_N + tl.arange(0, BLOCK_N), keys, table_ptr, k_scales_ptr,
+            v_scales_ptr, stride_k_scales_block, stride_k_scales_slot, stride_v_scales_block,
+            stride_v_scales_slot, num_blocks, BLOCK_SIZE, WIDE,
+        )  # fmt: skip
+    for tile in range(first_tile, end_tile):
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Past the sequence's end its last key is read again, which no mask costs anything: the
+        # weight is 0, and it is a key that somebody sees.
+        key = tl.minimum(n, keys - 1) if MASKED else n
+        block = tl.load(table_ptr + key // BLOCK_SIZE)
+        block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
+        slot = slot_of(key, BLOCK_SIZE, WIDE)
+        k_rows = k_head_ptr + (block * stride_k_block + slot * stride_k_slot)[:, None]
+        v_rows = v_head_ptr + (block * stride_v_block + slot * stride_v_slot)[:, None]
+        if HEAD_DIM < BLOCK_D:
+            k = tl.load(k_rows + k_d, mask=in_head, other=zero)  # [BLOCK_N, BLOCK_D]
+            v = tl.load(v_rows + v_d, mask=in_head, other=zero)
+        else:
+            k = tl.load(k_rows + k_d)
+            v = tl.load(v_rows + v_d)
+        if SLOT_SCALES:
+            # Too narrow to be loaded ahead by the compiler's pipeline, so a tile ahead by hand.
+            next_k_scale, next_v_scale = load_scales(
+                n + BLOCK_N, keys, table_ptr, k_scales_ptr, v_scales_ptr, stride_k_scales_block,
+                stride_k_scales_slot, stride_v_scales_block, stride_v_scales_slot, num_blocks,
+                BLOCK_SIZE, WIDE,
+            )  # fmt: skip
+
+        k = decoded(k, q.dtype, FORMAT)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SLOT_SCALES:
+            scores *= k_scale[None, :]
+        scores = capped(scores * score_factor, softcap, HAS_CAP)
+        if MASKED:
+            # A query's position lies inside the sequence; rows without one are not stored.
+            visible = n[None, :] <= position[:, None]
+            if HAS_WINDOW:
+                visible = visible & (n[None, :] > position[:, None] - sliding_window)
+            scores = tl.where(visible, scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, axis=1))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(scores - shift[:, None])
+        alpha = tl.exp2(m_i - shift)
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        if SLOT_SCALES:
+            p *= v_scale[None, :]
+        v = decoded(v, q.dtype, FORMAT)
+        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m_i = m_new
+        if SLOT_SCALES:
+            k_scale, v_scale = next_k_scale, next_v_scale
+    return acc, m_i, l_i
+
+
+INT32_MAX = 2**31 - 1
+
+
+class Pool(NamedTuple):
+    """A pool as the kernels take it.
+
+    Attributes:
+        k, v: the caches; fp8 as bytes where the GPU cannot convert it.
+        k_scales, v_scales: None of a float pool.
+        strides: by block, head, slot and piece of k and of v; then those of the scales.
+        constexprs: what kernels specialise on.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    strides: tuple[int, ...]
+    constexprs: dict[str, Any]
+
+
+def as_pool(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    layout: str,
+) -> Pool:
+    num_blocks, block_size, num_kv_heads = token_view(v_cache, layout).shape[:3]
+    quantised = k_cache.dtype in FORMATS
+    is_fp8 = k_cache.dtype == torch.float8_e4m3fn
+    as_bits = is_fp8 and capability(k_cache.device) < (8, 9)
+    kind, strides = "", (0,) * 6
+    if not quantised or k_scales is None or v_scales is None:
+        k_scales = v_scales = None
+    elif k_scales.dim() == 3:
+        kind = "slot"
+        strides = (*scale_strides(k_scales, layout), *scale_strides(v_scales, layout))
+    else:
+        kind = "head"
+        # One scale for all heads is one that never advances.
+        of_head = (0 if s.shape[0] == 1 else s.stride(0) for s in (k_scales, v_scales))
+        strides = tuple(n for stride in of_head for n in (0, stride, 0))
+    return Pool(
+        k_cache.view(torch.uint8) if as_bits else k_cache,
+        v_cache.view(torch.uint8) if as_bits else v_cache,
+        k_scales,
+        v_scales,
+        num_blocks,
+        block_size,
+        num_kv_heads,
+        (*pool_strides(k_cache, layout), *pool_strides(v_cache, layout), *strides),
+        {
+            "SCALES": kind,
+            "FORMAT": "e4m3" if as_bits else "",
+            "QUANTISED": quantised,
+            "WIDE": any(
+                stride * block_size > INT32_MAX
+                for slots in (pool_strides(k_cache, layout), pool_strides(v_cache, layout), strides)
+                for stride in slots
+            ),
+            "BLOCK_SIZE": block_size,
+            "K_PIECE": k_cache.shape[-1] if layout == "vllm_x" else 0,
+            "V_PIECE": 1 if layout == "vllm_x" else 0,
+        },
+    )
+
+
+def token_strides(x: Tensor, is_varlen: bool) -> tuple[int, int, int]:
+    """Strides by sequence, token and head; tokens of all sequences are in one row if varlen."""
+    return (0 if is_varlen else x.stride(0), x.stride(1), x.stride(2))

@@ -1,0 +1,95 @@
+"""Who attends to what: sequences cut into units of equal work, on the device.
+
+A unit is a run of key tiles of one sequence and KV head. Every program of a launch knows all
+lengths, so each works out the same plan for itself: the tiles of all sequences, shared among as
+many programs as fill the GPU, give the size of a unit, and a running sum over sequences tells which
+unit is whose. One sequence of 65536 keys beside 63 of 1024 becomes many units, not one straggler.
+
+The grid depends on shapes alone. A captured graph replays it with other lengths, and the programs
+that find no unit end at once.
+"""
+
+import triton
+import triton.language as tl
+
+from ferrum_triton.kernels.rows import cdiv
+
+
+@triton.jit
+def sequence_lengths(
+    seq,
+    num_seqs,
+    kv_lens_ptr,
+    pos_offsets_ptr,
+    cu_seqlens_q_ptr,
+    capacity,
+    q_len,
+    MAX_Q: tl.constexpr,
+):
+    """Queries and visible keys of sequences, and whether they are this launch's to attend.
+
+    With cu_seqlens_q, sequences differ in their queries, and those of more than MAX_Q are left out.
+    """
+    known = seq < num_seqs
+    if cu_seqlens_q_ptr is None:
+        queries = tl.zeros_like(seq) + q_len
+        keys = tl.load(kv_lens_ptr + seq, mask=known, other=0).to(tl.int32)
+    else:
+        first = tl.load(cu_seqlens_q_ptr + seq, mask=known, other=0).to(tl.int32)
+        queries = tl.load(cu_seqlens_q_ptr + seq + 1, mask=known, other=0).to(tl.int32) - first
+        keys = tl.load(pos_offsets_ptr + seq, mask=known, other=0).to(tl.int32) + queries
+        known = known & (queries > 0) & (queries <= MAX_Q)
+    return queries, tl.minimum(tl.maximum(keys, 0), capacity), known
+
+
+@triton.jit
+def tile_range(queries, keys, sliding_window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First tile that some query of a sequence sees, and the one past the last."""
+    first = tl.zeros_like(keys)
+    if HAS_WINDOW:
+        first = tl.maximum(keys - queries + 1 - sliding_window, 0) // BLOCK_N
+    return first, tl.cdiv(keys, BLOCK_N)
+
+
+@triton.jit
+def units_of_sequences(
+    num_seqs,
+    kv_lens_ptr,
+    pos_offsets_ptr,
+    cu_seqlens_q_ptr,
+    capacity,
+    q_len,
+    sliding_window,
+    shares,  # units a head the tiles are shared among
+    least_tiles,  # of a unit
+    MAX_Q: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    FIXED: tl.constexpr,  # units are of least_tiles whatever the batch
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,  # power of two >= num_seqs
+):
+    """Units of each sequence [BLOCK_B], where the next sequence's begin, and tiles of a unit."""
+    seq = tl.arange(0, BLOCK_B)
+    queries, keys, known = sequence_lengths(
+        seq, num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, MAX_Q
+    )
+    first, end = tile_range(queries, keys, sliding_window, HAS_WINDOW, BLOCK_N)
+    tiles = tl.where(known, end - first, 0)
+    unit_tiles = least_tiles
+    if not FIXED:
+        unit_tiles = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), shares), least_tiles)
+    # A sequence without keys has a unit too: somebody must write its zeros.
+    units = tl.where(known, tl.maximum(tl.cdiv(tiles, unit_tiles), 1), 0)
+    return units, tl.cumsum(units, axis=0), unit_tiles
+
+
+@triton.jit
+def pick(values, index, BLOCK_B: tl.constexpr):
+    """values[index] of a vector in registers."""
+    return tl.sum(tl.where(tl.arange(0, BLOCK_B) == index, values, 0), axis=0)
+
+
+def most_units(num_seqs: int, most_tiles: int, shares: int, least_tiles: int, fixed: bool) -> int:
+    """How many units a head a plan can have, whatever the lengths: what a grid must cover."""
+    cut = num_seqs * max(cdiv(most_tiles, least_tiles), 1)
+    return cut if fixed else min(cut, num_seqs + shares)

@@ -1,0 +1,160 @@
+"""Attention over a paged pool, for decode steps and for mixed batches.
+
+The pools are those of :mod:`ferrum_triton.ops.kv_pool`, in any of its layouts, in float or
+quantised. A quantised pool's scales are either one for each slot and head, ordered as the cache, or
+[num_kv_heads], one a head, or [1], one for all; a key counts as code · scale.
+
+What a query sees: the keys [lo, p] of its sequence, with p its own position and lo = 0, or
+max(0, p + 1 - sliding_window) with a window. Scores are softmax_scale · q · k, then
+softcap · tanh(score / softcap) if softcap > 0. ``sinks`` [num_heads] are logits that join the
+softmax's denominator and have no value. A query that sees nothing gives zeros and an lse of -inf,
+or the sink. Query head h reads KV head h // (num_heads / num_kv_heads).
+
+Lengths, positions and block tables are read from device memory when the kernel runs, so a captured
+graph sees new ones. Padding rows (length 0, table entries of -1) are harmless. What lies past a
+sequence's length, NaN included, does not count. A table entry inside the length that is no block of
+the pool is taken for the nearest one: nothing foreign is read, but the result means nothing.
+"""
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.ops.kv_pool import LIMITS, POOL_TENSORS, check_pool, pool_sample, token_view
+from ferrum_triton.ops.precision import widen
+from ferrum_triton.registry import Op
+
+MAX_HEAD_DIM = 256
+
+
+def gather(cache: Tensor, scales: Tensor | None, table: Tensor, layout: str) -> Tensor:
+    """Keys or values of one table: [capacity, num_kv_heads, head_dim], dequantised."""
+    pool = token_view(cache, layout)
+    blocks = table.long().clamp(0, pool.shape[0] - 1)
+    if cache.dtype == torch.float8_e4m3fn:  # which torch cannot index
+        pages = pool.view(torch.uint8)[blocks].view(cache.dtype)
+    else:
+        pages = pool[blocks]
+    quantised = cache.dtype in LIMITS
+    values = pages.float() if quantised else widen(pages)
+    values = values.flatten(3)  # [max_blocks, block_size, num_kv_heads, head_dim]
+    if quantised and scales is not None:
+        factors = token_view(scales, layout)[blocks] if scales.dim() == 3 else scales
+        values = values * widen(factors)[..., None]
+    return values.flatten(0, 1)
+
+
+def attend(q, k, v, visible, sinks, softmax_scale, softcap):
+    """Attention of q [q_len, num_heads, head_dim] over k and v [keys, num_kv_heads, head_dim] where
+    ``visible`` [q_len, keys]; returns out as q and lse [q_len, num_heads].
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    # What no query sees can hold anything, NaN included, so it is cleared, not just masked.
+    seen = visible.any(dim=0)[:, None, None]
+    k, v = (torch.where(seen, t, 0.0) for t in (k, v))
+    grouped = widen(q).to(k.dtype).unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("qhgd,khd->qhgk", grouped, k).flatten(1, 2) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is not None:
+        logits = widen(sinks).to(k.dtype).expand(*scores.shape[:2])[..., None]
+        scores = torch.cat((scores, logits), dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = (scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp()
+    weights = weights[..., : k.shape[0]].unflatten(1, (k.shape[1], -1))
+    out = torch.einsum("qhgk,khd->qhgd", weights, v).flatten(1, 2)
+    return out.to(q.dtype), lse.float()
+
+
+def visible_keys(position: Tensor, keys: int, sliding_window: int) -> Tensor:
+    """[..., keys]: which keys a query at ``position`` [...] sees; none from a negative one."""
+    key = torch.arange(keys, device=position.device)
+    visible = key <= position[..., None]
+    return visible & (key > position[..., None] - sliding_window) if sliding_window else visible
+
+
+def check_paged(
+    of_op: Op, q, k_cache, v_cache, k_scales, v_scales, sinks, layout, sliding_window, softcap
+):
+    """The rules of attention over a pool."""
+    num_kv_heads, head_dim = check_pool(
+        of_op, k_cache, v_cache, k_scales, v_scales, layout, of_heads=True
+    )
+    if k_cache.dtype in LIMITS and k_scales.dim() != v_scales.dim():
+        of_op.reject("v_scales", f"of {v_scales.dim()} dimensions", "as many as k_scales")
+    num_heads = q.shape[-2]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        of_op.reject("q", f"of {num_heads} heads", f"a multiple of the {num_kv_heads} KV heads")
+    if q.shape[-1] != head_dim:
+        of_op.reject("q", f"of head_dim {q.shape[-1]}", f"{head_dim}, as in k_cache")
+    if head_dim > MAX_HEAD_DIM:
+        of_op.reject("q", f"of head_dim {head_dim}", f"up to {MAX_HEAD_DIM}")
+    block_size = token_view(v_cache, layout).shape[1]
+    if block_size & (block_size - 1):
+        of_op.reject("k_cache", f"of block_size {block_size}", "a power of two")
+    if sinks is not None and sinks.shape[0] != num_heads:
+        of_op.reject("sinks", f"of {sinks.shape[0]} elements", f"one for each of {num_heads} heads")
+    if sliding_window < 0:
+        of_op.reject("sliding_window", str(sliding_window), "0 (off) or more")
+    if not softcap >= 0:
+        of_op.reject("softcap", str(softcap), "0 (off) or more")
+    if k_cache.dtype not in LIMITS and k_cache.dtype != q.dtype:
+        of_op.reject(
+            "k_cache", str(k_cache.dtype), f"{q.dtype}, the dtype of q, or a quantised one"
+        )
+
+
+def pool_caches(
+    make,
+    blocks,
+    block_size,
+    num_kv_heads,
+    head_dim,
+    layout,
+    cache_dtype,
+    scales,
+    scales_dtype=torch.float32,
+):
+    """A pool's caches and scales; ``scales`` is "slot", "head" or "tensor"."""
+    pool = pool_sample(
+        make, 1, num_kv_heads, head_dim, block_size, layout, "slots", cache_dtype=cache_dtype
+    )
+    del pool["slots"]
+    quantised = pool["k_cache"].dtype in LIMITS
+    factor = 1.5 / LIMITS[pool["k_cache"].dtype] if quantised else 1.0
+    for name in ("k_cache", "v_cache", "k_scales", "v_scales"):
+        shape = list(pool[name].shape)
+        shape[0] = blocks
+        if name.endswith("scales"):
+            shape = {"slot": shape, "head": [num_kv_heads], "tensor": [1]}[scales]
+            pool[name] = (make.weight(*shape) * factor).to(scales_dtype) if quantised else None
+        elif pool[name].dtype == torch.int8:
+            pool[name] = make.ints(-127, 128, *shape, dtype=torch.int8)
+        elif quantised:
+            pool[name] = (make.randn(*shape) * 100).to(pool[name].dtype)
+        else:
+            pool[name] = make.randn(*shape)
+    return pool
+
+
+PAGED_TENSORS = {
+    "k_cache": POOL_TENSORS["k_cache"],
+    "v_cache": POOL_TENSORS["v_cache"],
+    "block_tables": "int[num_seqs, max_blocks]",
+    "k_scales": "float[...]",
+    "v_scales": "float[...]",
+    "sinks": "float[num_heads]",
+}
+ATTENTION_AXES = {
+    "num_kv_heads": (1, 2),
+    "group_size": (1, 3, 4),
+    "head_dim": (16, 80),
+    "block_size": (8, 16),
+    "layout": ("nhd", "vllm_x", "hnd"),
+    "cache_dtype": (torch.int8, torch.float8_e4m3fn, None),
+    "scales": ("head", "tensor", "slot"),
+    "sliding_window": (0, 1, 20),
+    "softcap": (0.0, 5.0),
+    "with_sinks": (False, True),
+    "with_lse": (False, True),
+}

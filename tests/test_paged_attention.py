@@ -1,0 +1,227 @@
+"""Laws of attention over paged pools, beyond agreement with the reference."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.attention import decode_config, plan
+from ferrum_triton.registry import OPS
+from ferrum_triton.testing import assert_close
+from tests.harness import BACKENDS, clone, sample
+
+KERNELS = ["interpret", pytest.param("cuda", marks=pytest.mark.gpu)]
+AXES = {
+    "num_kv_heads": 2,
+    "group_size": 3,
+    "head_dim": 16,
+    "block_size": 8,
+    "layout": "hnd",
+    "cache_dtype": None,
+    "scales": "slot",
+    "sliding_window": 0,
+    "softcap": 0.0,
+    "with_sinks": False,
+    "with_lse": True,
+}
+
+
+def decode(backend, seed=0, dtype=torch.float32, **axes):
+    axes = AXES | {"batch": 3, "q_len": 2, "max_len": 100} | axes
+    return sample(OPS["paged_decode_attention"], dtype, backend.device, seed, **axes)
+
+
+def varlen(backend, seed=0, dtype=torch.float32, **axes):
+    axes = AXES | {"q_lens": (1, 20, 3), "max_offset": 30, "padding": 0} | axes
+    return sample(OPS["paged_varlen_attention"], dtype, backend.device, seed, **axes)
+
+
+@pytest.fixture
+def cut_fine(monkeypatch):
+    """Units of one tile, as many programs as there are tiles."""
+    config = {"BLOCK_N": 16, "PROGRAMS": 1000, "LEAST_KEYS": 16, "num_warps": 4, "num_stages": 2}
+    monkeypatch.setattr("ferrum_triton.kernels.attention.paged.decode_launch", lambda *_: config)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_pages_are_a_contiguous_cache(backend_name):
+    """Pages gathered into one cache, and attended by torch."""
+    backend = get_backend(backend_name)
+    call = decode(backend)
+    out = backend.paged_decode_attention(**call)
+    for b, length in enumerate(call["kv_lens"].tolist()):
+        blocks = call["block_tables"][b].long().clamp(min=0)
+        k, v = (
+            call[name][blocks].transpose(1, 2).flatten(0, 1)[:length].movedim(0, 1).double()
+            for name in ("k_cache", "v_cache")
+        )
+        q = call["q"][b].movedim(0, 1).double()
+        position = length - 2 + torch.arange(2, device=q.device)
+        mask = torch.arange(length, device=q.device) <= position[:, None]
+        want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        seen = mask.any(dim=1)
+        assert_close(out[b][seen], want.movedim(0, 1)[seen])
+        assert not out[b][~seen].any()
+        assert (call["lse"][b][~seen] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("layout", ["hnd", "nhd", "vllm_x"])
+def test_which_page_a_block_is_does_not_matter(backend_name, layout):
+    backend = get_backend(backend_name)
+    call = decode(backend, layout=layout, dtype=torch.float16)
+    num_blocks = call["k_cache"].shape[0]
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
+    order = order.to(backend.device)
+    moved = clone(call)
+    for name in ("k_cache", "v_cache"):
+        moved[name][order] = call[name]
+    tables = call["block_tables"]
+    moved["block_tables"] = torch.where(tables < 0, -1, order[tables.long().clamp(min=0)]).int()
+    assert torch.equal(
+        backend.paged_decode_attention(**call), backend.paged_decode_attention(**moved)
+    )
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("name", ["paged_decode_attention", "paged_varlen_attention"])
+def test_what_no_query_sees_may_be_anything(backend_name, name):
+    """NaN in unused pages and past the end of the last one, table entries far out of range."""
+    backend = get_backend(backend_name)
+    call = decode(backend) if "decode" in name else varlen(backend)
+    clean = getattr(backend, name)(**clone(call))
+    if "decode" in name:
+        lens = call["kv_lens"]
+    else:
+        lens = call["pos_offsets"] + call["cu_seqlens_q"].diff()
+    used = torch.zeros(*call["k_cache"].shape[:3:2], dtype=torch.bool, device=backend.device)
+    tables = call["block_tables"]
+    for b, length in enumerate(lens.tolist()):
+        for p in range(length):
+            used[tables[b, p // 8], p % 8] = True
+        tables[b, -(-length // 8) :] = 2147480000
+    for cache in ("k_cache", "v_cache"):
+        call[cache].masked_fill_(~used[:, None, :, None], torch.nan)
+    assert torch.equal(getattr(backend, name)(**call), clean)
+
+
+@pytest.mark.parametrize("backend_name", KERNELS)
+def test_cutting_changes_rounding_only(backend_name, cut_fine):
+    backend = get_backend(backend_name)
+    for axes in ({}, {"sliding_window": 20}, {"with_sinks": True}, {"q_len": 1, "batch": 1}):
+        call, plain = (decode(backend, seed=4, **axes) for _ in range(2))
+        out = backend.paged_decode_attention(**call)
+        want = OPS["paged_decode_attention"].reference(**plain)
+        assert_close(out, want)
+        assert_close(call["lse"], plain["lse"])
+
+
+@pytest.mark.parametrize("backend_name", KERNELS)
+def test_batch_invariant_results_are_those_of_a_batch_of_one(backend_name, monkeypatch):
+    monkeypatch.setattr(decode_config, "INVARIANT_KEYS", 32)
+    monkeypatch.setattr("ferrum_triton.kernels.attention.paged_decode.INVARIANT_KEYS", 32)
+    backend = get_backend(backend_name)
+    call = decode(backend, max_len=200) | {"batch_invariant": True}
+    together = backend.paged_decode_attention(**call)
+    for b in range(3):
+        rows = {n: call[n][b : b + 1] for n in ("q", "block_tables", "kv_lens", "lse")}
+        alone = backend.paged_decode_attention(**{**call, **rows})
+        assert torch.equal(alone[0], together[b])
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_a_window_ends_where_it_says(backend_name):
+    """The value of the oldest key inside counts, that of the one before does not."""
+    backend = get_backend(backend_name)
+    call = decode(backend, batch=1, q_len=1, sliding_window=20)
+    call["kv_lens"].fill_(77)
+    before = backend.paged_decode_attention(**clone(call))
+    for age, counts in ((20, False), (19, True)):
+        changed = clone(call)
+        position = 76 - age
+        block = changed["block_tables"][0, position // 8]
+        changed["v_cache"][block, :, position % 8] += 3.0
+        after = backend.paged_decode_attention(**changed)
+        assert torch.equal(after, before) != counts
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_a_mixed_batch_is_its_sequences(backend_name):
+    """Prompts, chunks and single tokens attended together, and each as a decode of its own."""
+    backend = get_backend(backend_name)
+    call = varlen(backend, q_lens=(1, 20, 3, 9), padding=2)
+    out = backend.paged_varlen_attention(**call)
+    ends = call["cu_seqlens_q"].tolist()
+    shared = {n: call[n] for n in ("k_cache", "v_cache")}
+    for s in range(4):
+        start, end = ends[s], ends[s + 1]
+        alone = backend.paged_decode_attention(
+            call["q"][None, start:end],
+            **shared,
+            block_tables=call["block_tables"][s : s + 1],
+            kv_lens=call["pos_offsets"][s : s + 1] + end - start,
+        )
+        assert_close(out[start:end], alone[0])
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_the_future_does_not_change_the_past(backend_name):
+    backend = get_backend(backend_name)
+    call = varlen(backend, q_lens=(20,), max_offset=0)
+    before = backend.paged_varlen_attention(**clone(call))
+    block = call["block_tables"][0, 12 // 8]
+    for cache in ("k_cache", "v_cache"):
+        call[cache][block, :, 12 % 8] += 1.0
+    after = backend.paged_varlen_attention(**call)
+    assert torch.equal(after[:12], before[:12])
+    assert not torch.equal(after[12:], before[12:])
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_soft_caps_hold_large_scores(backend_name):
+    backend = get_backend(backend_name)
+    call = decode(backend, softcap=5.0)
+    call["q"] *= 1000.0
+    out = backend.paged_decode_attention(**call)
+    assert out.isfinite().all()
+    assert (call["lse"][call["kv_lens"] > 1] < 5.0 + torch.tensor(100.0).log()).all()
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_a_sink_is_a_key_without_a_value(backend_name):
+    backend = get_backend(backend_name)
+    call = decode(backend, with_sinks=True)
+    plain = clone(call) | {"sinks": None}
+    out = backend.paged_decode_attention(**call)
+    without = backend.paged_decode_attention(**plain)
+    share = torch.exp(plain["lse"] - torch.logaddexp(plain["lse"], call["sinks"].expand(3, 2, 6)))
+    assert_close(out, without * share[..., None])
+
+
+@pytest.mark.parametrize("lengths", [(7,), (0, 100, 0), (300, 5, 5, 1), (64,) * 5])
+@pytest.mark.parametrize("shares", [1, 4, 50])
+def test_plans_cover_every_tile_once(lengths, shares):
+    """The device's arithmetic, on the host: units of a sequence, and the bound on all of them."""
+    tiles = [-(-length // 16) for length in lengths]
+    size = max(-(-sum(tiles) // shares), 2)
+    units = [max(-(-count // size), 1) for count in tiles]
+    for count, own in zip(tiles, units, strict=True):
+        assert (own - 1) * size < max(count, 1) <= own * size or count == 0
+    assert sum(units) <= plan.most_units(len(lengths), max(tiles), shares, 2, False)
+
+
+@pytest.mark.parametrize("change", ["heads", "scales", "window", "block"])
+def test_calls_that_make_no_sense_are_refused(change):
+    backend = get_backend("cpu")
+    call = decode(backend, cache_dtype=torch.int8)
+    if change == "heads":
+        call["q"] = call["q"][:, :, :5]
+    elif change == "scales":
+        call["k_scales"] = None
+    elif change == "window":
+        call["sliding_window"] = -1
+    else:
+        for name in ("k_cache", "v_cache", "k_scales", "v_scales"):
+            call[name] = call[name][:, :, :6]
+    with pytest.raises(InputError):
+        backend.paged_decode_attention(**call)
