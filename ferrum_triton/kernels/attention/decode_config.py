@@ -74,18 +74,23 @@ def decode_launch(
     head_dim: int,
     cache: torch.dtype,
     rows: int,
+    in_pieces: bool,
     batch_invariant: bool,
 ) -> Config:
-    """The configuration of a launch of ``rows`` queries times heads a sequence and KV head."""
-    if capability(device) < (9, 0):
-        # What fits the registers of sm_80 and the 64 KB of shared memory of gfx942.
+    """The configuration of a launch of ``rows`` queries times heads a sequence and KV head.
+
+    ``in_pieces``: vectors of the cache are not contiguous.
+    """
+    odd = head_dim & (head_dim - 1) or (head_dim > 128 and cache.itemsize == 1)
+    if capability(device) < (9, 0) or cache == torch.float32 or in_pieces or odd:
+        # What fits the registers of sm_80 and the 64 KB of shared memory of gfx942, and what
+        # addresses of pieces and masks of columns leave room for.
         return _config(32, 256, 128, 4, 2)
     if batch_invariant:
         # What must not depend on the batch may not depend on what suits the batch either.
         batch, capacity = 1, INVARIANT_KEYS
     key_bytes = 2 * head_dim * cache.itemsize
     config = decode_config.pick(device, batch, num_kv_heads, capacity, key_bytes)
-    if rows > 16 or cache == torch.float32:
-        tile = 32 if head_dim > 128 or cache == torch.float32 else min(config["BLOCK_N"], 64)
-        config = {**config, "BLOCK_N": tile, "num_warps": 4, "num_stages": 3}
+    if rows > 16:
+        config = {**config, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
     return config

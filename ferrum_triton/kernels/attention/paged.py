@@ -46,6 +46,7 @@ def paged_decode_attention(
         head_dim,
         k_cache.dtype,
         q_len * (num_heads // pool.num_kv_heads),
+        layout == "vllm_x",
         batch_invariant,
     )
     scale = float(head_dim**-0.5 if softmax_scale is None else softmax_scale)
@@ -111,6 +112,7 @@ def paged_varlen_attention(
         head_dim,
         k_cache.dtype,
         few * (num_heads // pool.num_kv_heads),
+        layout == "vllm_x",
         False,
     )
     lengths = None, pos_offsets, cu_seqlens_q

@@ -66,10 +66,17 @@ def capped(scores, softcap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def slot_of(n, BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr):
-    """Slots of keys in their pages, in 64 bits only where their strides need it: it costs 10 %."""
-    slot = n % BLOCK_SIZE
-    return slot.to(tl.int64) if WIDE else slot
+def place_keys(key, table_ptr, num_blocks, BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Block and slot of keys >= 0.
+
+    Unsigned: then a power of two divides in one shift, and one comparison holds an entry to the
+    pool's blocks, negative ones too. Slots take 64 bits only where their strides need it.
+    """
+    key = key.to(tl.uint32)
+    entry = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.uint32)
+    block = tl.minimum(entry, (num_blocks - 1).to(tl.uint32)).to(tl.int64)
+    slot = (key % BLOCK_SIZE).to(tl.int64 if WIDE else tl.int32)
+    return block, slot
 
 
 @triton.jit
@@ -89,9 +96,7 @@ def load_scales(
 ):
     """Scales of the slots of keys, past the sequence's end of its last one."""
     key = tl.maximum(tl.minimum(n, keys - 1), 0)
-    block = tl.load(table_ptr + key // BLOCK_SIZE)
-    block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
-    slot = slot_of(key, BLOCK_SIZE, WIDE)
+    block, slot = place_keys(key, table_ptr, num_blocks, BLOCK_SIZE, WIDE)
     k_slots = block * stride_k_scales_block + slot * stride_k_scales_slot
     v_slots = block * stride_v_scales_block + slot * stride_v_scales_slot
     k_scale = tl.load(k_scales_ptr + k_slots).to(tl.float32)
@@ -158,9 +163,7 @@ def attend_pages(
         # Past the sequence's end its last key is read again, which no mask costs anything: the
         # weight is 0, and it is a key that somebody sees.
         key = tl.minimum(n, keys - 1) if MASKED else n
-        block = tl.load(table_ptr + key // BLOCK_SIZE)
-        block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
-        slot = slot_of(key, BLOCK_SIZE, WIDE)
+        block, slot = place_keys(key, table_ptr, num_blocks, BLOCK_SIZE, WIDE)
         k_rows = k_head_ptr + (block * stride_k_block + slot * stride_k_slot)[:, None]
         v_rows = v_head_ptr + (block * stride_v_block + slot * stride_v_slot)[:, None]
         if HEAD_DIM < BLOCK_D:
