@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from bench.check import compare, verdict
+from bench.decode_map import cliffs, draw
 from bench.results import Row, save_rows
 from bench.timing import COLD_BYTES, copies_of
 from ferrum_triton.kernels import tuning
@@ -129,3 +131,15 @@ def test_candidates_serve_tritons_autotuner(tunable):
         (32, 4),
         (32, 8),
     ]
+
+
+def test_cliffs_are_drops_beside_no_more_work():
+    cells = {(1, 128): 0.1, (2, 128): 0.2, (4, 128): 0.1, (1, 256): 0.2, (2, 256): 0.4}
+    assert cliffs(cells) == [((4, 128), (2, 128)), ((4, 128), (2, 256))]
+
+
+def test_heat_maps_are_well_formed():
+    root = ElementTree.fromstring(draw({(1, 128): 0.5, (8, 4096): 4.0, (8, 128): 2.0}))
+    figures = [node.text for node in root.iter() if node.tag.endswith("text")]
+    assert figures[1:] == ["128", "4096", "1", "0.50", "8", "2.00", "4.00"]
+    assert sum(node.tag.endswith("rect") for node in root.iter()) == 3
