@@ -225,3 +225,50 @@ def test_calls_that_make_no_sense_are_refused(change):
             call[name] = call[name][:, :, :6]
     with pytest.raises(InputError):
         backend.paged_decode_attention(**call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_replays_follow_lengths_across_units(batch_invariant):
+    """One captured step, at lengths on both sides of pages, tiles and units, and at none."""
+    backend = get_backend("cuda")
+    call = decode(backend, dtype=torch.float16, max_len=5000, head_dim=64, block_size=16, q_len=1)
+    call["batch_invariant"] = batch_invariant
+    out = torch.empty_like(call["q"])
+    backend.paged_decode_attention(**call, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.paged_decode_attention(**call, out=out)
+    tables = call["block_tables"].clone()
+    for lens in (
+        (0, 1, 15), (16, 17, 127), (128, 129, 1023), (1024, 1025, 5000), (0, 0, 0), (4999, 2, 640),
+    ):  # fmt: skip
+        call["kv_lens"].copy_(torch.tensor(lens))
+        call["block_tables"].copy_(tables)
+        for row, length in enumerate(lens):
+            if length == 0:
+                call["block_tables"][row] = -1  # a padding row
+        out.fill_(torch.nan)
+        graph.replay()
+        fresh = clone(call)
+        assert_close(out, OPS["paged_decode_attention"].reference(**fresh))
+        assert_close(call["lse"], fresh["lse"])
+
+
+@pytest.mark.gpu
+def test_pages_past_two_to_the_31_elements():
+    """Real memory: the last pages of a pool of 2.3e9 elements."""
+    backend = get_backend("cuda")
+    call = decode(backend, dtype=torch.float16, head_dim=128, num_kv_heads=8, block_size=16)
+    near = clone(call)
+    want = backend.paged_decode_attention(**near)
+    num_blocks = call["k_cache"].shape[0]
+    first = 140_000 - num_blocks
+    for name in ("k_cache", "v_cache"):
+        far = torch.empty(140_000, *call[name].shape[1:], dtype=torch.float16, device="cuda")
+        far[first:] = call[name]
+        call[name] = far
+    tables = call["block_tables"]
+    call["block_tables"] = torch.where(tables < 0, tables, tables + first)
+    assert torch.equal(backend.paged_decode_attention(**call), want)
+    assert torch.equal(call["lse"], near["lse"])
