@@ -252,6 +252,7 @@ def as_pool(
         # One scale for all heads is one that never advances.
         of_head = (0 if s.shape[0] == 1 else s.stride(0) for s in (k_scales, v_scales))
         strides = tuple(n for stride in of_head for n in (0, stride, 0))
+    k_strides, v_strides = pool_strides(k_cache, layout), pool_strides(v_cache, layout)
     return Pool(
         k_cache.view(torch.uint8) if as_bits else k_cache,
         v_cache.view(torch.uint8) if as_bits else v_cache,
@@ -260,16 +261,13 @@ def as_pool(
         num_blocks,
         block_size,
         num_kv_heads,
-        (*pool_strides(k_cache, layout), *pool_strides(v_cache, layout), *strides),
+        (*k_strides, *v_strides, *strides),
         {
             "SCALES": kind,
             "FORMAT": "e4m3" if as_bits else "",
             "QUANTISED": quantised,
-            "WIDE": any(
-                stride * block_size > INT32_MAX
-                for slots in (pool_strides(k_cache, layout), pool_strides(v_cache, layout), strides)
-                for stride in slots
-            ),
+            "WIDE": max(k_strides[2], v_strides[2], strides[2], strides[5]) * block_size
+            > INT32_MAX,
             "BLOCK_SIZE": block_size,
             "K_PIECE": k_cache.shape[-1] if layout == "vllm_x" else 0,
             "V_PIECE": 1 if layout == "vllm_x" else 0,
