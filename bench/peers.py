@@ -1,4 +1,6 @@
-"""What ops are timed against: torch, torch.compile, and Liger where it is installed."""
+"""What ops are timed against: torch, torch.compile, Liger where it is installed, and for attention
+torch's fused backends and FlexAttention.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bench.attention_peers import SDPA_BACKENDS, flex_call, sdpa_call
 from ferrum_triton.registry import Op
 
-PEERS = ("torch", "inductor", "liger")
+PEERS = ("torch", "inductor", "liger", *SDPA_BACKENDS, "flex")
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,6 +53,12 @@ def peer_call(peer: str, op: Op, arguments: dict[str, Any]) -> Callable[..., Any
     """A function of the op's arguments, or None where the peer has no such op or is absent."""
     if peer == "liger":
         return _liger(op)
+    if peer == "flex" or peer in SDPA_BACKENDS:
+        if op.name != "flash_attention":
+            return None
+        if peer == "flex":
+            return flex_call(arguments, compiled=True)
+        return sdpa_call(SDPA_BACKENDS[peer], arguments)
     written = TORCH.get(op.name)
     if written is None or peer == "torch":
         return written

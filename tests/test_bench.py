@@ -7,13 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
+from bench.attention_peers import flex_call, sdpa_call
 from bench.check import compare, verdict
 from bench.decode_map import cliffs, draw
 from bench.results import Row, save_rows
 from bench.timing import COLD_BYTES, copies_of
 from ferrum_triton.kernels import tuning
 from ferrum_triton.kernels.tuning import TUNABLES, Tunable, nearest
+from ferrum_triton.registry import OPS
+from ferrum_triton.testing import TensorFactory, assert_close
 
 US = {"id": "a/x", "metric": "us", "floor": 10, "goal": 8}
 TFLOPS = {"id": "b/y", "metric": "tflops", "floor": 300, "goal": 400}
@@ -143,3 +147,28 @@ def test_heat_maps_are_well_formed():
     figures = [node.text for node in root.iter() if node.tag.endswith("text")]
     assert figures[1:] == ["128", "4096", "1", "0.50", "8", "2.00", "4.00"]
     assert sum(node.tag.endswith("rect") for node in root.iter()) == 3
+
+
+@pytest.mark.parametrize("sliding_window", [0, 5])
+def test_attention_peers_compute_what_they_are_timed_for(sliding_window):
+    op = OPS["flash_attention"]
+    axes = {"batch": 2, "num_kv_heads": 2, "group_size": 3, "head_dim": 16, "q_len": 20}
+    arguments = op.make_sample(
+        TensorFactory(torch.float32), kv_len=20, sliding_window=sliding_window, **axes
+    )
+    want = op.reference(**arguments)
+    assert_close(flex_call(arguments, compiled=False)(**arguments), want)
+    call = sdpa_call(SDPBackend.MATH, arguments)
+    assert (call is None) == (sliding_window > 0)
+    if call is not None:
+        assert_close(call(**arguments), want)
+
+
+def test_attention_peers_leave_out_what_they_lack():
+    op = OPS["flash_attention"]
+    axes = {"batch": 1, "num_kv_heads": 1, "group_size": 1, "head_dim": 16, "q_len": 20}
+    square = op.make_sample(TensorFactory(torch.float32), kv_len=20, **axes)
+    longer = op.make_sample(TensorFactory(torch.float32), kv_len=30, **axes)
+    for arguments in (longer, square | {"softcap": 5.0}, square | {"causal": False}):
+        assert sdpa_call(SDPBackend.MATH, arguments) is None
+        assert flex_call(arguments, compiled=False) is None
