@@ -12,6 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+ATTENTION_PEERS = (*SDPA_BACKENDS, "flex")
+
+
+def attention_call(peer: str, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What a peer makes of a call of flash_attention, or None where it has no such call."""
+    if peer == "flex":
+        return flex_call(arguments, compiled=True)
+    return sdpa_call(SDPA_BACKENDS[peer], arguments)
 
 
 def sdpa_call(backend: SDPBackend, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:

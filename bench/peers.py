@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.attention_peers import SDPA_BACKENDS, flex_call, sdpa_call
+from bench.attention_peers import ATTENTION_PEERS, attention_call
 from ferrum_triton.registry import Op
 
-PEERS = ("torch", "inductor", "liger", *SDPA_BACKENDS, "flex")
+PEERS = ("torch", "inductor", "liger", *ATTENTION_PEERS)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -53,12 +53,8 @@ def peer_call(peer: str, op: Op, arguments: dict[str, Any]) -> Callable[..., Any
     """A function of the op's arguments, or None where the peer has no such op or is absent."""
     if peer == "liger":
         return _liger(op)
-    if peer == "flex" or peer in SDPA_BACKENDS:
-        if op.name != "flash_attention":
-            return None
-        if peer == "flex":
-            return flex_call(arguments, compiled=True)
-        return sdpa_call(SDPA_BACKENDS[peer], arguments)
+    if peer in ATTENTION_PEERS:
+        return attention_call(peer, arguments) if op.name == "flash_attention" else None
     written = TORCH.get(op.name)
     if written is None or peer == "torch":
         return written

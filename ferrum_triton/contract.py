@@ -27,6 +27,7 @@ ACTIVATIONS = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "T": ACTIVATIONS,
     "float": ACTIVATIONS,
+    "float32": (torch.float32,),
     "int": (torch.int32, torch.int64),
     "uint8": (torch.uint8,),
     "any": (

@@ -17,8 +17,7 @@ def decode_heuristic(batch: int, num_kv_heads: int, capacity: int, key_bytes: in
 
     Few warps win: a program waits for memory, so tiles are large and queues deep. More warps do
     where all work fits in one turn, be it that there is little or that every pair of sequence and
-    head has a program of its own. ``key_bytes`` is what a key and its value take; measured on an
-    H200.
+    head has a program of its own. ``key_bytes`` is what a key and its value take.
     """
     pairs = batch * num_kv_heads
     if key_bytes > 512:

@@ -5,12 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ferrum_triton.kernels.attention.softmax import LN_2, LOG2_E
 from ferrum_triton.kernels.jit import kernel, processors
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.attention import merge as ops
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 
 # Elements of one part that a program holds at once, where there are enough of them: 16 bytes a
 # thread and load, four loads a thread.

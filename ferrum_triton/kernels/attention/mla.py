@@ -17,12 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.attention.merge import weigh
+from ferrum_triton.kernels.attention.softmax import LN_2, LOG2_E
 from ferrum_triton.kernels.jit import capability, kernel, processors
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.attention import mla as ops
-
-LOG2_E = 1.4426950408889634
-LN_2 = tl.constexpr(0.6931471805599453)
 
 # Keys a split has at least: with fewer, the merge costs more than the parallelism gains.
 MIN_KEYS = 128
@@ -416,7 +414,7 @@ def mla_attention(
         block_size,
         capacity,
         q_len,
-        softmax_scale * LOG2_E,
+        softmax_scale * LOG2_E.value,
         STRIDE_ROW=cache.stride(1),
         LORA=kv_lora_rank,
         ROPE=width - kv_lora_rank,

@@ -13,8 +13,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ferrum_triton.kernels.attention.decode_config import INVARIANT_KEYS
 from ferrum_triton.kernels.attention.pages import (
     Pool,
-    attend_pages,
+    attend_range,
+    finish_rows,
     scaled_queries,
+    sink_state,
     token_strides,
 )
 from ferrum_triton.kernels.attention.plan import (
@@ -24,12 +26,11 @@ from ferrum_triton.kernels.attention.plan import (
     tile_range,
     units_of_sequences,
 )
+from ferrum_triton.kernels.attention.softmax import LN_2, LOG2_E
 from ferrum_triton.kernels.jit import capability, kernel
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config
 
-LOG2_E = 1.4426950408889634
-LN_2 = tl.constexpr(0.6931471805599453)
 # Units a merging program reads at a time, at most.
 MERGED_UNITS = 64
 
@@ -155,43 +156,25 @@ def _paged_decode_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
         if part == 0:
-            sink = tl.load(sinks_ptr + head, mask=in_rows, other=0.0).to(tl.float32)
-            m_i = sink * 1.4426950408889634
-            l_i = tl.where(m_i > float("-inf"), 1.0, 0.0)
+            m_i, l_i = sink_state(sinks_ptr, head, in_rows)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    table_ptr = block_tables_ptr + seq_index * stride_table
-    k_head_ptr = k_cache_ptr + kv_head * stride_k_head
-    v_head_ptr = v_cache_ptr + kv_head * stride_v_head
-    slot_scales: tl.constexpr = SCALES == "slot"
-    k_scales_head, v_scales_head = k_scales_ptr, v_scales_ptr
-    if slot_scales:
-        k_scales_head = k_scales_ptr + kv_head * stride_k_scales_head
-        v_scales_head = v_scales_ptr + kv_head * stride_v_scales_head
     # Tiles that every query sees whole, then the last ones; with a window every tile is an edge.
-    seen_by_all = tl.maximum((keys - queries + 1) // BLOCK_N, 0)
     whole_end = first_tile
     if not HAS_WINDOW:
+        seen_by_all = tl.maximum((keys - queries + 1) // BLOCK_N, 0)
         whole_end = tl.minimum(tl.maximum(seen_by_all, first_tile), end_tile)
-        acc, m_i, l_i = attend_pages(
-            acc, m_i, l_i, q, position, first_tile, whole_end, keys, table_ptr, k_head_ptr,
-            v_head_ptr, k_scales_head, v_scales_head, stride_k_block, stride_k_slot,
-            stride_k_piece, stride_v_block, stride_v_slot, stride_v_piece, stride_k_scales_block,
-            stride_k_scales_slot, stride_v_scales_block, stride_v_scales_slot, num_blocks,
-            sliding_window, score_factor, softcap, WIDE, False, HAS_WINDOW, HAS_CAP, slot_scales,
-            FORMAT, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
-    acc, m_i, l_i = attend_pages(
-        acc, m_i, l_i, q, position, whole_end, end_tile, keys, table_ptr, k_head_ptr,
-        v_head_ptr, k_scales_head, v_scales_head, stride_k_block, stride_k_slot,
-        stride_k_piece, stride_v_block, stride_v_slot, stride_v_piece, stride_k_scales_block,
-        stride_k_scales_slot, stride_v_scales_block, stride_v_scales_slot, num_blocks,
-        sliding_window, score_factor, softcap, WIDE, True, HAS_WINDOW, HAS_CAP, slot_scales,
-        FORMAT, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N, BLOCK_D, PRECISION,
+    acc, m_i, l_i = attend_range(
+        acc, m_i, l_i, q, position, first_tile, first_tile, whole_end, end_tile, keys, seq, kv_head,
+        block_tables_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr,
+        stride_table, stride_k_block, stride_k_head, stride_k_slot, stride_k_piece, stride_v_block,
+        stride_v_head, stride_v_slot, stride_v_piece, stride_k_scales_block, stride_k_scales_head,
+        stride_k_scales_slot, stride_v_scales_block, stride_v_scales_head, stride_v_scales_slot,
+        num_blocks, sliding_window, score_factor, softcap, False, not HAS_WINDOW, WIDE, HAS_WINDOW,
+        HAS_CAP, SCALES, FORMAT, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        PRECISION,
     )  # fmt: skip
-
-    acc = acc * (v_factor / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
-    lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log2(l_i))
+    acc, lse = finish_rows(acc, m_i, l_i, v_factor)
     if own_units == 1:
         out_rows = out_ptr + seq_index * stride_out_seq + token * stride_out_token
         out_rows += head * stride_out_head
@@ -378,7 +361,7 @@ def launch_decode(
         sliding_window,
         shares,
         least_tiles,
-        scale if softcap > 0 else scale * LOG2_E,
+        scale if softcap > 0 else scale * LOG2_E.value,
         float(softcap),
         HAS_CAP=softcap > 0,
         BLOCK_M=block_m,

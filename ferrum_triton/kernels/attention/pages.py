@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ferrum_triton.kernels.attention.softmax import LOG2_E
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.kv_pool import FORMATS, pool_strides, scale_strides
 from ferrum_triton.kernels.rope import in_pieces
@@ -61,7 +62,7 @@ def scaled_queries(
 def capped(scores, softcap, HAS_CAP: tl.constexpr):
     """Scores in base 2: softcap * tanh(s / softcap), through a sigmoid, which cannot overflow."""
     if HAS_CAP:
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * 1.4426950408889634
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * LOG2_E
     return scores
 
 
@@ -204,6 +205,99 @@ def attend_pages(
         if SLOT_SCALES:
             k_scale, v_scale = next_k_scale, next_v_scale
     return acc, m_i, l_i
+
+
+@triton.jit
+def attend_range(
+    acc,
+    m_i,
+    l_i,
+    q,
+    position,
+    first_tile,
+    whole_start,  # tiles [whole_start, whole_end) are seen by every query
+    whole_end,
+    end_tile,
+    keys,
+    seq,
+    kv_head,
+    block_tables_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    stride_table,
+    stride_k_block,
+    stride_k_head,
+    stride_k_slot,
+    stride_k_piece,
+    stride_v_block,
+    stride_v_head,
+    stride_v_slot,
+    stride_v_piece,
+    stride_k_scales_block,
+    stride_k_scales_head,
+    stride_k_scales_slot,
+    stride_v_scales_block,
+    stride_v_scales_head,
+    stride_v_scales_slot,
+    num_blocks,
+    sliding_window,
+    score_factor,
+    softcap,
+    EDGE_FIRST: tl.constexpr,  # there are tiles before whole_start
+    HAS_WHOLE: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    SCALES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_PIECE: tl.constexpr,
+    V_PIECE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Fold the tiles [first_tile, end_tile) of one sequence and KV head, masking only edges."""
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
+    k_head_ptr = k_cache_ptr + kv_head * stride_k_head
+    v_head_ptr = v_cache_ptr + kv_head * stride_v_head
+    slot_scales: tl.constexpr = SCALES == "slot"
+    k_scales_head, v_scales_head = k_scales_ptr, v_scales_ptr
+    if slot_scales:
+        k_scales_head = k_scales_ptr + kv_head * stride_k_scales_head
+        v_scales_head = v_scales_ptr + kv_head * stride_v_scales_head
+    for part in tl.static_range(3):
+        if (part == 0 and EDGE_FIRST) or (part == 1 and HAS_WHOLE) or part == 2:
+            start = first_tile if part == 0 else whole_start if part == 1 else whole_end
+            end = whole_start if part == 0 else whole_end if part == 1 else end_tile
+            acc, m_i, l_i = attend_pages(
+                acc, m_i, l_i, q, position, start, end, keys, table_ptr, k_head_ptr, v_head_ptr,
+                k_scales_head, v_scales_head, stride_k_block, stride_k_slot, stride_k_piece,
+                stride_v_block, stride_v_slot, stride_v_piece, stride_k_scales_block,
+                stride_k_scales_slot, stride_v_scales_block, stride_v_scales_slot, num_blocks,
+                sliding_window, score_factor, softcap, WIDE, part != 1, HAS_WINDOW, HAS_CAP,
+                slot_scales, FORMAT, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N, BLOCK_D,
+                PRECISION,
+            )  # fmt: skip
+    return acc, m_i, l_i
+
+
+@triton.jit
+def sink_state(sinks_ptr, head, in_rows):
+    """(m, l) of rows whose head's sink is all they have seen, in base 2."""
+    sink = tl.load(sinks_ptr + head, mask=in_rows, other=0.0).to(tl.float32)
+    m_i = sink * LOG2_E
+    return m_i, tl.where(m_i > float("-inf"), 1.0, 0.0)
+
+
+@triton.jit
+def finish_rows(acc, m_i, l_i, v_factor):
+    """(result, log of the sum of exp in base 2): 0 and -inf of rows that saw nothing."""
+    acc = acc * (v_factor / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
+    return acc, tl.where(l_i == 0.0, float("-inf"), m_i + tl.log2(l_i))
 
 
 INT32_MAX = 2**31 - 1

@@ -102,7 +102,7 @@ def store_counts(
     """Store, or add, how many of the ``ids`` under ``mask`` name each expert.
 
     A histogram of the ids, not a sum over the tile: that would send the whole tile through shared
-    memory, 4 of 8 us for 4096 tokens on an H200.
+    memory.
     """
     size: tl.constexpr = ids.shape[0] * ids.shape[1]
     mask = tl.broadcast_to(mask, ids.shape)

@@ -46,7 +46,7 @@ def _flash_cases() -> list[Case]:
         "v": "T[batch, num_kv_heads, capacity, head_dim]",
         "kv_lens": "int[batch]",
         "sinks": "float[num_heads]",
-        "lse": "float[batch, num_heads, q_len]",
+        "lse": "float32[batch, num_heads, q_len]",
     },
     axes={
         "batch": (1, 3),
@@ -165,8 +165,6 @@ def _(
         flash_attention.reject("sliding_window", str(sliding_window), "0 (off) or more")
     if q.shape[3] > 256:
         flash_attention.reject("q", f"of head_dim {q.shape[3]}", "head_dim up to 256")
-    if lse is not None and lse.dtype != torch.float32:
-        flash_attention.reject("lse", str(lse.dtype), "torch.float32")
 
 
 @flash_attention.call_rule

@@ -9,7 +9,7 @@ from ferrum_triton.ops.attention.pool import (
     attend,
     check_paged,
     gather,
-    pool_caches,
+    paged_sample,
     visible_keys,
 )
 from ferrum_triton.ops.kv_pool import token_view
@@ -36,7 +36,7 @@ def _decode_case(heads: str, batch: int, ctx: int, dtype: str = "bf16", **axes) 
         **PAGED_TENSORS,
         "block_tables": "int[batch, max_blocks]",
         "kv_lens": "int[batch]",
-        "lse": "float[batch, q_len, num_heads]",
+        "lse": "float32[batch, q_len, num_heads]",
     },
     axes={
         "batch": (0, 1, 3),
@@ -160,11 +160,7 @@ def _(
     sliding_window, softcap, layout, batch_invariant,
 ):  # fmt: skip
     this = paged_decode_attention
-    check_paged(
-        this, q, k_cache, v_cache, k_scales, v_scales, sinks, layout, sliding_window, softcap
-    )
-    if lse is not None and lse.dtype != torch.float32:
-        this.reject("lse", str(lse.dtype), "float32")
+    check_paged(this, q, k_cache, v_cache, k_scales, v_scales, layout, sliding_window, softcap)
 
 
 @paged_decode_attention.sample
@@ -197,30 +193,24 @@ def _(
     if short_len is not None:
         lens = torch.cat((lens[:1] * 0 + max_len, lens[1:] * 0 + short_len))
         counts = [max_blocks] + [-(-short_len // block_size)] * (batch - 1)
-    order = make.distinct_ints(0, sum(counts) + 2, sum(counts))
-    tables = torch.full((batch, max_blocks), -1, dtype=torch.int32, device=make.device)
-    start = 0
-    for row, count in enumerate(counts):
-        tables[row, :count] = order[start : start + count]
-        start += count
     num_heads = num_kv_heads * group_size
-    pool = pool_caches(
-        make,
-        sum(counts) + 2,
-        block_size,
-        num_kv_heads,
-        head_dim,
-        layout,
-        cache_dtype,
-        scales,
-        scales_dtype,
-    )
     return {
         "q": make.randn(batch, q_len, num_heads, head_dim),
-        **pool,
-        "block_tables": tables,
+        **paged_sample(
+            make,
+            counts,
+            max_blocks,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            layout,
+            cache_dtype,
+            scales,
+            scales_dtype,
+            with_sinks,
+        ),
         "kv_lens": lens,
-        "sinks": make.weight(num_heads) if with_sinks else None,
         "lse": make.weight(batch, q_len, num_heads) if with_lse else None,
         "sliding_window": sliding_window,
         "softcap": softcap,

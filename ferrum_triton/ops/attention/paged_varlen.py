@@ -9,7 +9,7 @@ from ferrum_triton.ops.attention.pool import (
     attend,
     check_paged,
     gather,
-    pool_caches,
+    paged_sample,
     visible_keys,
 )
 from ferrum_triton.ops.kv_pool import POOL_TENSORS, token_view
@@ -22,7 +22,7 @@ from ferrum_triton.registry import Case, op
         **PAGED_TENSORS,
         "cu_seqlens_q": POOL_TENSORS["cu_seqlens_q"],
         "pos_offsets": "int[num_seqs]",
-        "lse": "float[num_tokens, num_heads]",
+        "lse": "float32[num_tokens, num_heads]",
     },
     axes={
         "q_lens": ((), (1,), (0, 20, 1), (9, 3)),
@@ -128,15 +128,11 @@ def _(
     max_q_len, softmax_scale, sliding_window, softcap, layout,
 ):  # fmt: skip
     this = paged_varlen_attention
-    check_paged(
-        this, q, k_cache, v_cache, k_scales, v_scales, sinks, layout, sliding_window, softcap
-    )
+    check_paged(this, q, k_cache, v_cache, k_scales, v_scales, layout, sliding_window, softcap)
     num_seqs = block_tables.shape[0]
     if cu_seqlens_q.shape[0] != num_seqs + 1:
         got = f"of {cu_seqlens_q.shape[0]} elements"
         this.reject("cu_seqlens_q", got, f"num_seqs + 1 = {num_seqs + 1}")
-    if lse is not None and lse.dtype != torch.float32:
-        this.reject("lse", str(lse.dtype), "float32")
 
 
 @paged_varlen_attention.sample
@@ -158,7 +154,7 @@ def _(
     with_sinks=False,
     with_lse=False,
 ):
-    num_seqs, num_tokens = len(q_lens) + padding, sum(q_lens)
+    num_tokens = sum(q_lens)
     if offsets is None:
         offsets = make.int_list(0, max_offset + 1, len(q_lens))
     else:
@@ -168,24 +164,26 @@ def _(
     # As many blocks whatever the offsets, so that one sample's buffers take another's values.
     counts = [-(-(q + max_offset) // block_size) for q in q_lens]
     max_blocks = max([1, *counts])
-    order = make.distinct_ints(0, sum(counts) + 2, sum(counts))
-    tables = torch.full((num_seqs, max_blocks), -1, dtype=torch.int32, device=make.device)
-    start = 0
-    for row, count in enumerate(counts):
-        tables[row, :count] = order[start : start + count]
-        start += count
     num_heads = num_kv_heads * group_size
-    pool = pool_caches(
-        make, sum(counts) + 2, block_size, num_kv_heads, head_dim, layout, cache_dtype, scales
-    )
     ints = {"dtype": torch.int32, "device": make.device}
     return {
         "q": make.randn(num_tokens, num_heads, head_dim),
-        **pool,
+        **paged_sample(
+            make,
+            counts + [0] * padding,
+            max_blocks,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            layout,
+            cache_dtype,
+            scales,
+            torch.float32,
+            with_sinks,
+        ),
         "cu_seqlens_q": torch.tensor([0, *ends], **ints),
         "pos_offsets": torch.tensor([*offsets, *[0] * padding], **ints),
-        "block_tables": tables,
-        "sinks": make.weight(num_heads) if with_sinks else None,
         "lse": make.weight(num_tokens, num_heads) if with_lse else None,
         "sliding_window": sliding_window,
         "softcap": softcap,

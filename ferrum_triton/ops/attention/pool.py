@@ -19,7 +19,7 @@ the pool is taken for the nearest one: nothing foreign is read, but the result m
 import torch
 from torch import Tensor
 
-from ferrum_triton.ops.kv_pool import LIMITS, POOL_TENSORS, check_pool, pool_sample, token_view
+from ferrum_triton.ops.kv_pool import LIMITS, POOL_TENSORS, cache_shapes, check_pool, token_view
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Op
 
@@ -74,7 +74,7 @@ def visible_keys(position: Tensor, keys: int, sliding_window: int) -> Tensor:
 
 
 def check_paged(
-    of_op: Op, q, k_cache, v_cache, k_scales, v_scales, sinks, layout, sliding_window, softcap
+    of_op: Op, q, k_cache, v_cache, k_scales, v_scales, layout, sliding_window, softcap
 ):
     """The rules of attention over a pool."""
     num_kv_heads, head_dim = check_pool(
@@ -92,8 +92,6 @@ def check_paged(
     block_size = token_view(v_cache, layout).shape[1]
     if block_size & (block_size - 1):
         of_op.reject("k_cache", f"of block_size {block_size}", "a power of two")
-    if sinks is not None and sinks.shape[0] != num_heads:
-        of_op.reject("sinks", f"of {sinks.shape[0]} elements", f"one for each of {num_heads} heads")
     if sliding_window < 0:
         of_op.reject("sliding_window", str(sliding_window), "0 (off) or more")
     if not softcap >= 0:
@@ -104,37 +102,54 @@ def check_paged(
         )
 
 
-def pool_caches(
+def paged_sample(
     make,
-    blocks,
-    block_size,
+    counts,
+    max_blocks,
+    num_heads,
     num_kv_heads,
     head_dim,
+    block_size,
     layout,
     cache_dtype,
     scales,
-    scales_dtype=torch.float32,
+    scales_dtype,
+    with_sinks,
 ):
-    """A pool's caches and scales; ``scales`` is "slot", "head" or "tensor"."""
-    pool = pool_sample(
-        make, 1, num_kv_heads, head_dim, block_size, layout, "slots", cache_dtype=cache_dtype
-    )
-    del pool["slots"]
-    quantised = pool["k_cache"].dtype in LIMITS
-    factor = 1.5 / LIMITS[pool["k_cache"].dtype] if quantised else 1.0
-    for name in ("k_cache", "v_cache", "k_scales", "v_scales"):
-        shape = list(pool[name].shape)
-        shape[0] = blocks
-        if name.endswith("scales"):
-            shape = {"slot": shape, "head": [num_kv_heads], "tensor": [1]}[scales]
-            pool[name] = (make.weight(*shape) * factor).to(scales_dtype) if quantised else None
-        elif pool[name].dtype == torch.int8:
-            pool[name] = make.ints(-127, 128, *shape, dtype=torch.int8)
-        elif quantised:
-            pool[name] = (make.randn(*shape) * 100).to(pool[name].dtype)
-        else:
-            pool[name] = make.randn(*shape)
-    return pool
+    """A pool, sinks, and tables of ``counts`` blocks a sequence.
+
+    Blocks are in random order, and two of the pool are nobody's. ``scales``: one a "slot", a "head"
+    or a "tensor".
+    """
+    num_blocks = sum(counts) + 2
+    order = make.distinct_ints(0, num_blocks, sum(counts))
+    tables = torch.full((len(counts), max_blocks), -1, dtype=torch.int32, device=make.device)
+    start = 0
+    for row, count in enumerate(counts):
+        tables[row, :count] = order[start : start + count]
+        start += count
+
+    dtype = cache_dtype or make.dtype
+    *shapes, of_slots = cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_dim, dtype)
+    k_scales = v_scales = None
+    if dtype in LIMITS:
+        shape = {"slot": of_slots, "head": [num_kv_heads], "tensor": [1]}[scales]
+        factor = 1.5 / LIMITS[dtype]
+        k_scales, v_scales = ((make.weight(*shape) * factor).to(scales_dtype) for _ in "kv")
+    if dtype == torch.int8:
+        k_cache, v_cache = (make.ints(-127, 128, *shape, dtype=dtype) for shape in shapes)
+    else:
+        spread = 100.0 if dtype in LIMITS else 1.0
+        k_cache, v_cache = (make.randn(*shape, scale=spread).to(dtype) for shape in shapes)
+    return {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_tables": tables,
+        "k_scales": k_scales,
+        "v_scales": v_scales,
+        "sinks": make.weight(num_heads) if with_sinks else None,
+        "layout": layout,
+    }
 
 
 PAGED_TENSORS = {
