@@ -1,5 +1,5 @@
-"""What ops are timed against: torch, torch.compile, Liger where it is installed, and for attention
-torch's fused backends and FlexAttention.
+"""What ops are timed against: torch, torch.compile, Liger and FlashInfer where they are installed,
+and for attention torch's fused backends and FlexAttention.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.attention_peers import ATTENTION_PEERS, attention_call
+from bench.flashinfer_peers import flashinfer_call
 from ferrum_triton.registry import Op
 
-PEERS = ("torch", "inductor", "liger", *ATTENTION_PEERS)
+PEERS = ("torch", "inductor", "liger", "flashinfer", *ATTENTION_PEERS)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -53,6 +54,8 @@ def peer_call(peer: str, op: Op, arguments: dict[str, Any]) -> Callable[..., Any
     """A function of the op's arguments, or None where the peer has no such op or is absent."""
     if peer == "liger":
         return _liger(op)
+    if peer == "flashinfer":
+        return flashinfer_call(op.name, arguments)
     if peer in ATTENTION_PEERS:
         return attention_call(peer, arguments) if op.name == "flash_attention" else None
     written = TORCH.get(op.name)

@@ -36,8 +36,8 @@ def paged_decode_attention(
     y = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if q.numel() == 0:
         return y
-    pool = as_pool(k_cache, v_cache, k_scales, v_scales, layout)
     batch, q_len, num_heads, head_dim = q.shape
+    pool = as_pool(k_cache, v_cache, k_scales, v_scales, layout, in_words=q.itemsize == 2)
     config = decode_launch(
         q.device,
         batch,
@@ -96,14 +96,15 @@ def paged_varlen_attention(
     if num_seqs == 0:
         y.zero_()
         return y if lse is None else (lse.fill_(-torch.inf), y)[1]
-    pool = as_pool(k_cache, v_cache, k_scales, v_scales, layout)
+    caches = k_cache, v_cache, k_scales, v_scales, layout
     scale = float(head_dim**-0.5 if softmax_scale is None else softmax_scale)
     longest = num_tokens if max_q_len is None else min(max_q_len, num_tokens)
     few = min(FEW_QUERIES, longest)
     rows = y[None], None if lse is None else lse[None], q[None]
     options = sinks, few, scale, sliding_window, softcap
     if longest > few:
-        launch_prefill(*rows, pool, block_tables, pos_offsets, cu_seqlens_q, *options)
+        launch_prefill(*rows, as_pool(*caches), block_tables, pos_offsets, cu_seqlens_q, *options)
+    pool = as_pool(*caches, in_words=q.itemsize == 2)
     config = decode_launch(
         q.device,
         num_seqs,

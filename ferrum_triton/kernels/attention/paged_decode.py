@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ferrum_triton.kernels.attention.codes import from_quarters, in_quarters
 from ferrum_triton.kernels.attention.decode_config import INVARIANT_KEYS
 from ferrum_triton.kernels.attention.pages import (
     Pool,
@@ -98,6 +99,7 @@ def _paged_decode_kernel(
     FIXED: tl.constexpr,
     SCALES: tl.constexpr,  # "slot", "head" or ""
     FORMAT: tl.constexpr,  # "e4m3" if fp8 comes as bits, else ""
+    PAIRS: tl.constexpr,  # how words of codes are unpacked, or ""
     QUANTISED: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -151,13 +153,16 @@ def _paged_decode_kernel(
         q, scale, k_scales_ptr, v_scales_ptr, kv_head * stride_k_scales_head,
         kv_head * stride_v_scales_head, SCALES, FORMAT, QUANTISED,
     )  # fmt: skip
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    IN_WORDS: tl.constexpr = k_cache_ptr.dtype.element_ty == tl.int32
+    if IN_WORDS:
+        q, acc = in_quarters(q), in_quarters(acc)
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
         if part == 0:
             m_i, l_i = sink_state(sinks_ptr, head, in_rows)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     # Tiles that every query sees whole, then the last ones; with a window every tile is an edge.
     whole_end = first_tile
@@ -171,9 +176,11 @@ def _paged_decode_kernel(
         stride_v_head, stride_v_slot, stride_v_piece, stride_k_scales_block, stride_k_scales_head,
         stride_k_scales_slot, stride_v_scales_block, stride_v_scales_head, stride_v_scales_slot,
         num_blocks, sliding_window, score_factor, softcap, False, not HAS_WINDOW, WIDE, HAS_WINDOW,
-        HAS_CAP, SCALES, FORMAT, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        HAS_CAP, SCALES, FORMAT, PAIRS, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N, BLOCK_D,
         PRECISION,
     )  # fmt: skip
+    if IN_WORDS:
+        acc = from_quarters(acc)
     acc, lse = finish_rows(acc, m_i, l_i, v_factor)
     if own_units == 1:
         out_rows = out_ptr + seq_index * stride_out_seq + token * stride_out_token

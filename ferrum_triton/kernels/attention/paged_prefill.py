@@ -75,6 +75,7 @@ def _paged_prefill_kernel(
     HAS_CAP: tl.constexpr,
     SCALES: tl.constexpr,
     FORMAT: tl.constexpr,
+    PAIRS: tl.constexpr,
     QUANTISED: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -145,7 +146,7 @@ def _paged_prefill_kernel(
         stride_v_head, stride_v_slot, stride_v_piece, stride_k_scales_block, stride_k_scales_head,
         stride_k_scales_slot, stride_v_scales_block, stride_v_scales_head, stride_v_scales_slot,
         num_blocks, sliding_window, score_factor, softcap, HAS_WINDOW, True, WIDE, HAS_WINDOW,
-        HAS_CAP, SCALES, FORMAT, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        HAS_CAP, SCALES, FORMAT, PAIRS, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N, BLOCK_D,
         PRECISION,
     )  # fmt: skip
     acc, lse = finish_rows(acc, m_i, l_i, v_factor)

@@ -7,27 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ferrum_triton.kernels.attention.codes import add_values, dot_keys
 from ferrum_triton.kernels.attention.softmax import LOG2_E
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.kv_pool import FORMATS, pool_strides, scale_strides
 from ferrum_triton.kernels.rope import in_pieces
 from ferrum_triton.ops.kv_pool import token_view
-
-
-@triton.jit
-def decoded(codes, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """Cached values in DTYPE, up to their scale, exactly. FORMAT "e4m3" are bits of fp8.
-
-    The exponent and mantissa of E4M3, as float16's, are a 256th of the value: both have their bias
-    in the exponent alone, so that subnormals are right too. ``code_factor`` makes up for it.
-    """
-    if FORMAT == "e4m3":
-        wide = codes.to(tl.uint16)
-        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        x = bits.to(tl.float16, bitcast=True).to(DTYPE)
-    else:
-        x = codes.to(DTYPE)
-    return x
 
 
 @triton.jit
@@ -107,10 +92,10 @@ def load_scales(
 
 @triton.jit
 def attend_pages(
-    acc,  # [BLOCK_M, BLOCK_D]
+    acc,  # [BLOCK_M, BLOCK_D], or its quarters
     m_i,  # [BLOCK_M], the largest score so far, in base 2
     l_i,  # [BLOCK_M]
-    q,  # [BLOCK_M, BLOCK_D]
+    q,  # [BLOCK_M, BLOCK_D], or its quarters
     position,  # [BLOCK_M], of each row's query
     first_tile,
     end_tile,
@@ -140,6 +125,7 @@ def attend_pages(
     HAS_CAP: tl.constexpr,
     SLOT_SCALES: tl.constexpr,
     FORMAT: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     K_PIECE: tl.constexpr,
     V_PIECE: tl.constexpr,
@@ -148,10 +134,12 @@ def attend_pages(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # Of the cache's type: codes are integers, or floats of 8 bits.
+    # Of the cache's type: codes are integers, four to a word or alone, or floats of 8 bits.
     zero: tl.constexpr = 0.0 if k_head_ptr.dtype.element_ty.is_floating() else 0
-    d = tl.arange(0, BLOCK_D)[None, :]
-    in_head = d < HEAD_DIM
+    CODES: tl.constexpr = 4 if k_head_ptr.dtype.element_ty == tl.int32 else 1
+    DTYPE: tl.constexpr = q[0].dtype if CODES == 4 else q.dtype
+    d = tl.arange(0, BLOCK_D // CODES)[None, :]
+    in_head = d < HEAD_DIM // CODES
     k_d, v_d = in_pieces(d, stride_k_piece, K_PIECE), in_pieces(d, stride_v_piece, V_PIECE)
     if SLOT_SCALES:
         k_scale, v_scale = load_scales(
@@ -181,8 +169,7 @@ def attend_pages(
                 BLOCK_SIZE, WIDE,
             )  # fmt: skip
 
-        k = decoded(k, q.dtype, FORMAT)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = dot_keys(q, k, FORMAT, PAIRS, PRECISION)
         if SLOT_SCALES:
             scores *= k_scale[None, :]
         scores = capped(scores * score_factor, softcap, HAS_CAP)
@@ -199,8 +186,7 @@ def attend_pages(
         l_i = l_i * alpha + tl.sum(p, axis=1)
         if SLOT_SCALES:
             p *= v_scale[None, :]
-        v = decoded(v, q.dtype, FORMAT)
-        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = add_values(acc, alpha, p, v, DTYPE, FORMAT, PAIRS, PRECISION)
         m_i = m_new
         if SLOT_SCALES:
             k_scale, v_scale = next_k_scale, next_v_scale
@@ -252,6 +238,7 @@ def attend_range(
     HAS_CAP: tl.constexpr,
     SCALES: tl.constexpr,
     FORMAT: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     K_PIECE: tl.constexpr,
     V_PIECE: tl.constexpr,
@@ -279,8 +266,8 @@ def attend_range(
                 stride_v_block, stride_v_slot, stride_v_piece, stride_k_scales_block,
                 stride_k_scales_slot, stride_v_scales_block, stride_v_scales_slot, num_blocks,
                 sliding_window, score_factor, softcap, WIDE, part != 1, HAS_WINDOW, HAS_CAP,
-                slot_scales, FORMAT, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N, BLOCK_D,
-                PRECISION,
+                slot_scales, FORMAT, PAIRS, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N,
+                BLOCK_D, PRECISION,
             )  # fmt: skip
     return acc, m_i, l_i
 
@@ -307,7 +294,8 @@ class Pool(NamedTuple):
     """A pool as the kernels take it.
 
     Attributes:
-        k, v: the caches; fp8 as bytes where the GPU cannot convert it.
+        k, v: the caches; codes in words of four where a kernel can take them, fp8 as bytes where
+            the GPU cannot convert it.
         k_scales, v_scales: None of a float pool.
         strides: by block, head, slot and piece of k and of v; then those of the scales.
         constexprs: what kernels specialise on.
@@ -330,11 +318,25 @@ def as_pool(
     k_scales: Tensor | None,
     v_scales: Tensor | None,
     layout: str,
+    in_words: bool = False,
 ) -> Pool:
+    """What the kernels take of a pool.
+
+    Args:
+        in_words: the kernel can read codes in words of four, if the caches allow it.
+    """
     num_blocks, block_size, num_kv_heads = token_view(v_cache, layout).shape[:3]
     quantised = k_cache.dtype in FORMATS
     is_fp8 = k_cache.dtype == torch.float8_e4m3fn
-    as_bits = is_fp8 and capability(k_cache.device) < (8, 9)
+    gpu = capability(k_cache.device)
+    as_bits = is_fp8 and gpu < (8, 9)
+    pairs = ""
+    k_piece, v_piece = (k_cache.shape[-1], 1) if layout == "vllm_x" else (0, 0)
+    if in_words and quantised and are_words(k_cache, layout) and are_words(v_cache, layout):
+        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
+        pairs = "" if as_bits or gpu < (8, 0) else "e4m3" if is_fp8 else "int8"
+    elif as_bits:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     kind, strides = "", (0,) * 6
     if not quantised or k_scales is None or v_scales is None:
         k_scales = v_scales = None
@@ -348,8 +350,8 @@ def as_pool(
         strides = tuple(n for stride in of_head for n in (0, stride, 0))
     k_strides, v_strides = pool_strides(k_cache, layout), pool_strides(v_cache, layout)
     return Pool(
-        k_cache.view(torch.uint8) if as_bits else k_cache,
-        v_cache.view(torch.uint8) if as_bits else v_cache,
+        k_cache,
+        v_cache,
         k_scales,
         v_scales,
         num_blocks,
@@ -359,13 +361,24 @@ def as_pool(
         {
             "SCALES": kind,
             "FORMAT": "e4m3" if as_bits else "",
+            "PAIRS": pairs,
             "QUANTISED": quantised,
             "WIDE": max(k_strides[2], v_strides[2], strides[2], strides[5]) * block_size
             > INT32_MAX,
             "BLOCK_SIZE": block_size,
-            "K_PIECE": k_cache.shape[-1] if layout == "vllm_x" else 0,
-            "V_PIECE": 1 if layout == "vllm_x" else 0,
+            "K_PIECE": k_piece,
+            "V_PIECE": v_piece,
         },
+    )
+
+
+def are_words(cache: Tensor, layout: str) -> bool:
+    """Whether the vectors of a cache of bytes are whole words, and enough for tensor cores."""
+    return (
+        layout != "vllm_x"
+        and cache.shape[-1] > 32
+        and cache.data_ptr() % 4 == 0
+        and all(n % 4 == 0 for n in (cache.shape[-1], cache.storage_offset(), *cache.stride()[:3]))
     )
 
 
