@@ -56,7 +56,7 @@ def decode_call(pick, backend, dtype, longest, dims, seed):
 def varlen_call(pick, backend, dtype, longest, dims, seed):
     axes = draw(pick, longest, dims)
     offset = axes.pop("max_len")
-    most = max(min(longest // 100, 300), 12)
+    most = max(min(longest // 100, 100), 12)
     sequences = min(4, most_sequences(axes, offset + most))
     q_lens = tuple(pick.choice((0, 1, 1, 5, 9, pick.randint(1, most))) for _ in range(sequences))
     axes |= {"q_lens": q_lens, "max_offset": offset, "padding": pick.randint(0, 2)}

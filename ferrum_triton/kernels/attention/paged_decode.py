@@ -25,6 +25,7 @@ from ferrum_triton.kernels.attention.plan import (
     pick,
     sequence_lengths,
     tile_range,
+    unit_range,
     units_of_sequences,
 )
 from ferrum_triton.kernels.attention.softmax import LN_2, LOG2_E
@@ -115,7 +116,7 @@ def _paged_decode_kernel(
 ):
     if CHAINED:
         gdc_launch_dependents()
-    units, ends, unit_tiles = units_of_sequences(
+    units, ends = units_of_sequences(
         num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, sliding_window,
         shares, least_tiles, MAX_Q, HAS_WINDOW, FIXED, BLOCK_N, BLOCK_B,
     )  # fmt: skip
@@ -132,8 +133,7 @@ def _paged_decode_kernel(
         seq, num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, MAX_Q
     )
     first_tile, end_tile = tile_range(queries, keys, sliding_window, HAS_WINDOW, BLOCK_N)
-    first_tile += part * unit_tiles
-    end_tile = tl.minimum(end_tile, first_tile + unit_tiles)
+    first_tile, end_tile = unit_range(first_tile, end_tile, part, own_units)
 
     row = column % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
@@ -242,7 +242,7 @@ def _merge_units_kernel(
     row = tl.program_id(0) % rows
     kv_head = (tl.program_id(0) // rows % num_kv_heads).to(tl.int64)
     seq = tl.program_id(0) // (rows * num_kv_heads)
-    units, ends, _ = units_of_sequences(
+    units, ends = units_of_sequences(
         num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, sliding_window,
         shares, least_tiles, MAX_Q, HAS_WINDOW, FIXED, BLOCK_N, BLOCK_B,
     )  # fmt: skip

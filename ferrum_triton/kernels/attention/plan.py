@@ -2,8 +2,9 @@
 
 A unit is a run of key tiles of one sequence and KV head. Every program of a launch knows all
 lengths, so each works out the same plan for itself: the tiles of all sequences, shared among as
-many programs as fill the GPU, give the size of a unit, and a running sum over sequences tells which
-unit is whose. One sequence of 65536 keys beside 63 of 1024 becomes many units, not one straggler.
+many programs as fill the GPU, give the most tiles of a unit, each sequence is cut into as few equal
+units as that allows, and a running sum over sequences tells which unit is whose. One sequence of
+65536 keys beside 63 of 1024 becomes many units, not one straggler.
 
 The grid depends on shapes alone. A captured graph replays it with other lengths, and the programs
 that find no unit end at once.
@@ -61,26 +62,34 @@ def units_of_sequences(
     q_len,
     sliding_window,
     shares,  # units a head the tiles are shared among
-    least_tiles,  # of a unit
+    least_tiles,  # that are worth a cut
     MAX_Q: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    FIXED: tl.constexpr,  # units are of least_tiles whatever the batch
+    FIXED: tl.constexpr,  # units are of up to least_tiles whatever the batch
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,  # power of two >= num_seqs
 ):
-    """Units of each sequence [BLOCK_B], where the next sequence's begin, and tiles of a unit."""
+    """Units of each sequence [BLOCK_B], and where the next sequence's begin."""
     seq = tl.arange(0, BLOCK_B)
     queries, keys, known = sequence_lengths(
         seq, num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, MAX_Q
     )
     first, end = tile_range(queries, keys, sliding_window, HAS_WINDOW, BLOCK_N)
     tiles = tl.where(known, end - first, 0)
-    unit_tiles = least_tiles
+    most = least_tiles
     if not FIXED:
-        unit_tiles = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), shares), least_tiles)
+        most = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), shares), least_tiles)
     # A sequence without keys has a unit too: somebody must write its zeros.
-    units = tl.where(known, tl.maximum(tl.cdiv(tiles, unit_tiles), 1), 0)
-    return units, tl.cumsum(units, axis=0), unit_tiles
+    units = tl.where(known, tl.maximum(tl.cdiv(tiles, most), 1), 0)
+    return units, tl.cumsum(units, axis=0)
+
+
+@triton.jit
+def unit_range(first, end, part, units):
+    """The tiles of unit ``part`` of the ``units`` that [first, end) is cut into evenly."""
+    size = tl.cdiv(end - first, units)
+    first += part * size
+    return first, tl.maximum(tl.minimum(end, first + size), first)
 
 
 @triton.jit

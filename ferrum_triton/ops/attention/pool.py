@@ -138,9 +138,12 @@ def paged_sample(
         k_scales, v_scales = ((make.weight(*shape) * factor).to(scales_dtype) for _ in "kv")
     if dtype == torch.int8:
         k_cache, v_cache = (make.ints(-127, 128, *shape, dtype=dtype) for shape in shapes)
+    elif dtype in LIMITS:  # beyond them a float becomes NaN
+        most = LIMITS[dtype]
+        drawn = (make.randn(*shape, scale=most / 4).clamp(-most, most) for shape in shapes)
+        k_cache, v_cache = (x.to(dtype) for x in drawn)
     else:
-        spread = 100.0 if dtype in LIMITS else 1.0
-        k_cache, v_cache = (make.randn(*shape, scale=spread).to(dtype) for shape in shapes)
+        k_cache, v_cache = (make.randn(*shape) for shape in shapes)
     return {
         "k_cache": k_cache,
         "v_cache": v_cache,
