@@ -1,5 +1,7 @@
 """Latent attention: what it equals, and what may not matter to it."""
 
+import re
+
 import pytest
 import torch
 
@@ -33,8 +35,13 @@ def use_splits(monkeypatch, count):
     monkeypatch.setattr(kernels, "pick_splits", lambda *_: count)
 
 
-def use_tiles(monkeypatch, *tiles):
-    monkeypatch.setattr(kernels, "pick_config", lambda *_: kernels.MlaConfig(*tiles, 8, 2, 1))
+def use_tiles(monkeypatch, *tiles, described=False):
+    """Tiles of that shape, through tensor descriptors where those can be made."""
+
+    def pick(*args):
+        return kernels.MlaConfig(*tiles, 8, 2, 1, described and args[-1])
+
+    monkeypatch.setattr(kernels, "pick_config", pick)
 
 
 def normal(backend, *shape, seed=0, dtype=torch.float32):
@@ -113,9 +120,12 @@ def test_absorbed_form_is_multi_head_attention(backend):
     assert_close(lse[0, 0], scores.logsumexp(dim=-1), scale=2.0)  # q_latent was rounded
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 40])
-def test_where_pages_lie_does_not_matter(backend, block_size):
+@pytest.mark.parametrize(
+    ("block_size", "described"), [(8, False), (16, False), (40, False), (16, True), (80, True)]
+)
+def test_where_pages_lie_does_not_matter(backend, monkeypatch, block_size, described):
     """Any order of pages, NaN in the unused ones, gives what the contiguous cache gives."""
+    use_tiles(monkeypatch, 16, 16, described=described)
     q, rows = normal(backend, 3, 2, 4, WIDTH), normal(backend, 3, 80, WIDTH, seed=1)
     lens = [80, 33, 2]
     want = attend(backend, q, rows, lens)
@@ -125,29 +135,46 @@ def test_where_pages_lie_does_not_matter(backend, block_size):
             assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("tiles", [(16, 16), (64, 64), (16, 32)])
-def test_what_is_no_key_does_not_matter(backend, monkeypatch, tiles):
+@pytest.mark.parametrize(
+    ("tiles", "block_size", "described"),
+    [
+        ((16, 16), 8, False),
+        ((64, 64), 8, False),
+        ((16, 32), 8, False),
+        ((16, 16), 16, True),
+        ((16, 16), 32, True),
+        ((64, 32), 32, True),
+    ],
+)
+def test_what_is_no_key_does_not_matter(backend, monkeypatch, tiles, block_size, described):
     """Rows past a length may be NaN and entries past it anything; neither is read into a result."""
-    use_tiles(monkeypatch, *tiles)
+    use_tiles(monkeypatch, *tiles, described=described)
     q, rows = normal(backend, 4, 2, 4, WIDTH), normal(backend, 4, 64, WIDTH, seed=1)
     lens = [64, 33, 8, 0]
     want = attend(backend, q, rows, lens)
     poisoned = rows.clone()
     for i, length in enumerate(lens):
         poisoned[i, length:] = NAN
-    pool, tables = paged(backend, poisoned, 8)
+    pool, tables = paged(backend, poisoned, block_size)
     for i, length in enumerate(lens):
-        tables[i, -(-length // 8) :] = integers(backend, [2_147_480_000, -1, len(pool), 0])[i]
+        tables[i, -(-length // block_size) :] = integers(
+            backend, [2_147_480_000, -1, len(pool), 0]
+        )[i]
     for got in (attend(backend, q, poisoned, lens), attend(backend, q, pool, lens, tables)):
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     assert torch.isfinite(want[0]).all() and (want[0][:3] != 0).all()
 
 
-@pytest.mark.parametrize("block_size", [8, 32])
-def test_a_block_that_does_not_exist_holds_no_keys(backend, block_size):
+@pytest.mark.parametrize(("block_size", "described"), [(8, False), (32, False), (32, True)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_block_that_does_not_exist_holds_no_keys(
+    backend, monkeypatch, block_size, described, dtype
+):
     """Its keys drop out of the softmax, as if the sequence were made of the others."""
+    use_tiles(monkeypatch, 16, 16, described=described)
     q, rows = normal(backend, 1, 1, 4, WIDTH), normal(backend, 1, 96, WIDTH, seed=1)
     pool, tables = paged(backend, rows, block_size)
+    tables = tables.to(dtype)
     keep = torch.ones(96, dtype=torch.bool)
     for column, entry in ((0, -1), (2, len(pool)), (tables.shape[1] - 1, 2_000_000_000)):
         tables[0, column] = entry
@@ -159,6 +186,21 @@ def test_a_block_that_does_not_exist_holds_no_keys(backend, block_size):
     tables[:] = -1
     out, lse = attend(backend, q, pool, [96], tables)
     assert (out == 0).all() and (lse == -INF).all()
+
+
+@pytest.mark.parametrize("stride", [WIDTH, WIDTH + 16, WIDTH + 1])
+@pytest.mark.parametrize("rows_apart", [32, 33])
+def test_strides_of_the_cache_are_free(backend, stride, rows_apart):
+    """Also those that a tensor descriptor cannot hold."""
+    q, rows = normal(backend, 2, 2, 4, WIDTH), normal(backend, 2, 96, WIDTH, seed=1)
+    pool, tables = paged(backend, rows, 32)
+    lens = [96, 50]
+    want = attend(backend, q, pool, lens, tables)
+    wide = torch.full((len(pool), rows_apart, stride), NAN, device=pool.device)
+    wide[:, :32, :WIDTH] = pool
+    got = attend(backend, q, wide[:, :32, :WIDTH], lens, tables)
+    assert_close(got[0], want[0])
+    assert_close(got[1], want[1])
 
 
 @pytest.mark.parametrize("lens", [(-5, 0), (0, -(2**31))])
@@ -178,7 +220,8 @@ def test_queries_before_the_first_key_see_nothing(backend):
     assert torch.isfinite(lse[:, 1:]).all()
 
 
-def test_lengths_are_clamped_to_the_room_there_is(backend):
+def test_lengths_are_clamped_to_the_room_there_is(backend, monkeypatch):
+    use_tiles(monkeypatch, 16, 16)
     q, rows = normal(backend, 2, 1, 4, WIDTH), normal(backend, 2, 40, WIDTH, seed=1)
     pool, tables = paged(backend, rows, 8)
     want = attend(backend, q, rows, [40, 40])
@@ -202,11 +245,13 @@ def test_each_query_is_a_step_of_its_own(backend):
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 64])
-@pytest.mark.parametrize("tiles", [(16, 16), (64, 32)])
-def test_splits_change_nothing(monkeypatch, small_splits, count, tiles):
+@pytest.mark.parametrize(
+    ("tiles", "described"), [((16, 16), False), ((64, 32), False), ((16, 16), True)]
+)
+def test_splits_change_nothing(monkeypatch, small_splits, count, tiles, described):
     """Partial results merged are the whole, and short sequences are written directly."""
     backend = get_backend("interpret")
-    use_tiles(monkeypatch, *tiles)
+    use_tiles(monkeypatch, *tiles, described=described)
     q, rows = normal(backend, 6, 3, 4, WIDTH), normal(backend, 6, 160, WIDTH, seed=1)
     lens = [160, 159, 97, 17, 3, 0]
     use_splits(monkeypatch, 1)
@@ -351,6 +396,27 @@ def test_every_kind_of_cache_compiles_within_limits(target_name, num_heads, kind
         resources = compile_launch(launch, target)
         assert resources.shared <= target.shared_limit
         assert resources.spilled == 0
+
+
+@pytest.mark.parametrize("num_heads", [64, 128])
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_warps_share_the_scores_on_hopper(num_heads, is_paged):
+    """What the branches in the loop over described tiles are for: no score is worked out twice."""
+    axes = {"kv_lora_rank": 512, "rope_dim": 64, "block_size": 64, "max_blocks": 128}
+    arguments = OP.make_sample(
+        TensorFactory(torch.bfloat16, "meta"),
+        batch=2, num_heads=num_heads, lens="full", paged=is_paged, **axes,
+    )  # fmt: skip
+    target = TARGETS["sm_90"]
+    with record_launches(target.capability) as launches:
+        OP.impls["triton"](**arguments)
+    resources = compile_launch(launches[0], target)
+    assert resources.spilled == 0
+    assert resources.shared <= target.shared_limit
+    assert "async_tma_copy" in resources.asm["ttgir"]
+    assert set(re.findall(r"nvidia_mma<.*?warpsPerCTA = (\[.*?\])", resources.asm["ttgir"])) == {
+        "[4, 2]"
+    }
 
 
 def test_splits_fill_the_device():

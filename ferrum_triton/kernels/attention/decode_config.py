@@ -15,17 +15,23 @@ INVARIANT_KEYS = 1024
 def decode_heuristic(batch: int, num_kv_heads: int, capacity: int, key_bytes: int) -> Config:
     """Tile, warps, loads in flight, programs to aim at and the least keys of a unit.
 
-    Few warps win: a program waits for memory, so tiles are large and queues deep. More warps do
-    where all work fits in one turn, be it that there is little or that every pair of sequence and
-    head has a program of its own. ``key_bytes`` is what a key and its value take.
+    Few warps and deep queues win, since a program waits for memory. Little work is a matter of
+    latency: large tiles on more warps. From 256 pairs of sequence and head on, cuts only make up
+    for sequences of different lengths; 480 programs are what fits an H200 at once with some to
+    spare, so that sequences of equal length are not cut for a remainder's sake.
+
+    Args:
+        key_bytes: what a key and its value take.
     """
     pairs = batch * num_kv_heads
     if key_bytes > 512:
         return _config(32, 256, 128, 2, 5)
-    if pairs >= 256 or (key_bytes == 512 and pairs * capacity <= 8192):
+    if pairs * capacity <= 16384:
         return _config(128, 256, 128, 4, 3)
     if key_bytes < 512:
-        return _config(32, 512, 128, 1, 5)
+        return _config(64, 512, 128, 2, 5)
+    if pairs >= 256:
+        return _config(64, 480, 1024, 2 if pairs >= 512 else 4, 3)
     return _config(64, 256, 128, 2, 5)
 
 

@@ -1,10 +1,11 @@
 """Latent attention: one program per block of (query, head) rows and split of the keys.
 
 A tile of the cache is loaded once: it holds the keys, and the latents in it are the values. With 16
-heads a step is bound by reading the cache, with 128 by the tensor cores. Sequences are split so
-that the grid, which depends on shapes alone, fills the device; how long a split is each program
-works out from the length in device memory. Splits leave normalised partial results in float32 that
-a second kernel merges; a sequence short enough for one split is written directly.
+heads a step is bound by reading the cache, with 128 by the tensor cores. Tiles come through tensor
+descriptors or through pointers, each way with a loop of its own. Sequences are split so that the
+grid, which depends on shapes alone, fills the device; how long a split is each program works out
+from the length in device memory. Splits leave normalised partial results in float32 that a second
+kernel merges; a sequence short enough for one split is written directly.
 """
 
 import functools
@@ -15,8 +16,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ferrum_triton.kernels.attention.flash_plan import can_describe
 from ferrum_triton.kernels.attention.merge import weigh
+from ferrum_triton.kernels.attention.mla_tiles import attend_described, attend_tile
 from ferrum_triton.kernels.attention.softmax import LN_2, LOG2_E
 from ferrum_triton.kernels.jit import capability, kernel, processors
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -25,101 +29,6 @@ from ferrum_triton.ops.attention import mla as ops
 # Keys a split has at least: with fewer, the merge costs more than the parallelism gains.
 MIN_KEYS = 128
 MAX_SPLITS = 128
-
-
-@triton.jit
-def widen_e4m3(code):
-    """Bytes of float8_e4m3fn as float32, in integers: not every GPU converts them.
-
-    A float32 of the same exponent bits and mantissa is 2^-120 times the value, subnormals
-    included.
-    """
-    code = code.to(tl.int32)
-    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-
-
-@triton.jit
-def load_latents(address, mask, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Part of a tile's rows, in ``dtype``, 0 where masked; FP8 is "", "native" or "integer"."""
-    x = tl.load(address, mask=mask, other=0)
-    if FP8 == "native":
-        x = x.to(tl.float8e4nv, bitcast=True)
-    elif FP8 == "integer":
-        x = widen_e4m3(x)
-    return x.to(dtype)
-
-
-@triton.jit
-def attend_tile(
-    acc,  # [BLOCK_M, BLOCK_L] float32
-    m_i,  # [BLOCK_M], the running maximum in base 2
-    l_i,  # [BLOCK_M]
-    q_latent,  # [BLOCK_M, BLOCK_L]
-    q_rope,  # [BLOCK_M, BLOCK_R]
-    first,
-    bound,  # [BLOCK_M], how many keys each row sees
-    end,  # the largest bound
-    scale_log2,
-    cache_ptr,
-    table_ptr,  # the sequence's block table, or None
-    sequence,
-    stride_cache_block,
-    num_blocks,
-    block_size,
-    STRIDE_ROW: tl.constexpr,
-    LORA: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Fold the keys [first, first + BLOCK_N) into the running softmax."""
-    tile = tl.arange(0, BLOCK_N)
-    n = first + tile
-    within = n < end
-    if table_ptr is None:
-        start = sequence * stride_cache_block
-        row = n
-    elif ONE_BLOCK:
-        block = tl.load(table_ptr + first // block_size).to(tl.int64)
-        known = (block >= 0) & (block < num_blocks)
-        within = within & known
-        start = tl.where(known, block, 0) * stride_cache_block
-        start += (first % block_size).to(tl.int64) * STRIDE_ROW
-        row = tile
-    else:
-        block = tl.load(table_ptr + n // block_size, mask=within, other=-1).to(tl.int64)
-        within = within & (block >= 0) & (block < num_blocks)
-        start = block[:, None] * stride_cache_block
-        row = n % block_size
-    address = cache_ptr + start + row.to(tl.int64)[:, None] * STRIDE_ROW
-    col = tl.arange(0, BLOCK_L)[None, :]
-    rope_col = tl.arange(0, BLOCK_R)[None, :]
-    latent_mask = within[:, None] if LORA == BLOCK_L else within[:, None] & (col < LORA)
-    rope_mask = within[:, None] if ROPE == BLOCK_R else within[:, None] & (rope_col < ROPE)
-    # Values too: rows that no query sees are cleared, since 0 times what they hold may be NaN.
-    latent = load_latents(address + col, latent_mask, q_latent.dtype, FP8)  # [BLOCK_N, BLOCK_L]
-    rope = load_latents(address + LORA + rope_col, rope_mask, q_rope.dtype, FP8)
-
-    scores = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
-    scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION) * scale_log2
-    # A key on no block lies past every bound: one comparison for each score masks them all.
-    n = tl.where(within, n, 0x7FFFFFFF)
-    scores = tl.where(n[None, :] < bound[:, None], scores, float("-inf"))
-
-    m_new = tl.maximum(m_i, tl.max(scores, axis=1))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(scores - shift[:, None])
-    alpha = tl.exp2(m_i - shift)
-    l_i = l_i * alpha + tl.sum(p, axis=1)
-    acc = acc * alpha[:, None]
-    acc = tl.dot(p.to(latent.dtype), latent, acc, input_precision=PRECISION)
-    return acc, m_new, l_i
 
 
 @triton.jit
@@ -150,6 +59,8 @@ def _mla_attention_kernel(
     scale_ptr,  # [1] or None
     block_tables_ptr,  # [batch, max_blocks] or None
     kv_lens_ptr,  # [batch]
+    latent_desc,  # the cache's first LORA columns in blocks of [1, BLOCK_N, BLOCK_L], or None
+    rope_desc,  # its others in blocks of [1, BLOCK_N, BLOCK_R], or None
     stride_out_batch,
     stride_out_query,
     stride_out_head,
@@ -164,11 +75,11 @@ def _mla_attention_kernel(
     num_row_blocks,
     num_splits,
     num_blocks,
-    block_size,
     capacity,  # keys a sequence may have
     q_len,
     scale_log2,  # softmax scale times log2(e)
     STRIDE_ROW: tl.constexpr,  # of the cache; a constant, which saves registers
+    BLOCK_SIZE: tl.constexpr,  # of a paged cache; a constant, which saves divisions
     LORA: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -179,6 +90,7 @@ def _mla_attention_kernel(
     MIN_KEYS: tl.constexpr,
     FP8: tl.constexpr,
     PRECISION: tl.constexpr,  # of float32 products
+    NUM_STAGES: tl.constexpr,
 ):
     # Neighbours share a split's keys, which then come from L2.
     row_block = tl.program_id(0) % num_row_blocks
@@ -213,18 +125,27 @@ def _mla_attention_kernel(
     if block_tables_ptr is not None:
         table_ptr = block_tables_ptr + batch * stride_block_tables_batch
 
-    acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    # Every tile is masked: a second loop, for tiles that need no mask, takes registers that 64 rows
-    # do not leave (240 bytes spilled), and the mask is little beside products 576 columns deep.
-    for first in range(start, end, BLOCK_N):
-        acc, m_i, l_i = attend_tile(
-            acc, m_i, l_i, q_latent, q_rope, first, bound, end, scale_log2,
-            cache_ptr, table_ptr, batch, stride_cache_block,
-            num_blocks, block_size, STRIDE_ROW, LORA, ROPE, BLOCK_N, BLOCK_L, BLOCK_R,
-            ONE_BLOCK, FP8, PRECISION,
+    if latent_desc is not None:
+        whole = tl.minimum(kv_len - q_len + row_block * BLOCK_M // num_heads + 1, end)
+        acc, m_i, l_i = attend_described(
+            q_latent, q_rope, start, whole, bound, end, scale_log2, latent_desc, rope_desc,
+            table_ptr, batch, num_blocks, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R,
+            PRECISION, NUM_STAGES,
         )  # fmt: skip
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        # Every tile is masked: a second loop, for tiles that need no mask, takes registers that 64
+        # rows do not leave (240 bytes spilled), and the mask is little beside products 576 columns
+        # deep.
+        for first in range(start, end, BLOCK_N):
+            acc, m_i, l_i = attend_tile(
+                acc, m_i, l_i, q_latent, q_rope, first, bound, end, scale_log2,
+                cache_ptr, table_ptr, batch, stride_cache_block,
+                num_blocks, STRIDE_ROW, BLOCK_SIZE, LORA, ROPE, BLOCK_N, BLOCK_L, BLOCK_R,
+                ONE_BLOCK, FP8, PRECISION,
+            )  # fmt: skip
 
     result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     if scale_ptr is not None:
@@ -297,23 +218,31 @@ def _mla_merge_kernel(
 
 
 class MlaConfig(NamedTuple):
-    """Tile shape of one launch, and how many of its programs a processor holds at a time."""
+    """How one launch cuts up its work.
+
+    Attributes:
+        residents: programs a processor holds at a time.
+        described: tiles come through tensor descriptors; each must lie in one block.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     residents: int
+    described: bool = False
 
 
-def pick_config(rows: int, block_size: int, dtype: torch.dtype, gpu: tuple[int, int]) -> MlaConfig:
+def pick_config(
+    rows: int, block_size: int, dtype: torch.dtype, gpu: tuple[int, int], describable: bool
+) -> MlaConfig:
     """Tiles for ``rows`` (query, head) pairs of one sequence on a GPU of that capability.
 
     Shared memory holds a program's queries and one tile of the cache, or two that take turns: with
     576 columns of 16 bits, 1152 bytes a row. sm_90 has 227 KB, and tensor cores that take 64 rows
     at a time, whose accumulators of 512 columns are half of all registers. With 4 warps or with
-    128 rows they spill, and with tiles of 64 keys where those lie in several blocks, or where
-    a contiguous cache leaves the addresses to registers; an 8-bit cache, which is widened in
+    128 rows they spill, and by pointers with tiles of 64 keys where those lie in several blocks, or
+    where a contiguous cache leaves the addresses to registers; an 8-bit cache, which is widened in
     registers, leaves room for 32 rows. Elsewhere tiles are small enough for 64 KB.
 
     Args:
@@ -321,12 +250,18 @@ def pick_config(rows: int, block_size: int, dtype: torch.dtype, gpu: tuple[int, 
         block_size: rows of a block of the cache, 0 for a contiguous one.
         dtype: of the cache.
         gpu: compute capability, (0, 0) where it is not NVIDIA's.
+        describable: tensor descriptors of the cache can be made.
     """
     if dtype == torch.float32 or gpu[0] not in (9, 10):
-        return MlaConfig(16, 16, 4, 2, 1)
+        # Descriptors only in the interpreter, so that tests see them.
+        described = describable and gpu == (0, 0) and block_size % 16 == 0
+        return MlaConfig(16, 16, 4, 2, 1, described)
     if dtype == torch.float8_e4m3fn:
         return MlaConfig(16 if rows <= 16 else 32, 32, 8, 3, 1)
     spread = block_size % 64 != 0
+    if describable and not spread and gpu[0] == 9:
+        # Half of 64 rows may be empty: these products are still faster than those of 32 rows.
+        return MlaConfig(16, 64, 8, 3, 1, True) if rows <= 16 else MlaConfig(64, 64, 8, 2, 1, True)
     if rows <= 16:
         return MlaConfig(16, 64, 8, 5 if spread else 3, 1)
     if rows <= 32 or gpu[0] != 9:
@@ -346,6 +281,18 @@ def pick_splits(programs: int, places: int, most: int) -> int:
 
     filled = [fullness(splits) for splits in range(1, most + 1)]
     return 1 + next(i for i, full in enumerate(filled) if full >= 0.85 * max(filled))
+
+
+def describe(rows: Tensor, block_n: int) -> TensorDescriptor:
+    """Rows [blocks, block_size, width] in pieces of ``block_n`` rows of one block.
+
+    What a piece has beyond the block, its columns or the last block reads as zero.
+    """
+    columns = rows.shape[2]
+    # The stride of a single index is never used, but must look like one.
+    used = [s if n > 1 else columns for n, s in zip(rows.shape[:2], rows.stride()[:2], strict=True)]
+    block = [1, block_n, max(next_power_of_2(columns), 16)]
+    return TensorDescriptor(rows, list(rows.shape), [*used, 1], block)
 
 
 def fp8_conversion(cache: Tensor) -> str:
@@ -378,7 +325,16 @@ def mla_attention(
     rows = q_len * num_heads
     # A float32 query multiplies in float32 whatever the cache.
     dtype = q.dtype if q.dtype == torch.float32 else cache.dtype
-    config = pick_config(rows, block_size if paged else 0, dtype, capability(q.device))
+    describable = (
+        cache.dtype == q.dtype
+        and kv_lora_rank * cache.element_size() % 16 == 0
+        and can_describe(cache[:, None])
+    )
+    config = pick_config(rows, block_size if paged else 0, dtype, capability(q.device), describable)
+    latent_desc = rope_desc = None
+    if config.described:
+        latent_desc = describe(cache[..., :kv_lora_rank], config.block_n)
+        rope_desc = describe(cache[..., kv_lora_rank:], config.block_n)
     row_blocks = cdiv(rows, config.block_m)
     splits = pick_splits(
         batch * row_blocks,
@@ -402,6 +358,8 @@ def mla_attention(
         scale,
         block_tables,
         kv_lens,
+        latent_desc,
+        rope_desc,
         *y.stride()[:3],
         *lse_strides,
         *q.stride()[:3],
@@ -411,11 +369,11 @@ def mla_attention(
         row_blocks,
         splits,
         num_blocks,
-        block_size,
         capacity,
         q_len,
         softmax_scale * LOG2_E.value,
         STRIDE_ROW=cache.stride(1),
+        BLOCK_SIZE=block_size if paged else 0,
         LORA=kv_lora_rank,
         ROPE=width - kv_lora_rank,
         BLOCK_M=config.block_m,
@@ -426,6 +384,7 @@ def mla_attention(
         MIN_KEYS=MIN_KEYS,
         FP8=fp8_conversion(cache),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
