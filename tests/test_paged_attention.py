@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from ferrum_triton import InputError, get_backend
-from ferrum_triton.kernels.attention import decode_config, plan
+from ferrum_triton.kernels.attention import decode_config, paged_prefill, plan
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
 from tests.harness import BACKENDS, clone, sample
@@ -256,19 +256,72 @@ def test_replays_follow_lengths_across_units(batch_invariant):
 
 
 @pytest.mark.gpu
-def test_pages_past_two_to_the_31_elements():
-    """Real memory: the last pages of a pool of 2.3e9 elements."""
+@pytest.mark.parametrize("blocks", [140_000, 280_000])
+@pytest.mark.parametrize("make", [decode, varlen])
+def test_pages_past_two_to_the_31_elements(make, blocks):
+    """Real memory: the last pages of a pool of 2.3e9 elements, and of 4.6e9."""
     backend = get_backend("cuda")
-    call = decode(backend, dtype=torch.float16, head_dim=128, num_kv_heads=8, block_size=16)
+    call = make(backend, dtype=torch.float16, head_dim=128, num_kv_heads=8, block_size=16)
+    attend = backend.paged_decode_attention if make is decode else backend.paged_varlen_attention
     near = clone(call)
-    want = backend.paged_decode_attention(**near)
-    num_blocks = call["k_cache"].shape[0]
-    first = 140_000 - num_blocks
+    want = attend(**near)
+    first = blocks - call["k_cache"].shape[0]
     for name in ("k_cache", "v_cache"):
-        far = torch.empty(140_000, *call[name].shape[1:], dtype=torch.float16, device="cuda")
+        far = torch.empty(blocks, *call[name].shape[1:], dtype=torch.float16, device="cuda")
         far[first:] = call[name]
         call[name] = far
     tables = call["block_tables"]
     call["block_tables"] = torch.where(tables < 0, tables, tables + first)
-    assert torch.equal(backend.paged_decode_attention(**call), want)
+    assert torch.equal(attend(**call), want)
     assert torch.equal(call["lse"], near["lse"])
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("cost", [1e-6, 1.0, 1e6])
+def test_programs_take_blocks_in_turns(backend_name, cost, monkeypatch):
+    """One program, some or all of them, beside as many blocks as a launch has without turns."""
+    backend = get_backend(backend_name)
+    axes = {"q_lens": (1, 200, 3, 90), "max_offset": 100, "head_dim": 64}
+    call = varlen(backend, dtype=torch.float16, **axes)
+    monkeypatch.setattr(paged_prefill, "LEAST_DECODE_SHARE", 2.0)
+    alone = clone(call)
+    want = backend.paged_varlen_attention(**alone)
+    monkeypatch.setattr(paged_prefill, "LEAST_DECODE_SHARE", 0.0)
+    monkeypatch.setattr(paged_prefill, "BLOCK_COST", cost)
+    monkeypatch.setattr(paged_prefill, "processors", lambda _: 5)
+    assert torch.equal(backend.paged_varlen_attention(**call), want)
+    assert torch.equal(call["lse"], alone["lse"])
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("layout", ["hnd", "vllm_x"])
+def test_narrow_offsets_are_the_wide_ones(backend_name, layout, monkeypatch):
+    backend = get_backend(backend_name)
+    call = varlen(backend, dtype=torch.float16, layout=layout)
+    want = backend.paged_varlen_attention(**call)
+    monkeypatch.setattr(paged_prefill, "_is_narrow", lambda _: False)
+    assert torch.equal(backend.paged_varlen_attention(**call), want)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("block_size", [8, 32, 256])
+@pytest.mark.parametrize("sliding_window", [0, 20])
+def test_tiles_of_many_pages_and_pages_of_many_tiles(backend_name, block_size, sliding_window):
+    backend = get_backend(backend_name)
+    axes = {"q_lens": (70, 9), "max_offset": 150, "sliding_window": sliding_window}
+    call = varlen(backend, dtype=torch.float16, block_size=block_size, **axes)
+    fresh = clone(call)
+    got = backend.paged_varlen_attention(**call)
+    assert_close(got, OPS["paged_varlen_attention"].reference(**fresh))
+    assert_close(call["lse"], fresh["lse"])
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_prefill_with_odd_scales(backend_name, scale):
+    backend = get_backend(backend_name)
+    call = varlen(backend) | {"softmax_scale": scale}
+    fresh = clone(call)
+    got = backend.paged_varlen_attention(**call)
+    assert_close(got, OPS["paged_varlen_attention"].reference(**fresh))
+    assert_close(call["lse"], fresh["lse"])

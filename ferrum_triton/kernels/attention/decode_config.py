@@ -81,6 +81,7 @@ def decode_launch(
     rows: int,
     in_pieces: bool,
     batch_invariant: bool,
+    is_varlen: bool = False,
 ) -> Config:
     """The configuration of a launch of ``rows`` queries times heads a sequence and KV head.
 
@@ -98,4 +99,7 @@ def decode_launch(
     config = decode_config.pick(device, batch, num_kv_heads, capacity, key_bytes)
     if rows > 16:
         config = {**config, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+    elif is_varlen and key_bytes <= 512:
+        # What tells sequences apart takes registers that deeper queues on 2 warps do not leave.
+        config = {**config, "num_warps": 4, "num_stages": 3}
     return config

@@ -102,7 +102,8 @@ def paged_varlen_attention(
     few = min(FEW_QUERIES, longest)
     rows = y[None], None if lse is None else lse[None], q[None]
     options = sinks, few, scale, sliding_window, softcap
-    if longest > few:
+    has_long = longest > few
+    if has_long:
         launch_prefill(*rows, as_pool(*caches), block_tables, pos_offsets, cu_seqlens_q, *options)
     pool = as_pool(*caches, in_words=q.itemsize == 2)
     config = decode_launch(
@@ -112,10 +113,11 @@ def paged_varlen_attention(
         max_blocks * pool.block_size,
         head_dim,
         k_cache.dtype,
-        few * (num_heads // pool.num_kv_heads),
+        num_heads // pool.num_kv_heads,
         layout == "vllm_x",
-        False,
+        batch_invariant=False,
+        is_varlen=True,
     )
     lengths = None, pos_offsets, cu_seqlens_q
-    launch_decode(config, *rows, pool, block_tables, lengths, *options, False)
+    launch_decode(config, *rows, pool, block_tables, lengths, *options, False, has_long)
     return y

@@ -112,10 +112,16 @@ def _paged_decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    BESIDE: tl.constexpr,  # the launch before may still run, and the last program has no unit
     CHAINED: tl.constexpr,
 ):
     if CHAINED:
         gdc_launch_dependents()
+    if BESIDE:
+        # What follows waits for this launch alone, so that must not end first. One program sees to
+        # it: were it all, those that have ended could not make room for others.
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            gdc_wait()
     units, ends = units_of_sequences(
         num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, sliding_window,
         shares, least_tiles, MAX_Q, HAS_WINDOW, FIXED, BLOCK_N, BLOCK_B,
@@ -132,6 +138,8 @@ def _paged_decode_kernel(
     queries, keys, _ = sequence_lengths(
         seq, num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, MAX_Q
     )
+    if column % row_blocks * BLOCK_M >= queries * GROUP:
+        return
     first_tile, end_tile = tile_range(queries, keys, sliding_window, HAS_WINDOW, BLOCK_N)
     first_tile, end_tile = unit_range(first_tile, end_tile, part, own_units)
 
@@ -231,6 +239,7 @@ def _merge_units_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_U: tl.constexpr,
+    GRID_Q: tl.constexpr,  # queries of a sequence with programs of their own; those take the others
     CHAINED: tl.constexpr,
 ):
     """Started while the parts are still being written, where CHAINED: the plan is made meanwhile.
@@ -239,9 +248,9 @@ def _merge_units_kernel(
     alone, and must not overtake the first.
     """
     rows = MAX_Q * GROUP
-    row = tl.program_id(0) % rows
-    kv_head = (tl.program_id(0) // rows % num_kv_heads).to(tl.int64)
-    seq = tl.program_id(0) // (rows * num_kv_heads)
+    row = tl.program_id(0) % (GRID_Q * GROUP)
+    kv_head = (tl.program_id(0) // (GRID_Q * GROUP) % num_kv_heads).to(tl.int64)
+    seq = tl.program_id(0) // (GRID_Q * GROUP * num_kv_heads)
     units, ends = units_of_sequences(
         num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, sliding_window,
         shares, least_tiles, MAX_Q, HAS_WINDOW, FIXED, BLOCK_N, BLOCK_B,
@@ -250,40 +259,42 @@ def _merge_units_kernel(
     queries, _, _ = sequence_lengths(
         seq, num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, MAX_Q
     )
-    query, head = row // GROUP, kv_head * GROUP + row % GROUP
     if CHAINED:
         gdc_wait()
-    if (own_units <= 1) | (query >= queries):
+    if own_units <= 1:
         return
     start = pick(ends, seq, BLOCK_B) - own_units
-
+    head = kv_head * GROUP + row % GROUP
     d = tl.arange(0, BLOCK_D)
-    m_i, l_i = float("-inf"), 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, own_units, BLOCK_U):
-        u = first + tl.arange(0, BLOCK_U)
-        part_row = ((start + u).to(tl.int64) * num_kv_heads + kv_head) * rows + row
-        lse = tl.load(part_lse_ptr + part_row, mask=u < own_units, other=float("-inf"))
-        mask = (u < own_units)[:, None] & (d < HEAD_DIM)[None, :]
-        values = tl.load(part_ptr + part_row[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-        m_new = tl.maximum(m_i, tl.max(lse, axis=0))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight, alpha = tl.exp2(lse - shift), tl.exp2(m_i - shift)
-        acc = acc * alpha + tl.sum(weight[:, None] * values, axis=0)
-        l_i = l_i * alpha + tl.sum(weight, axis=0)
-        m_i = m_new
+    for query in range(row // GROUP, queries, GRID_Q):
+        m_i, l_i = float("-inf"), 0.0
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        for first in range(0, own_units, BLOCK_U):
+            u = first + tl.arange(0, BLOCK_U)
+            part_row = ((start + u).to(tl.int64) * num_kv_heads + kv_head) * rows
+            part_row += query * GROUP + row % GROUP
+            lse = tl.load(part_lse_ptr + part_row, mask=u < own_units, other=float("-inf"))
+            mask = (u < own_units)[:, None] & (d < HEAD_DIM)[None, :]
+            part = part_ptr + part_row[:, None] * HEAD_DIM + d[None, :]
+            values = tl.load(part, mask=mask, other=0.0)
+            m_new = tl.maximum(m_i, tl.max(lse, axis=0))
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+            weight, alpha = tl.exp2(lse - shift), tl.exp2(m_i - shift)
+            acc = acc * alpha + tl.sum(weight[:, None] * values, axis=0)
+            l_i = l_i * alpha + tl.sum(weight, axis=0)
+            m_i = m_new
 
-    token = query.to(tl.int64)
-    if cu_seqlens_q_ptr is not None:
-        token += tl.load(cu_seqlens_q_ptr + seq)
-    out_row = out_ptr + seq.to(tl.int64) * stride_out_seq + token * stride_out_token
-    out = acc / tl.where(l_i == 0.0, 1.0, l_i)
-    out_row += head * stride_out_head
-    tl.store(out_row + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-    if lse_ptr is not None:
-        lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log2(l_i)) * LN_2
-        lse_row = lse_ptr + seq.to(tl.int64) * stride_lse_seq + token * stride_lse_token
-        tl.store(lse_row + head * stride_lse_head, lse)
+        token = tl.zeros_like(kv_head) + query
+        if cu_seqlens_q_ptr is not None:
+            token += tl.load(cu_seqlens_q_ptr + seq)
+        out_row = out_ptr + seq.to(tl.int64) * stride_out_seq + token * stride_out_token
+        out_row += head * stride_out_head
+        out = acc / tl.where(l_i == 0.0, 1.0, l_i)
+        tl.store(out_row + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+        if lse_ptr is not None:
+            lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log2(l_i)) * LN_2
+            lse_row = lse_ptr + seq.to(tl.int64) * stride_lse_seq + token * stride_lse_token
+            tl.store(lse_row + head * stride_lse_head, lse)
 
 
 def launch_decode(
@@ -300,22 +311,29 @@ def launch_decode(
     sliding_window: int,
     softcap: float,
     batch_invariant: bool,
+    beside: bool = False,
 ) -> None:
     """Both launches, for q [num_seqs, q_len, ...] with lengths (kv_lens, None, None), or
     [1, num_tokens, ...] with (None, pos_offsets, cu_seqlens_q).
+
+    ``beside``: they may start before the launch before them has ended, where GPUs can do that.
     """
     num_seqs, max_blocks = block_tables.shape
     num_heads, head_dim = q.shape[2:]
     group, capacity = num_heads // pool.num_kv_heads, max_blocks * pool.block_size
     rows = max_q * group
-    block_m = min(max(next_power_of_2(rows), 16), 64)
+    is_varlen = lengths[2] is not None
+    # In a mixed batch most sequences have one query: no program of theirs multiplies by more rows,
+    # and those of further queries end at once.
+    block_m = min(max(next_power_of_2(group if is_varlen else rows), 16), 64)
     row_blocks = cdiv(rows, block_m)
     block_n = config["BLOCK_N"]
     if batch_invariant:
         least_tiles, shares = cdiv(INVARIANT_KEYS, block_n), 0
     else:
         least_tiles = cdiv(config["LEAST_KEYS"], block_n)
-        shares = max(config["PROGRAMS"] // (pool.num_kv_heads * row_blocks), 1)
+        at_work = pool.num_kv_heads * (1 if is_varlen else row_blocks)
+        shares = max(config["PROGRAMS"] // at_work, 1)
     reach = min(capacity, sliding_window + max_q + block_n) if sliding_window else capacity
     most_tiles = cdiv(reach, block_n)
     units = most_units(num_seqs, most_tiles, shares, least_tiles, batch_invariant)
@@ -325,7 +343,6 @@ def launch_decode(
         shape = (units, pool.num_kv_heads, rows)
         part = q.new_empty((*shape, head_dim), dtype=torch.float32)
         part_lse = q.new_empty(shape, dtype=torch.float32)
-    is_varlen = lengths[2] is not None
     out_strides = token_strides(out, is_varlen)
     lse_strides = (0, 0, 0) if lse is None else token_strides(lse, is_varlen)
     plan = {
@@ -340,8 +357,9 @@ def launch_decode(
         # From sm_90 on a launch may start before the one it depends on has ended.
         "CHAINED": is_cut and capability(q.device) >= (9, 0),
     }
+    beside = beside and capability(q.device) >= (9, 0)
     _paged_decode_kernel.launch(
-        (units * pool.num_kv_heads * row_blocks,),
+        (units * pool.num_kv_heads * row_blocks + beside,),
         out,
         lse,
         part,
@@ -372,18 +390,21 @@ def launch_decode(
         float(softcap),
         HAS_CAP=softcap > 0,
         BLOCK_M=block_m,
+        BESIDE=beside,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **pool.constexprs,
         **plan,
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
+        **({"launch_pdl": True} if beside else {}),
     )
     if is_cut:
         # Units of one sequence, at most.
         most = cdiv(most_tiles, least_tiles)
         most = most if batch_invariant else min(most, shares)
+        grid_q = 1 if is_varlen else max_q
         _merge_units_kernel.launch(
-            (num_seqs * pool.num_kv_heads * rows,),
+            (num_seqs * pool.num_kv_heads * grid_q * group,),
             out,
             lse,
             part,
@@ -400,6 +421,7 @@ def launch_decode(
             least_tiles,
             **plan,
             BLOCK_U=min(next_power_of_2(most), MERGED_UNITS),
+            GRID_Q=grid_q,
             num_warps=4,
             **({"launch_pdl": True} if plan["CHAINED"] else {}),
         )
