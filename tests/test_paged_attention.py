@@ -283,10 +283,9 @@ def test_programs_take_blocks_in_turns(backend_name, cost, monkeypatch):
     backend = get_backend(backend_name)
     axes = {"q_lens": (1, 200, 3, 90), "max_offset": 100, "head_dim": 64}
     call = varlen(backend, dtype=torch.float16, **axes)
-    monkeypatch.setattr(paged_prefill, "LEAST_DECODE_SHARE", 2.0)
+    monkeypatch.setattr(paged_prefill, "processors", lambda device: 1 << 20)
     alone = clone(call)
     want = backend.paged_varlen_attention(**alone)
-    monkeypatch.setattr(paged_prefill, "LEAST_DECODE_SHARE", 0.0)
     monkeypatch.setattr(paged_prefill, "BLOCK_COST", cost)
     monkeypatch.setattr(paged_prefill, "processors", lambda _: 5)
     assert torch.equal(backend.paged_varlen_attention(**call), want)

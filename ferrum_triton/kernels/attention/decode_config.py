@@ -31,7 +31,7 @@ def decode_heuristic(batch: int, num_kv_heads: int, capacity: int, key_bytes: in
     if key_bytes < 512:
         return _config(64, 512, 128, 2, 5)
     if pairs >= 256:
-        return _config(64, 480, 1024, 2 if pairs >= 512 else 4, 3)
+        return _config(64, 480, 1024, 2, 3)
     return _config(64, 256, 128, 2, 5)
 
 

@@ -135,7 +135,7 @@ def _attend(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         tile_scale = scale_log2
         if HAS_SOFTCAP:
-            scores = soft_cap(scores, scale_log2, softcap_log2)
+            scores = soft_cap(scores * scale_log2, softcap_log2, q.dtype == tl.float32)
             tile_scale = 1.0
         if MASKING == MIXED:
             if (first < whole_start) | (first >= whole_end):

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.attention.codes import add_values, dot_keys
-from ferrum_triton.kernels.attention.softmax import LOG2_E
+from ferrum_triton.kernels.attention.softmax import LOG2_E, soft_cap
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.kv_pool import FORMATS, pool_strides, scale_strides
 from ferrum_triton.kernels.rope import in_pieces
@@ -44,10 +44,10 @@ def scaled_queries(
 
 
 @triton.jit
-def capped(scores, softcap, HAS_CAP: tl.constexpr):
-    """Scores in base 2: softcap * tanh(s / softcap), through a sigmoid, which cannot overflow."""
+def capped(scores, softcap, HAS_CAP: tl.constexpr, EXACT: tl.constexpr):
+    """Scores in base 2: softcap · tanh(s / softcap); where there is no cap, they are already."""
     if HAS_CAP:
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * LOG2_E
+        scores = soft_cap(scores * (2.0 * LOG2_E / softcap), softcap * LOG2_E, EXACT)
     return scores
 
 
@@ -172,7 +172,7 @@ def attend_pages(
         scores = dot_keys(q, k, FORMAT, PAIRS, PRECISION)
         if SLOT_SCALES:
             scores *= k_scale[None, :]
-        scores = capped(scores * score_factor, softcap, HAS_CAP)
+        scores = capped(scores * score_factor, softcap, HAS_CAP, DTYPE == tl.float32)
         if MASKED:
             # A query's position lies inside the sequence; rows without one are not stored.
             visible = n[None, :] <= position[:, None]

@@ -114,7 +114,8 @@ def attend_floats(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         factor = score_factor
         if HAS_CAP:
-            scores, factor = capped(scores * score_factor, softcap, HAS_CAP), 1.0
+            scores = capped(scores * score_factor, softcap, HAS_CAP, q.dtype == tl.float32)
+            factor = 1.0
         if MASKED:
             # A query's position lies inside the sequence.
             last = (position - tile * BLOCK_N)[:, None]

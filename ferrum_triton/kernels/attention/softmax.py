@@ -26,9 +26,21 @@ def first_state(sink_log2):
 
 
 @triton.jit
-def soft_cap(products, scale_log2, softcap_log2):
-    """softcap_log2 · tanh(x), where scale_log2 · products is 2 · log2(e) · x; overflows nowhere."""
-    return softcap_log2 * (2.0 / (1.0 + tl.exp2(-products * scale_log2)) - 1.0)
+def soft_cap(y, softcap_log2, EXACT: tl.constexpr):
+    """softcap_log2 · tanh(x), where y is 2 · log2(e) · x; overflows nowhere.
+
+    Near 0 the difference cancels, to an error of a float32's step at 1: softcap times that is more
+    than scores of float32 inputs may be off, so EXACT takes the series there, whose next term is
+    below 1e-8 of the result.
+    """
+    t = 2.0 / (1.0 + tl.exp2(-y)) - 1.0
+    if EXACT:
+        x = y * (0.5 * LN_2)
+        square = x * x
+        series = -17.0 / 315.0 + square * (62.0 / 2835.0)
+        series = 1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * series))
+        t = tl.where(square < 0.0625, x * series, t)
+    return softcap_log2 * t
 
 
 @triton.jit
