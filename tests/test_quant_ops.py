@@ -46,15 +46,22 @@ def test_any_bytes_decode_to_the_formats_bits(backend, kind, dtype):
 def test_special_scales_decode_to_the_formats_bits(backend, kind):
     """Denormal, infinite and NaN scales, with the largest and the most negative sub-scales."""
     fmt = FORMATS[kind]
-    blocks = random_blocks(fmt, len(SPECIAL_HALVES), 2, seed=2)
-    blocks[:, : fmt.block_bytes] |= 0x80
+    blocks = random_blocks(fmt, len(SPECIAL_HALVES), 4, seed=2)
+    each = blocks.unflatten(-1, (4, fmt.block_bytes))
+    each[:, 0] |= 0x80
+    each[:, 1], each[:, 2] = 0xFF, 0x00
     halves = torch.tensor(SPECIAL_HALVES)
     for i, at in enumerate(HALVES[kind]):
-        bits = halves.roll(3 * i)
-        for start in (at, fmt.block_bytes + at):
-            blocks[:, start], blocks[:, start + 1] = bits & 255, bits >> 8
-    got = backend.dequantize(blocks.to(backend.device), kind, torch.float32).cpu()
-    assert_same_bits(got, dequantize_blocks(blocks, fmt))
+        bits = halves.roll(3 * i)[:, None]
+        each[..., at], each[..., at + 1] = bits & 255, bits >> 8
+    if kind == "MXFP4":
+        each[..., 0] = torch.tensor([*range(8), *range(248, 256)])[:, None]
+    want = dequantize_blocks(blocks, fmt)
+    placed = blocks.to(backend.device)
+    assert_same_bits(backend.dequantize(placed, kind, torch.float32).cpu(), want)
+    ids = torch.arange(len(blocks), device=backend.device)
+    rows = backend.embedding_lookup_quant(placed, ids, kind, torch.float32)
+    assert_same_bits(rows.cpu(), want)
 
 
 @KINDS
@@ -223,6 +230,6 @@ def test_decoding_is_not_contracted(case, target_name, assembly, multiply, fused
     code = compile_launch(launch, target).asm[assembly]
     assert re.search(multiply, code)
     assert re.search(fused, code) is None
-    if case.axes["kind"] in ("Q4_1", "Q4_K"):  # have a sum to fuse: the pattern finds it
+    if FORMATS[case.axes["kind"]].m is not None:  # has a sum to fuse: the pattern finds it
         fusing = replace(launch, meta=launch.meta | {"enable_fp_fusion": True})
         assert re.search(fused, compile_launch(fusing, target).asm[assembly])

@@ -102,7 +102,7 @@ def _(make, kind, num_rows, num_blocks):
     axes={
         "kind": KINDS,
         "num_tokens": (0, 1, 2, 7),
-        "vocab_size": (2, 1, 19),
+        "vocab_size": (19, 1, 2),
         "num_blocks": (1, 2, 5),
     },
     bench=[

@@ -1,11 +1,13 @@
 """Encoders of the block formats, for tests and tools: plain rounding, no importance weights.
 
-Q4_0, Q4_1 and Q8_0 give ggml's reference bytes. Those of the k-quants choose each scale so that the
-sub-block's whole range is covered, which bounds every weight's error by half a step; ggml's own
-encoder searches for a smaller mean error instead.
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4 give ggml's reference bytes. The others choose each scale so
+that the sub-block's whole range is covered, which bounds every weight's error by its own step;
+ggml's encoders search for a smaller mean error instead.
 """
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,7 +32,9 @@ def quantize_blocks(weights: Tensor, fmt: BlockFormat) -> Tensor:
     if weights.numel() == 0:
         return weights.new_empty((*weights.shape[:-1], row_bytes), dtype=torch.uint8)
     num_blocks = weights.shape[-1] // fmt.block_size
-    blocks = _ENCODERS[fmt.name](weights.float().unflatten(-1, (num_blocks, fmt.block_size)))
+    x = weights.float().unflatten(-1, (num_blocks, fmt.block_size))
+    blocks = x.new_zeros((*x.shape[:-1], fmt.block_bytes), dtype=torch.uint8)
+    _ENCODERS[fmt.name](blocks, x, fmt)
     return blocks.reshape(*weights.shape[:-1], row_bytes)
 
 
@@ -39,88 +43,117 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, 1.0 / scale)
 
 
-def _half_bytes(value: Tensor) -> Tensor:
-    """float32 [..., n] -> the bytes of its fp16 rounding, uint8 [..., 2n]."""
-    return value.half().view(torch.uint8)
+def _extreme(x: Tensor) -> Tensor:
+    """The value of largest magnitude, with its sign: [..., n] -> [..., 1]."""
+    return x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
 
 
-def _pack_nibbles(q: Tensor) -> Tensor:
-    """uint8 [..., 2, n] of values below 16 -> [..., n], the first of a pair in the low half."""
-    return q[..., 0, :] | q[..., 1, :] << 4
+def _encode_even(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
+    """Q4_0 and Q5_0: the weight of largest magnitude becomes the most negative q."""
+    d = _extreme(x) / fmt.q.smallest
+    code = (x * _inverse(d) + (0.5 - fmt.q.smallest)).trunc()
+    fmt.d.write(blocks, d)
+    fmt.q.write(blocks, (code + fmt.q.smallest).clamp(max=fmt.q.largest))
 
 
-def _encode_q4_0(x: Tensor) -> Tensor:
-    """The weight of largest magnitude becomes q = 0, that is -8 steps of d = w / -8."""
-    extreme = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
-    d = extreme / -8
-    q = (x * _inverse(d) + 8.5).trunc().clamp(0, 15).to(torch.uint8)
-    return torch.cat((_half_bytes(d), _pack_nibbles(q.unflatten(-1, (2, 16)))), dim=-1)
-
-
-def _encode_q4_1(x: Tensor) -> Tensor:
-    """q = 0 at the smallest weight, which is m, and 15 at the largest."""
+def _encode_range(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
+    """Q4_1 and Q5_1: q = 0 at the smallest weight, which is m, and the largest q at the largest."""
+    assert fmt.m
     m = x.amin(dim=-1, keepdim=True)
-    d = (x.amax(dim=-1, keepdim=True) - m) / 15
-    q = ((x - m) * _inverse(d) + 0.5).trunc().clamp(0, 15).to(torch.uint8)
-    qs = _pack_nibbles(q.unflatten(-1, (2, 16)))
-    return torch.cat((_half_bytes(d), _half_bytes(m), qs), dim=-1)
+    d = (x.amax(dim=-1, keepdim=True) - m) / fmt.q.largest
+    fmt.d.write(blocks, d)
+    fmt.m.write(blocks, m)
+    fmt.q.write(blocks, ((x - m) * _inverse(d) + 0.5).trunc().clamp(0, fmt.q.largest))
 
 
-def _encode_q8_0(x: Tensor) -> Tensor:
+def _encode_q8_0(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
     """q = ±127 at the weight of largest magnitude; ties round away from zero."""
     d = x.abs().amax(dim=-1, keepdim=True) / 127
     scaled = x * _inverse(d)
     size = scaled.abs()
     whole = size.floor()
-    q = scaled.sign() * (whole + (2 * (size - whole)).floor())
-    return torch.cat((_half_bytes(d), q.to(torch.int8).view(torch.uint8)), dim=-1)
+    fmt.d.write(blocks, d)
+    fmt.q.write(blocks, scaled.sign() * (whole + (2 * (size - whole)).floor()))
 
 
-def _encode_q4_k(x: Tensor) -> Tensor:
+def _encode_sub_ranges(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
     """Mins first, rounded so that they reach below every weight, then steps that reach above."""
-    sub = x.unflatten(-1, (8, 32))
+    assert fmt.m and fmt.mins and fmt.scales
+    sub = x.unflatten(-1, (len(fmt.scales), -1))
     depth = (-sub.amin(dim=-1)).clamp(min=0)
-    dmin = (depth.amax(dim=-1, keepdim=True) / 63).half().float()
-    mins = (depth * _inverse(dmin)).ceil().clamp(0, 63)
+    fmt.m.write(blocks, depth.amax(dim=-1, keepdim=True) / fmt.mins.largest)
+    dmin = fmt.m.read(blocks)
+    mins = (depth * _inverse(dmin)).ceil().clamp(0, fmt.mins.largest)
     low = dmin * mins
-    span = (sub.amax(dim=-1) + low).clamp(min=0) / 15
-    d = (span.amax(dim=-1, keepdim=True) / 63).half().float()
-    scales = (span * _inverse(d)).ceil().clamp(0, 63)
-    step = (d * scales)[..., None]
-    q = ((sub + low[..., None]) * _inverse(step)).round().clamp(0, 15).to(torch.uint8)
-    packed = _pack_six_bits(scales.to(torch.uint8), mins.to(torch.uint8))
-    qs = _pack_nibbles(q.unflatten(-2, (4, 2))).flatten(-2)
-    return torch.cat((_half_bytes(d), _half_bytes(dmin), packed, qs), dim=-1)
+    span = (sub.amax(dim=-1) + low).clamp(min=0) / fmt.q.largest
+    fmt.d.write(blocks, span.amax(dim=-1, keepdim=True) / fmt.scales.largest)
+    d = fmt.d.read(blocks)
+    scales = (span * _inverse(d)).ceil().clamp(0, fmt.scales.largest)
+    q = (sub + low[..., None]) * _inverse((d * scales)[..., None])
+    fmt.mins.write(blocks, mins)
+    fmt.scales.write(blocks, scales)
+    fmt.q.write(blocks, q.round().clamp(0, fmt.q.largest).flatten(-2))
 
 
-def _pack_six_bits(scales: Tensor, mins: Tensor) -> Tensor:
-    """Two uint8 [..., 8] of values below 64 -> uint8 [..., 12], as the Q4_K decoder reads them."""
-    first = scales[..., :4] | scales[..., 4:] >> 4 << 6
-    second = mins[..., :4] | mins[..., 4:] >> 4 << 6
-    third = scales[..., 4:] & 15 | mins[..., 4:] << 4
-    return torch.cat((first, second, third), dim=-1)
+def _encode_sub_blocks(blocks: Tensor, x: Tensor, fmt: BlockFormat, level: int) -> None:
+    """The weight of largest magnitude in each sub-block becomes ``level``, whatever its sign."""
+    assert fmt.scales
+    sub = x.unflatten(-1, (len(fmt.scales), -1))
+    steps = (_extreme(sub) / level).squeeze(-1)
+    fmt.d.write(blocks, steps.abs().amax(dim=-1, keepdim=True) / fmt.scales.largest)
+    d = fmt.d.read(blocks)
+    scales = steps.sign() * (steps.abs() * _inverse(d)).ceil().clamp(max=fmt.scales.largest)
+    fmt.scales.write(blocks, scales)
+    fmt.q.write(blocks, _nearest(sub * _inverse((d * scales)[..., None]), fmt).flatten(-2))
 
 
-def _encode_q6_k(x: Tensor) -> Tensor:
-    """The weight of largest magnitude of 16 becomes q = ±31."""
-    sub = x.unflatten(-1, (16, 16))
-    span = sub.abs().amax(dim=-1) / 31
-    d = (span.amax(dim=-1, keepdim=True) / 127).half().float()
-    scales = (span * _inverse(d)).ceil().clamp(0, 127)
-    step = (d * scales)[..., None]
-    q = (sub * _inverse(step)).round().clamp(-32, 31) + 32
-    q = q.to(torch.uint8).flatten(-2).unflatten(-1, (2, 4, 32))  # [..., h, j, l]
-    ql = _pack_nibbles((q & 15).flatten(-2).unflatten(-1, (2, 64))).flatten(-2)
-    high = q >> 4
-    qh = high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6
-    scale_bytes = scales.to(torch.int8).view(torch.uint8)
-    return torch.cat((ql, qh.flatten(-2), scale_bytes, _half_bytes(d)), dim=-1)
+def _encode_iq4_nl(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
+    """The weight of largest magnitude becomes the lowest level, -127."""
+    assert fmt.values
+    fmt.d.write(blocks, _extreme(x) / fmt.values[0])
+    fmt.q.write(blocks, _nearest(x * _inverse(fmt.d.read(blocks)), fmt))
 
 
-_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q4_0": _encode_q4_0,
-    "Q4_1": _encode_q4_1,
+def _nearest(levels: Tensor, fmt: BlockFormat) -> Tensor:
+    """The integers whose weights, at a step of 1, are nearest to ``levels``."""
+    if fmt.values is None:
+        return levels.round().clamp(fmt.q.smallest, fmt.q.largest)
+    return _bucket(levels, fmt.values)
+
+
+def _bucket(levels: Tensor, values: tuple[int, ...]) -> Tensor:
+    """Index of the nearest of ascending values, of two as near the lower."""
+    middles = [(low + high) / 2 for low, high in pairwise(values)]
+    boundaries = torch.tensor(middles, device=levels.device)
+    return torch.bucketize(levels.contiguous(), boundaries, out_int32=True)
+
+
+def _encode_mxfp4(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
+    """The exponent brings the largest magnitude to 4 ≤ |w| < 8, where 6 is the last value.
+
+    ggml's bytes down to a largest magnitude of 2^-125, below which its exponent wraps around.
+    """
+    assert fmt.values
+    size = x.abs()
+    # In float64 and rounded: log2 of float32 is off by its last bit in places.
+    power = size.amax(dim=-1, keepdim=True).double().log2().float().floor() - 3
+    fmt.d.write(blocks, power.double().exp2())
+    code = _bucket(size / fmt.d.read(blocks), fmt.values[:8])
+    fmt.q.write(blocks, torch.where((x < 0) & (code > 0), code + 8, code))
+
+
+_ENCODERS: dict[str, Callable[[Tensor, Tensor, BlockFormat], None]] = {
+    "Q4_0": _encode_even,
+    "Q4_1": _encode_range,
+    "Q5_0": _encode_even,
+    "Q5_1": _encode_range,
     "Q8_0": _encode_q8_0,
-    "Q4_K": _encode_q4_k,
-    "Q6_K": _encode_q6_k,
+    "Q2_K": _encode_sub_ranges,
+    "Q3_K": partial(_encode_sub_blocks, level=-4),
+    "Q4_K": _encode_sub_ranges,
+    "Q5_K": _encode_sub_ranges,
+    "Q6_K": partial(_encode_sub_blocks, level=31),
+    "IQ4_NL": _encode_iq4_nl,
+    "IQ4_XS": partial(_encode_sub_blocks, level=-127),
+    "MXFP4": _encode_mxfp4,
 }

@@ -3,36 +3,51 @@
 A weight row of K values is K / block_size blocks back to back, each holding its own scales; bytes
 are little-endian and scales are fp16 unless said. Names and layouts are ggml's
 (``ggml-common.h``); the order of the float32 operations is that of its reference dequantisers, so
-that every implementation gives the same bits. A format is one decoder and one line of
-:data:`FORMATS`.
+that every implementation gives the same bits. A format is one entry of :data:`FORMATS`, the name of
+its encoder in :mod:`ferrum_triton.quant.encode`, and its tile and decoder among the kernels.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
+from ferrum_triton.quant.layout import Half, HalvedExponent, Integers, Run, Scale
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """One block format.
+    """One block format: weight i, in sub-block j of as many as there are ``scales``, is
+
+        w[i] = (d · scales[j]) · q[i] - m · mins[j]
+
+    without the factors and terms the format has not; a format with ``m`` and no mins adds m. Where
+    there are ``values``, values[q[i]] takes q[i]'s place.
 
     Attributes:
         name: ggml's name, e.g. ``"Q4_K"``.
         ggml_id: number of the type in GGUF files.
         block_size: weights in a block.
         block_bytes: bytes of a block.
-        decode: uint8 [..., block_bytes] -> float32 [..., block_size].
+        d: scale of the block.
+        q: the weights' integers.
+        m: minimum, or scale of the minimums.
+        scales: integers that scale the sub-blocks, of equal size.
+        mins: integers that scale ``m`` for each sub-block.
+        values: what a ``q`` stands for where that is not its own value.
     """
 
     name: str
     ggml_id: int
     block_size: int
     block_bytes: int
-    decode: Callable[[Tensor], Tensor]
+    d: Scale
+    q: Integers
+    m: Half | None = None
+    scales: Integers | None = None
+    mins: Integers | None = None
+    values: tuple[int, ...] | None = None
 
     def row_bytes(self, num_weights: int) -> int:
         """Bytes of a row of ``num_weights`` weights, a multiple of the block size."""
@@ -69,97 +84,191 @@ def dequantize_blocks(blocks: Tensor, fmt: BlockFormat) -> Tensor:
     """
     num_weights = fmt.row_weights(blocks.shape[-1])
     num_blocks = num_weights // fmt.block_size
-    values = fmt.decode(blocks.unflatten(-1, (num_blocks, fmt.block_bytes)))
+    values = _decode(blocks.unflatten(-1, (num_blocks, fmt.block_bytes)), fmt)
     return values.reshape(*blocks.shape[:-1], num_weights)
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """The fp16 at byte ``at`` of each block, as float32 [..., 1]."""
-    # Copied first: a block may start at an odd address, where fp16 cannot be viewed.
-    pair = blocks[..., at : at + 2].clone(memory_format=torch.contiguous_format)
-    return pair.view(torch.float16).float()
+def _decode(blocks: Tensor, fmt: BlockFormat) -> Tensor:
+    """uint8 [..., block_bytes] -> float32 [..., block_size]."""
+    q, step = fmt.q.read(blocks), fmt.d.read(blocks)
+    if fmt.values is None:
+        q = q.float()
+    else:
+        q = torch.tensor(fmt.values, dtype=torch.float32, device=q.device)[q.int()]
+    if fmt.scales is None:
+        w = step * q
+        return w if fmt.m is None else w + fmt.m.read(blocks)
+    step = step * fmt.scales.read(blocks).float()
+    w = step[..., None] * q.unflatten(-1, (len(fmt.scales), -1))
+    if fmt.m is not None and fmt.mins is not None:
+        w = w - (fmt.m.read(blocks) * fmt.mins.read(blocks).float())[..., None]
+    return w.flatten(-2)
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """uint8 [..., n] -> [..., 2, n]: all low halves, then all high halves."""
-    return torch.stack((packed & 15, packed >> 4), dim=-2)
+def _nibbles(at: int, lanes: int, chunks: int = 1) -> Run:
+    """Four-bit values: of each ``lanes`` bytes first the low halves, then the high halves."""
+    return Run(at, bits=4, lanes=lanes, planes=2, chunks=chunks)
 
 
-def _decode_q4_0(blocks: Tensor) -> Tensor:
-    """w[i] = d · (q[i] - 8).
-
-    Bytes: d 0:2, qs 2:18. Byte qs[i mod 16] holds q[i], in its low half for i < 16, else its high.
-    """
-    q = _nibbles(blocks[..., 2:18]).flatten(-2).float()
-    return _half(blocks, 0) * (q - 8)
+def _word_of_bits(at: int) -> Run:
+    """One bit a weight: bit i of the uint32 at ``at``."""
+    return Run(at, bits=1, lanes=1, planes=8, chunks=4)
 
 
-def _decode_q4_1(blocks: Tensor) -> Tensor:
-    """w[i] = d · q[i] + m.
+# Q4_K and Q5_K hold eight scales and eight mins of six bits in the 12 bytes 4:16. The first four of
+# each lie in the low six bits of the first and of the second four bytes. The last four have their
+# low four bits in the halves of the third four bytes, and the rest above the first four's.
+_SIX_BIT_SCALES = Integers(
+    low=(Run(4, bits=4, lanes=4), Run(12, bits=4, lanes=4)),
+    high=Run(4, bits=2, lanes=4, planes=2, shift=4),
+)
+_SIX_BIT_MINS = Integers(
+    low=(Run(8, bits=4, lanes=4), Run(12, bits=4, lanes=4, shift=4)),
+    high=Run(8, bits=2, lanes=4, planes=2, shift=4),
+)
 
-    Bytes: d 0:2, m 2:4, qs 4:20, with q as in Q4_0.
-    """
-    q = _nibbles(blocks[..., 4:20]).flatten(-2).float()
-    return _half(blocks, 0) * q + _half(blocks, 2)
+# Levels chosen to fit weights better than even ones do: ``kvalues_iq4nl`` of ggml.
+_UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
+# E2M1 of the OCP microscaling formats, doubled; the code of -0 gives 0.
+_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
-def _decode_q8_0(blocks: Tensor) -> Tensor:
-    """w[i] = d · q[i].
+_ALL = (
+    BlockFormat(
+        "Q4_0",
+        ggml_id=2,
+        block_size=32,
+        block_bytes=18,
+        d=Half(0),
+        q=Integers((_nibbles(2, lanes=16),), offset=8),
+    ),
+    BlockFormat(
+        "Q4_1",
+        ggml_id=3,
+        block_size=32,
+        block_bytes=20,
+        d=Half(0),
+        m=Half(2),
+        q=Integers((_nibbles(4, lanes=16),)),
+    ),
+    BlockFormat(
+        "Q5_0",
+        ggml_id=6,
+        block_size=32,
+        block_bytes=22,
+        d=Half(0),
+        q=Integers((_nibbles(6, lanes=16),), high=_word_of_bits(2), offset=16),
+    ),
+    BlockFormat(
+        "Q5_1",
+        ggml_id=7,
+        block_size=32,
+        block_bytes=24,
+        d=Half(0),
+        m=Half(2),
+        q=Integers((_nibbles(8, lanes=16),), high=_word_of_bits(4)),
+    ),
+    BlockFormat(
+        "Q8_0",
+        ggml_id=8,
+        block_size=32,
+        block_bytes=34,
+        d=Half(0),
+        q=Integers((Run(2, bits=8, lanes=32),), signed=True),
+    ),
+    BlockFormat(
+        "Q2_K",
+        ggml_id=10,
+        block_size=256,
+        block_bytes=84,
+        d=Half(80),
+        m=Half(82),
+        scales=Integers((Run(0, bits=4, lanes=16),)),
+        mins=Integers((Run(0, bits=4, lanes=16, shift=4),)),
+        q=Integers((Run(16, bits=2, lanes=32, planes=4, chunks=2),)),
+    ),
+    BlockFormat(
+        "Q3_K",
+        ggml_id=11,
+        block_size=256,
+        block_bytes=110,
+        d=Half(108),
+        scales=Integers(
+            (_nibbles(96, lanes=8),), high=Run(104, bits=2, lanes=4, planes=4), offset=32
+        ),
+        q=Integers(
+            (Run(32, bits=2, lanes=32, planes=4, chunks=2),),
+            high=Run(0, bits=1, lanes=32, planes=8),
+            offset=4,
+        ),
+    ),
+    BlockFormat(
+        "Q4_K",
+        ggml_id=12,
+        block_size=256,
+        block_bytes=144,
+        d=Half(0),
+        m=Half(2),
+        scales=_SIX_BIT_SCALES,
+        mins=_SIX_BIT_MINS,
+        q=Integers((_nibbles(16, lanes=32, chunks=4),)),
+    ),
+    BlockFormat(
+        "Q5_K",
+        ggml_id=13,
+        block_size=256,
+        block_bytes=176,
+        d=Half(0),
+        m=Half(2),
+        scales=_SIX_BIT_SCALES,
+        mins=_SIX_BIT_MINS,
+        q=Integers((_nibbles(48, lanes=32, chunks=4),), high=Run(16, bits=1, lanes=32, planes=8)),
+    ),
+    BlockFormat(
+        "Q6_K",
+        ggml_id=14,
+        block_size=256,
+        block_bytes=210,
+        d=Half(208),
+        scales=Integers((Run(192, bits=8, lanes=16),), signed=True),
+        q=Integers(
+            (_nibbles(0, lanes=64, chunks=2),),
+            high=Run(128, bits=2, lanes=32, planes=4, chunks=2),
+            offset=32,
+        ),
+    ),
+    BlockFormat(
+        "IQ4_NL",
+        ggml_id=20,
+        block_size=32,
+        block_bytes=18,
+        d=Half(0),
+        q=Integers((_nibbles(2, lanes=16),)),
+        values=_UNEVEN,
+    ),
+    BlockFormat(
+        "IQ4_XS",
+        ggml_id=23,
+        block_size=256,
+        block_bytes=136,
+        d=Half(0),
+        scales=Integers(
+            (_nibbles(4, lanes=1, chunks=4),),
+            high=Run(2, bits=2, lanes=1, planes=4, chunks=2),
+            offset=32,
+        ),
+        q=Integers((_nibbles(8, lanes=16, chunks=8),)),
+        values=_UNEVEN,
+    ),
+    BlockFormat(
+        "MXFP4",
+        ggml_id=39,
+        block_size=32,
+        block_bytes=17,
+        d=HalvedExponent(0),
+        q=Integers((_nibbles(1, lanes=16),)),
+        values=_E2M1_DOUBLED,
+    ),
+)
 
-    Bytes: d 0:2, q int8 2:34.
-    """
-    q = blocks[..., 2:34].view(torch.int8).float()
-    return _half(blocks, 0) * q
-
-
-def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The eight 6-bit scales and mins in 12 bytes: uint8 [..., 12] -> two uint8 [..., 8].
-
-    The first four of each lie in the low six bits of bytes 0:4 and 4:8; the last four have their
-    low halves in the halves of bytes 8:12 and their top two bits above the first four's.
-    """
-    first, second, third = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
-    scales = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), dim=-1)
-    mins = torch.cat((second & 63, (third >> 4) | (second >> 6 << 4)), dim=-1)
-    return scales, mins
-
-
-def _decode_q4_k(blocks: Tensor) -> Tensor:
-    """w[i] = (d · scale[j]) · q[i] - (dmin · min[j]), in eight sub-blocks j = i // 32.
-
-    Bytes: d 0:2, dmin 2:4, scales and mins 4:16 in six bits each, qs 16:144. Each 32 bytes of qs
-    hold two sub-blocks: the even one in the low halves, the odd one in the high halves.
-    """
-    scales, mins = _six_bit_scales(blocks[..., 4:16])
-    step = _half(blocks, 0) * scales.float()
-    low = _half(blocks, 2) * mins.float()
-    q = _nibbles(blocks[..., 16:144].unflatten(-1, (4, 32))).flatten(-3, -2).float()
-    return (step[..., None] * q - low[..., None]).flatten(-2)
-
-
-def _decode_q6_k(blocks: Tensor) -> Tensor:
-    """w[i] = (d · scale[i // 16]) · (q[i] - 32).
-
-    Bytes: ql 0:128, qh 128:192, scale int8 192:208, d 208:210. With i = 128h + 32j + l, the low
-    four bits of q[i] are half j // 2 of ql[64h + 32 (j mod 2) + l], and the high two are bits 2j
-    and 2j + 1 of qh[32h + l].
-    """
-    low = _nibbles(blocks[..., 0:128].unflatten(-1, (2, 2, 32)).flatten(-2))  # [..., h, j // 2, 64]
-    low = low.unflatten(-1, (2, 32)).flatten(-3, -2)  # [..., h, j, l]
-    packed = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
-    high = torch.cat([packed >> 2 * j & 3 for j in range(4)], dim=-2)
-    q = (low | high << 4).float() - 32
-    step = _half(blocks, 208) * blocks[..., 192:208].view(torch.int8).float()
-    return (step[..., None] * q.flatten(-3).unflatten(-1, (16, 16))).flatten(-2)
-
-
-FORMATS: dict[str, BlockFormat] = {
-    fmt.name: fmt
-    for fmt in (
-        BlockFormat("Q4_0", ggml_id=2, block_size=32, block_bytes=18, decode=_decode_q4_0),
-        BlockFormat("Q4_1", ggml_id=3, block_size=32, block_bytes=20, decode=_decode_q4_1),
-        BlockFormat("Q8_0", ggml_id=8, block_size=32, block_bytes=34, decode=_decode_q8_0),
-        BlockFormat("Q4_K", ggml_id=12, block_size=256, block_bytes=144, decode=_decode_q4_k),
-        BlockFormat("Q6_K", ggml_id=14, block_size=256, block_bytes=210, decode=_decode_q6_k),
-    )
-}
+FORMATS: dict[str, BlockFormat] = {fmt.name: fmt for fmt in _ALL}
