@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from ferrum_triton import FileError, InputError, get_backend
+from ferrum_triton.files.gguf import open_gguf
 from ferrum_triton.kernels import interpreter
 from ferrum_triton.models import Llama, LlamaConfig, load_model
 from ferrum_triton.models.config import RopeConfig
 from ferrum_triton.models.rope import rope_tables
-from ferrum_triton.models.weights import load_weights
-from ferrum_triton.quant import QuantizedTensor
+from ferrum_triton.models.weights import GgufSource, load_weights
+from ferrum_triton.quant import FORMATS, QuantizedTensor
+from tests import gguf_writer
 from tests.tiny_models import PACKED, VARIANTS, PackedSource, save_tiny
 
 
@@ -120,6 +122,30 @@ def test_packed_weights_stay_packed_where_kernels_read_them():
     assert layer.qkv.parts[0].shape == (96, 64)
     assert isinstance(model.weights.embedding, QuantizedTensor)
     assert isinstance(packed("cpu").weights.embedding, torch.Tensor)
+
+
+def test_every_block_format_of_a_file_is_fetched_packed(tmp_path):
+    records, data = [], b""
+    blocks = {}
+    for name, fmt in FORMATS.items():
+        blocks[name] = torch.randint(0, 256, (3, 512 // fmt.block_size * fmt.block_bytes)).byte()
+        records.append(gguf_writer.tensor(name, (512, 3), fmt.ggml_id, len(data)))
+        data += blocks[name].numpy().tobytes()
+        data += b"\0" * (-len(data) % 32)
+    records.append(gguf_writer.tensor("row", (32,), FORMATS["Q8_0"].ggml_id, len(data)))
+    records.append(gguf_writer.tensor("IQ2_S", (256, 1), 22, len(data) + 64))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_writer.gguf((), records, data + b"\0" * 256))
+    with open_gguf(path) as file:
+        source = GgufSource(file)
+        for name in FORMATS:
+            weight = source.fetch(name)
+            assert (weight.kind, weight.shape) == (name, (3, 512))
+            assert torch.equal(weight.blocks, blocks[name])
+        with pytest.raises(FileError, match=r"'row' of shape .* only matrices"):
+            source.fetch("row")
+        with pytest.raises(FileError, match="IQ2_S, which has no decoder"):
+            source.fetch("IQ2_S")
 
 
 def test_rotary_tables_grow_under_live_caches(tiny):

@@ -101,11 +101,11 @@ class PackedSource(Source):
                     "attn_q": matrix(64, 64, "Q4_1"),
                     "attn_k": matrix(32, 64, "Q4_1"),
                     "attn_v": matrix(32, 64, "Q8_0"),
-                    "attn_output": matrix(64, 64, "Q4_0"),
+                    "attn_output": matrix(64, 64, "IQ4_NL"),
                     "ffn_norm": vector(64),
                     "ffn_gate": matrix(96, 64, "Q4_1"),
                     "ffn_up": matrix(96, 64, "Q4_1"),
-                    "ffn_down": matrix(64, 96, "Q4_1"),
+                    "ffn_down": matrix(64, 96, "MXFP4"),
                 }.items()
             }
 

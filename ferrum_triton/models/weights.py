@@ -105,6 +105,11 @@ class GgufSource(Source):
             known = ", ".join(FORMATS)
             reason = f"tensor {name!r} is {tensor.type.name}, which has no decoder; known: {known}"
             raise FileError(self.path, reason, tensor.offset)
+        if len(tensor.shape) not in (2, 3):
+            reason = (
+                f"tensor {name!r} of shape {list(tensor.shape)} is packed; only matrices may be"
+            )
+            raise FileError(self.path, reason, tensor.offset)
         return QuantizedTensor(tensor.data(), tensor.type.name)
 
     def unread(self) -> list[str]:
