@@ -9,7 +9,10 @@ import torch
 
 from ferrum_triton.cli import main
 from ferrum_triton.cli.default_model import INSTALL, find_default_model
+from ferrum_triton.files.ggml_types import GGML_TYPES
+from ferrum_triton.quant import FORMATS
 from ferrum_triton.registry import OPS
+from tests import gguf_writer as w
 
 needs_model = pytest.mark.skipif(
     find_default_model() is None, reason=f"the real model is absent: {INSTALL}"
@@ -28,7 +31,7 @@ def run(*arguments, **options):
 def test_help_is_quick_and_names_the_commands():
     code = "import sys, ferrum_triton.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    for command in ("generate", "doctor", "ops"):
+    for command in ("generate", "inspect", "doctor", "ops"):
         assert command in result.stdout
 
 
@@ -125,6 +128,90 @@ def test_hugging_face_directory(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out.strip()
     assert "2 prompt tokens" in captured.err
+
+
+def inspected(path, capsys):
+    """The lines that ``inspect`` prints of a file it accepts."""
+    assert main(["inspect", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out.splitlines()
+
+
+def test_inspect_says_what_a_file_holds(tmp_path, capsys):
+    pairs = [
+        w.pair("general.name", w.STRING, "tiny"),
+        w.pair("tokenizer.chat_template", w.STRING, "{%x" * 999),
+        w.array("tokenizer.ggml.tokens", w.STRING, [f"t{i}" for i in range(2000)]),
+        w.array("short", w.I32, [1, -2]),
+    ]
+    records, offset = [], 0
+    for t in GGML_TYPES.values():
+        records.append(w.tensor(f"a.{t.name}", (256, 2), t.id, offset))
+        offset += -(-512 // t.block_size * t.block_bytes // 32) * 32
+    path = tmp_path / "model.gguf"
+    path.write_bytes(w.gguf(pairs, records, b"\0" * offset))
+    lines = inspected(path, capsys)
+    text = "\n".join(lines)
+    assert f"GGUF version 3, {path.stat().st_size:,} bytes" in lines[0]
+    assert lines[1].startswith("model: not one that generate runs: ")
+    assert "general.name             'tiny'" in text
+    assert "['t0', 't1', 't2', 't3', 't4', 't5', …] of 2,000" in text
+    assert "… of 2,997 characters" in text
+    assert "short                    [1, -2]" in text
+    assert max(map(len, lines[2:])) < 130
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  a.")}
+    for t in GGML_TYPES.values():
+        runs = "plain" if t.dtype else "packed" if t.name in FORMATS else "refused"
+        nbytes = 512 // t.block_size * t.block_bytes
+        assert rows[f"a.{t.name}"] == [t.name, "2×256", f"{nbytes:,}", runs]
+    assert "  type     tensors  bytes  runs" in lines
+
+
+@needs_model
+def test_inspect_of_a_real_model(capsys):
+    lines = inspected(find_default_model(), capsys)
+    assert lines[1] == "model: one that generate runs, by its metadata and types"
+    assert lines[-3:] == [
+        "  Q4_1      210  66,355,200  packed",
+        "  Q8_0        1  30,081,024  packed",
+        "  F32        61     140,544  plain",
+    ]
+
+
+def test_inspect_keeps_control_characters_from_the_terminal(tmp_path, capsys):
+    path = tmp_path / "hostile.gguf"
+    evil = "\x1b[2J\x9b\u202e\n"
+    pairs = [
+        w.pair("k" + evil, w.STRING, evil),
+        w.array("list", w.STRING, [evil]),
+        w.pair("general.architecture", w.STRING, evil),
+    ]
+    path.write_bytes(w.gguf(pairs, [w.tensor("t" + evil, (2,), 24, 0)], b"\0" * 32))
+    lines = inspected(path, capsys)
+    assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"GGML", "does not start with 'GGUF'"),
+        (b"", "empty"),
+        (w.gguf((), [w.tensor("t", (4,), 99, 0)]), "unknown type 99"),
+        (w.gguf((), [w.tensor("t", (2**30, 4), 0, 0)]), "past the file's end"),
+        (None, "No such file"),
+    ],
+)
+def test_inspect_of_a_malformed_file_is_one_error(tmp_path, data, message, capsys):
+    path = tmp_path / "model.gguf"
+    if data is not None:
+        path.write_bytes(data)
+    assert main(["inspect", str(path)]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith(f"ferrum-triton: {path}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 def test_doctor(capsys):

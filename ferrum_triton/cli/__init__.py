@@ -39,14 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ferrum_triton.cli import doctor, generate, ops
+    from ferrum_triton.cli import doctor, generate, inspect, ops
 
     parser = argparse.ArgumentParser(
         prog="ferrum-triton",
         description="Triton kernels for LLM inference in PyTorch: run a model, look at the ops.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (generate, doctor, ops):
+    for command in (generate, inspect, doctor, ops):
         name = command.__name__.rpartition(".")[2]
         summary = command.SUMMARY
         sub = commands.add_parser(name, help=summary, description=summary)
