@@ -1,8 +1,8 @@
 """Thirty calls of attention for a memory checker to watch, on a CUDA device.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
-        --kernel-name kernel_substring=attention --kernel-name kernel_substring=paged \\
-        --kernel-name kernel_substring=merge --error-exitcode 1 python -m tests.sanitize_attention
+        --kernel-name kns=_paged --kernel-name kns=_flash --kernel-name kns=_merge \\
+        --kernel-name kns=_mla --error-exitcode 1 python -m tests.sanitize_attention
 
 and again with ``--tool racecheck``. Without torch's caching every tensor is an allocation of its
 own, so that a read past its end is seen. Results are checked by the other tests.
