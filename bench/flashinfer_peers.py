@@ -1,4 +1,4 @@
-"""FlashInfer as a peer of paged and latent attention, where it is installed.
+"""FlashInfer as a peer of paged and latent attention.
 
 Its wrappers plan on the host from lengths and pages; that is done once a case and not timed.
 """
@@ -6,7 +6,6 @@ Its wrappers plan on the host from lengths and pages; that is done once a case a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ WORKSPACE_BYTES = 256 << 20
 
 
 def flashinfer_call(op: str, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """What FlashInfer makes of a call of the op, or None where it has no such call or is absent."""
+    """What FlashInfer makes of a call of the op, or None where it has no such call."""
     planned = PLANS.get(op)
-    if planned is None or find_spec("flashinfer") is None or not _is_plain(arguments):
+    if planned is None or not _is_plain(arguments):
         return None
     return planned(**arguments)
 
@@ -42,7 +41,7 @@ def _decode(
         _workspace(), "HND", use_tensor_cores=q.shape[2] // num_kv_heads >= 4
     )
     wrapper.plan(
-        *_pages(block_tables, kv_lens, page_size),
+        *pages(block_tables, kv_lens, page_size),
         q.shape[2],
         num_kv_heads,
         q.shape[3],
@@ -75,7 +74,7 @@ def _varlen(
     wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(), "HND")
     wrapper.plan(
         cu_seqlens_q,
-        *_pages(block_tables, kv_lens, page_size),
+        *pages(block_tables, kv_lens, page_size),
         q.shape[1],
         num_kv_heads,
         q.shape[2],
@@ -107,7 +106,7 @@ def _mla(
         return None
     batch, q_len, num_heads, width = q.shape
     page_size = cache.shape[1]
-    indptr, indices, _last = _pages(block_tables, kv_lens, page_size)
+    indptr, indices, _last = pages(block_tables, kv_lens, page_size)
     wrapper = BatchMLAPagedAttentionWrapper(_workspace())
     wrapper.plan(
         torch.arange(batch + 1, dtype=torch.int32) * q_len,
@@ -158,7 +157,7 @@ def _factors(k_scales: Tensor | None, v_scales: Tensor | None) -> dict[str, floa
     return {"k_scale": k_scales.item(), "v_scale": v_scales.item()}
 
 
-def _pages(block_tables: Tensor, kv_lens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def pages(block_tables: Tensor, kv_lens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """(indptr, indices, last_page_len) of sequences, int32; all but the indices on the host."""
     lens = kv_lens.cpu().int()
     counts = (lens + page_size - 1) // page_size

@@ -4,7 +4,7 @@ and for attention torch's fused backends and FlexAttention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -50,8 +50,19 @@ TORCH: dict[str, Callable[..., Any]] = {
 }
 
 
+# What peers are imported from, where it is no part of torch.
+PACKAGES = {"liger": "liger_kernel", "flashinfer": "flashinfer"}
+
+
+def absent(peers: Iterable[str]) -> list[str]:
+    """Those of the peers that are not installed."""
+    return [name for name in peers if name in PACKAGES and find_spec(PACKAGES[name]) is None]
+
+
 def peer_call(peer: str, op: Op, arguments: dict[str, Any]) -> Callable[..., Any] | None:
     """A function of the op's arguments, or None where the peer has no such op or is absent."""
+    if absent([peer]):
+        return None
     if peer == "liger":
         return _liger(op)
     if peer == "flashinfer":
@@ -65,12 +76,12 @@ def peer_call(peer: str, op: Op, arguments: dict[str, Any]) -> Callable[..., Any
 
 
 def _liger(op: Op) -> Callable[..., Any] | None:
-    if op.name not in ("rms_norm", "layer_norm") or find_spec("liger_kernel") is None:
-        return None
     if op.name == "rms_norm":
         from liger_kernel.ops.rms_norm import rms_norm_forward
 
         return lambda x, weight, eps: rms_norm_forward(x, weight, eps, 0.0, "llama", None)[0]
+    if op.name != "layer_norm":
+        return None
     from liger_kernel.ops.layer_norm import layer_norm_forward
 
     return lambda x, weight, bias, eps: layer_norm_forward(x, weight, bias, eps)[0]

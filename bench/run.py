@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.peers import PEERS, peer_call
+from bench.peers import PEERS, absent, peer_call
 from bench.results import Row, save_rows
 from bench.timing import copies_of, device_us
 from ferrum_triton import OPS, FerrumError, get_backend
@@ -43,14 +43,15 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown ops: {', '.join(sorted(unknown))}")
 
-    rows = []
+    for name in absent(options.against):
+        print(f"{name} is not installed, and left out")
     names = options.ops or list(OPS)
     print(f"{'case':<64} {'us':>9} {'roof':>6}  peers")
     for op in (OPS[name] for name in names):
         for case in (c for c in op.bench if options.case in f"{op.name}/{c.id}"):
-            rows.append(measure(op, case, options.against))
-    if options.json:
-        save_rows(options.json, rows, options.commit)
+            row = measure(op, case, options.against)
+            if options.json:
+                save_rows(options.json, [row], options.commit)
 
 
 def measure(op: Op, case: Case, against: list[str]) -> Row:

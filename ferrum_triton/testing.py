@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +22,10 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float16: (2e-3, 2e-3),
     torch.bfloat16: (1.6e-2, 1.6e-2),
 }
+
+
+# Elements from which on a draw on the CPU would be what a test on a GPU waits for.
+DRAWN_THERE = 1 << 16
 
 
 @dataclass
@@ -40,28 +48,31 @@ class TensorFactory:
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 
+    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...], dtype: Any) -> Tensor:
+        """``draw(shape)`` placed; large tensors of a GPU are drawn there."""
+        device = torch.device(self.device)
+        if device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        generator = self._generator
+        if device.type == "cuda" and math.prod(shape) >= DRAWN_THERE:
+            seed = int(torch.randint(2**62, (), generator=generator))
+            generator = torch.Generator(device).manual_seed(seed)
+        return self._place(draw(shape, generator=generator, device=generator.device, dtype=dtype))
+
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Normal values in the sample's dtype."""
-        if torch.device(self.device).type == "meta":
-            return torch.empty(shape, dtype=self.dtype, device="meta")
-        if torch.device(self.device).type == "cuda":
-            # Large bench inputs: drawn on the device, from the same seed's next value.
-            seed = int(torch.randint(2**62, (), generator=self._generator))
-            generator = torch.Generator(self.device).manual_seed(seed)
-            drawn = torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
-            return (drawn * scale).to(self.dtype)
-        return (torch.randn(shape, generator=self._generator) * scale).to(self.dtype)
+        return (self._draw(torch.randn, shape, torch.float32) * scale).to(self.dtype)
 
     def weight(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Norm weights and biases: around one, in ``dtype`` whatever the sample's."""
-        return self._place((1.0 + 0.2 * torch.randn(shape, generator=self._generator)).to(dtype))
+        return (1.0 + 0.2 * self._draw(torch.randn, shape, torch.float32)).to(dtype)
 
     def scalar(self, low: float, high: float) -> float:
         return low + (high - low) * float(torch.rand((), generator=self._generator))
 
     def ints(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """Uniform integers in [low, high)."""
-        return self._place(torch.randint(low, high, shape, generator=self._generator, dtype=dtype))
+        return self._draw(functools.partial(torch.randint, low, high), shape, dtype)
 
     def distinct_ints(self, low: int, high: int, count: int) -> Tensor:
         """``count`` different int32 from [low, high), in random order."""
@@ -73,9 +84,7 @@ class TensorFactory:
 
     def bytes(self, *shape: int) -> Tensor:
         """Uniform bytes."""
-        return self._place(
-            torch.randint(0, 256, shape, generator=self._generator, dtype=torch.uint8)
-        )
+        return self.ints(0, 256, *shape, dtype=torch.uint8)
 
     def rope(self, max_positions: int, rotary_dim: int) -> dict[str, Tensor]:
         """cos and sin of random angles, [max_positions, rotary_dim / 2] in float32."""

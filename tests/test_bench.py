@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from bench import peers
 from bench.attention_peers import flex_call, sdpa_call
 from bench.check import compare, verdict
 from bench.decode_map import cliffs, draw
+from bench.flashinfer_peers import pages
 from bench.results import Row, save_rows
 from bench.timing import COLD_BYTES, copies_of
 from ferrum_triton.kernels import tuning
@@ -172,3 +174,17 @@ def test_attention_peers_leave_out_what_they_lack():
     for arguments in (longer, square | {"softcap": 5.0}, square | {"causal": False}):
         assert sdpa_call(SDPBackend.MATH, arguments) is None
         assert flex_call(arguments, compiled=False) is None
+
+
+def test_flashinfer_is_told_the_pages_in_use():
+    tables = torch.tensor([[7, 3, -1], [-1, -1, -1], [5, 2, 9], [4, 6, 1]])
+    indptr, indices, last = pages(tables, torch.tensor([17, 0, 32, 48]), page_size=16)
+    assert indptr.tolist() == [0, 2, 2, 4, 7]
+    assert indices.tolist() == [7, 3, 5, 2, 4, 6, 1]
+    assert last.tolist() == [1, 0, 16, 16]
+
+
+def test_absent_peers_have_no_calls(monkeypatch):
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert peers.absent(["torch", "liger", "flashinfer"]) == ["liger", "flashinfer"]
+    assert peers.peer_call("flashinfer", OPS["paged_decode_attention"], {}) is None
