@@ -11,11 +11,13 @@ from torch.nn.attention import SDPBackend
 
 from bench import peers
 from bench.attention_peers import flex_call, sdpa_call
+from bench.cascade import cascade, sample, whole
 from bench.check import compare, verdict
 from bench.decode_map import cliffs, draw
 from bench.flashinfer_peers import pages
 from bench.results import Row, save_rows
 from bench.timing import COLD_BYTES, copies_of
+from ferrum_triton import get_backend
 from ferrum_triton.kernels import tuning
 from ferrum_triton.kernels.tuning import TUNABLES, Tunable, nearest
 from ferrum_triton.registry import OPS
@@ -188,3 +190,10 @@ def test_absent_peers_have_no_calls(monkeypatch):
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert peers.absent(["torch", "liger", "flashinfer"]) == ["liger", "flashinfer"]
     assert peers.peer_call("flashinfer", OPS["paged_decode_attention"], {}) is None
+
+
+@pytest.mark.parametrize("backend", ["cpu", "interpret"])
+def test_a_prefix_read_once_changes_nothing(backend):
+    call = sample("cpu", 3, 48, 20, seed=0, dtype=torch.float32)
+    backend = get_backend(backend)
+    assert_close(cascade(backend, **call), whole(backend, **call))
