@@ -120,6 +120,30 @@ def test_absorbed_form_is_multi_head_attention(backend):
     assert_close(lse[0, 0], scores.logsumexp(dim=-1), scale=2.0)  # q_latent was rounded
 
 
+def test_prefill_in_heads_is_the_absorbed_form(backend):
+    """A prompt attends with keys and values of 40 and 20 columns, as decode does over latents."""
+    heads, nope, v_dim, tokens = 4, 24, 20, 37
+    latent, k_rope = normal(backend, tokens, LORA, seed=1), normal(backend, tokens, ROPE, seed=2)
+    w_uk = normal(backend, heads, nope, LORA, seed=3) * LORA**-0.5
+    w_uv = normal(backend, heads, v_dim, LORA, seed=4) * LORA**-0.5
+    q_nope = normal(backend, heads, tokens, nope, seed=5)
+    q_rope = normal(backend, heads, tokens, ROPE, seed=6)
+
+    k = torch.einsum("hnl,kl->hkn", w_uk, latent)
+    k = torch.cat((k, k_rope.expand(heads, -1, -1)), dim=-1)
+    v = torch.einsum("hvl,kl->hkv", w_uv, latent).contiguous()
+    q = torch.cat((q_nope, q_rope), dim=-1)
+    prompt = backend.flash_attention(q[None], k[None], v[None], softmax_scale=SCALE)
+    assert prompt.shape == (1, heads, tokens, v_dim)
+
+    q_latent = torch.einsum("htn,hnl->thl", q_nope, w_uk)
+    absorbed = torch.cat((q_latent, q_rope.transpose(0, 1)), dim=-1)[None]
+    row = torch.cat((latent, k_rope), dim=-1)[None]
+    out, _ = attend(backend, absorbed, row, [tokens])
+    want = torch.einsum("thl,hvl->htv", out[0], w_uv)
+    torch.testing.assert_close(prompt[0], want, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("block_size", "described"), [(8, False), (16, False), (40, False), (16, True), (80, True)]
 )

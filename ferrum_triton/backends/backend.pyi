@@ -709,8 +709,9 @@ class Backend:
 
         Args:
             q: [batch, num_heads, q_len, head_dim].
-            k, v: [batch, num_kv_heads, capacity, head_dim]; a cache may be longer than what is valid,
-                and its strides are free.
+            k, v: [batch, num_kv_heads, capacity, head_dim] and [..., value_dim]; a cache may be longer
+                than what is valid, and its strides are free. Values may be of another width than
+                keys, as in the prefill of latent attention: 192 and 128.
             kv_len: valid keys; None means capacity.
             kv_lens: [batch] valid keys per sequence on the device, read when the kernel runs (so a
                 captured graph sees new lengths); overrides kv_len, is clamped to [0, capacity], and
@@ -729,7 +730,7 @@ class Backend:
                 that sees no key and has no sink.
 
         Returns:
-            [batch, num_heads, q_len, head_dim] in q's dtype; computed in float32.
+            [batch, num_heads, q_len, value_dim] in q's dtype; computed in float32.
 
         Source: Dao et al., "FlashAttention", 2022; windows as in Mistral 7B, 2023; capped scores as in
         Gemma 2, 2024; sinks as in gpt-oss, 2025.

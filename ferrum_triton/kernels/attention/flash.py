@@ -116,10 +116,12 @@ def _attend(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     ROWS_PER_QUERY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Fold the tiles of keys [begin, end) into the running softmax."""
@@ -130,7 +132,7 @@ def _attend(
         )  # fmt: skip
         v = _load_tile(
             v_desc, v_head_ptr, batch, kv_head, first, stride_v_row, kv_len,
-            MASKING, HEAD_DIM, BLOCK_N, BLOCK_D,
+            MASKING, VALUE_DIM, BLOCK_N, BLOCK_V,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         tile_scale = scale_log2
@@ -157,16 +159,16 @@ def _attend(
 
 @kernel(dynamic=("heads_at_once", "q_len", "kv_len", "pos_offset", "scale_log2", "softcap_log2"))
 def _flash_attention_kernel(
-    out_ptr,  # [batch, num_heads, q_len, head_dim], in float32 for each split if there are several
+    out_ptr,  # [batch, num_heads, q_len, value_dim], in float32 for each split if there are several
     q_ptr,  # [batch, num_heads, q_len, head_dim]
     k_ptr,  # [batch, num_kv_heads, capacity, head_dim]
-    v_ptr,  # [batch, num_kv_heads, capacity, head_dim]
+    v_ptr,  # [batch, num_kv_heads, capacity, value_dim]
     kv_lens_ptr,  # [batch] or None
     sinks_ptr,  # [num_heads] or None
     lse_ptr,  # [batch, num_heads, q_len] or None
-    out_desc,  # out and q in blocks of [1, 1, BLOCK_M, BLOCK_D], or None: by pointers
+    out_desc,  # out and q in blocks of [1, 1, BLOCK_M, BLOCK_V or _D], or None: by pointers
     q_desc,
-    k_desc,  # k and v in blocks of [1, 1, BLOCK_N, BLOCK_D], or None: by pointers
+    k_desc,  # k and v in blocks of [1, 1, BLOCK_N, BLOCK_D or _V], or None: by pointers
     v_desc,
     stride_out_batch,
     stride_out_head,
@@ -193,6 +195,7 @@ def _flash_attention_kernel(
     scale_log2,  # |softmax scale| · log2(e); with a cap twice that over the cap
     softcap_log2,  # softcap · log2(e)
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     PACKED: tl.constexpr,  # rows are (query, head of the group); else queries of one head
     NEGATE: tl.constexpr,  # the scale is negative
@@ -205,6 +208,7 @@ def _flash_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= head_dim
+    BLOCK_V: tl.constexpr,  # power of two >= value_dim
     PRECISION: tl.constexpr,  # of float32 products
 ):
     # The last blocks see the most keys when causal: they start first, those of all heads (as many
@@ -249,13 +253,13 @@ def _flash_attention_kernel(
     end = tl.minimum(end, start + share)
 
     d = tl.arange(0, BLOCK_D)[None, :]
-    stored = in_queries[:, None] & (d < HEAD_DIM)
     if q_desc is not None:
         q = q_desc.load([batch, head, block * BLOCK_M, 0]).reshape(BLOCK_M, BLOCK_D)
     else:
         q_row = q_ptr + batch.to(tl.int64) * stride_q_batch + q_head.to(tl.int64) * stride_q_head
         q_row += query.to(tl.int64) * stride_q_token
-        q = tl.load(q_row[:, None] + d, mask=stored, other=0.0)  # [BLOCK_M, BLOCK_D]
+        in_q = in_queries[:, None] & (d < HEAD_DIM)
+        q = tl.load(q_row[:, None] + d, mask=in_q, other=0.0)  # [BLOCK_M, BLOCK_D]
     if NEGATE:
         q = -q
     k_head_ptr = k_ptr + batch.to(tl.int64) * stride_k_batch + kv_head.to(tl.int64) * stride_k_head
@@ -266,7 +270,7 @@ def _flash_attention_kernel(
         sink = tl.load(sinks_ptr + q_head, mask=in_queries, other=0.0).to(tl.float32)
         sink_log2 = tl.where(split == 0, sink * LOG2_E, sink_log2)
     m_i, l_i = first_state(sink_log2)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
     whole_start = tl.maximum(tl.cdiv(whole_start, BLOCK_N) * BLOCK_N, start)
     whole_end = tl.minimum(whole_end, end) // BLOCK_N * BLOCK_N
@@ -276,7 +280,8 @@ def _flash_attention_kernel(
             acc, m_i, l_i, q, k_desc, v_desc, k_head_ptr, v_head_ptr, batch, kv_head, stride_k_row,
             stride_v_row, start, end, whole_start, whole_end, block * BLOCK_M, first_position,
             sliding_window, kv_len, scale_log2, softcap_log2, MIXED, clear_v, IS_CAUSAL, HAS_WINDOW,
-            HAS_SOFTCAP, HEAD_DIM, rows_per_query, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+            HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, rows_per_query, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+            PRECISION,
         )  # fmt: skip
     else:
         if HAS_WINDOW:
@@ -285,34 +290,36 @@ def _flash_attention_kernel(
                 acc, m_i, l_i, q, k_desc, v_desc, k_head_ptr, v_head_ptr, batch, kv_head,
                 stride_k_row, stride_v_row, start, head_end, whole_start, whole_end, block *
                 BLOCK_M, first_position, sliding_window, kv_len, scale_log2, softcap_log2, CROSSED,
-                clear_v, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, rows_per_query, BLOCK_M,
-                BLOCK_N, BLOCK_D, PRECISION,
+                clear_v, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, rows_per_query,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
             )  # fmt: skip
         acc, m_i, l_i = _attend(
             acc, m_i, l_i, q, k_desc, v_desc, k_head_ptr, v_head_ptr, batch, kv_head, stride_k_row,
             stride_v_row, whole_start, whole_end, whole_start, whole_end, block * BLOCK_M,
             first_position, sliding_window, kv_len, scale_log2, softcap_log2, WHOLE, clear_v,
-            IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, rows_per_query, BLOCK_M, BLOCK_N, BLOCK_D,
-            PRECISION,
+            IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, rows_per_query, BLOCK_M,
+            BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
         )  # fmt: skip
         tail_start = tl.maximum(whole_start, whole_end)
         acc, m_i, l_i = _attend(
             acc, m_i, l_i, q, k_desc, v_desc, k_head_ptr, v_head_ptr, batch, kv_head, stride_k_row,
             stride_v_row, tail_start, end, whole_start, whole_end, block * BLOCK_M, first_position,
             sliding_window, kv_len, scale_log2, softcap_log2, CROSSED, clear_v, IS_CAUSAL,
-            HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, rows_per_query, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+            HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, rows_per_query, BLOCK_M, BLOCK_N, BLOCK_D,
+            BLOCK_V, PRECISION,
         )  # fmt: skip
 
     out, lse = finish(acc, m_i, l_i)
     out = out.to(out_ptr.dtype.element_ty)
     if out_desc is not None:
         at = [batch, head, block * BLOCK_M, 0]
-        out_desc.store(at, out.reshape(1, 1, BLOCK_M, BLOCK_D))
+        out_desc.store(at, out.reshape(1, 1, BLOCK_M, BLOCK_V))
     else:
         out_row = out_ptr + batch.to(tl.int64) * stride_out_batch
         out_row += q_head.to(tl.int64) * stride_out_head + query.to(tl.int64) * stride_out_token
         out_row += split * stride_out_split
-        tl.store(out_row[:, None] + d, out, mask=stored)
+        v_d = tl.arange(0, BLOCK_V)[None, :]
+        tl.store(out_row[:, None] + v_d, out, mask=in_queries[:, None] & (v_d < VALUE_DIM))
     if lse_ptr is not None:
         lse_row = lse_ptr + batch.to(tl.int64) * stride_lse_batch + split
         lse_row += q_head.to(tl.int64) * stride_lse_head + query.to(tl.int64) * stride_lse_token
@@ -351,29 +358,29 @@ def flash_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     batch, num_heads, q_len, head_dim = q.shape
-    num_kv_heads, capacity = k.shape[1], k.shape[2]
-    y = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    num_kv_heads, capacity, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    y = q.new_empty(batch, num_heads, q_len, value_dim) if out is None else out
     if batch * num_heads * q_len == 0:
         return y
     group = num_heads // num_kv_heads
     most_keys = capacity if kv_lens is not None or kv_len is None else kv_len
     has_window = causal and sliding_window > 0
     plan = choose_plan(q, k, v, y, most_keys, kv_lens, sliding_window if has_window else 0)
-    block_d = max(next_power_of_2(head_dim), 16)
+    block_d, block_v = (max(next_power_of_2(n), 16) for n in (head_dim, value_dim))
     out_desc = q_desc = k_desc = v_desc = None
     if plan.described:
         if not plan.packed and plan.splits == 1:
             q_desc = describe_rows(q, q_len, plan.block_m, block_d)
-            out_desc = describe_rows(y, q_len, plan.block_m, block_d)
+            out_desc = describe_rows(y, q_len, plan.block_m, block_v)
         k_desc = describe_rows(k, most_keys, plan.block_n, block_d)
-        v_desc = describe_rows(v, most_keys, plan.block_n, block_d)
+        v_desc = describe_rows(v, most_keys, plan.block_n, block_v)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     factor = abs(scale) * LOG2_E.value * (2.0 / softcap if softcap > 0 else 1.0)
     factor = max(factor, LEAST_FACTOR)
 
     if plan.splits > 1:
         shape = (batch, num_heads, q_len, plan.splits)
-        partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+        partial = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         target, target_strides = partial, partial.stride()[:4]
         sums, sums_strides = partial_lse, partial_lse.stride()[:3]
@@ -409,6 +416,7 @@ def flash_attention(
         factor,
         softcap * LOG2_E.value,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
         GROUP=group,
         PACKED=plan.packed,
         NEGATE=scale < 0,
@@ -421,6 +429,7 @@ def flash_attention(
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_D=block_d,
+        BLOCK_V=block_v,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,

@@ -12,9 +12,10 @@ from ferrum_triton.registry import Case, op
 def _flash_cases() -> list[Case]:
     def causal(head_dim: int, kv_heads: int, length: int, batch: int = 1, **more: int) -> Case:
         heads = kv_heads * more["group_size"]
+        values = f"v{more['value_dim']}" if "value_dim" in more else ""
         window = f"/window{more['sliding_window']}" if "sliding_window" in more else ""
         return Case(
-            f"bf16/causal/h{heads}k{kv_heads}d{head_dim}/b{batch}/l{length}{window}",
+            f"bf16/causal/h{heads}k{kv_heads}d{head_dim}{values}/b{batch}/l{length}{window}",
             torch.bfloat16,
             {
                 "batch": batch,
@@ -35,6 +36,7 @@ def _flash_cases() -> list[Case]:
         causal(64, 16, 8192, batch=4, group_size=1),
         causal(256, 4, 8192, group_size=2),
         causal(128, 8, 32768, group_size=4, sliding_window=4096),
+        causal(192, 128, 4096, group_size=1, value_dim=128),
         Case("bf16/decode/h32k8d128/b1/ctx8192", torch.bfloat16, {**decode, "kv_len": 8192}),
     ]
 
@@ -43,7 +45,7 @@ def _flash_cases() -> list[Case]:
     tensors={
         "q": "T[batch, num_heads, q_len, head_dim]",
         "k": "T[batch, num_kv_heads, capacity, head_dim]",
-        "v": "T[batch, num_kv_heads, capacity, head_dim]",
+        "v": "T[batch, num_kv_heads, capacity, value_dim]",
         "kv_lens": "int[batch]",
         "sinks": "float[num_heads]",
         "lse": "float32[batch, num_heads, q_len]",
@@ -53,6 +55,7 @@ def _flash_cases() -> list[Case]:
         "num_kv_heads": (1, 3),
         "group_size": (1, 3),
         "head_dim": (16, 40, 64, 80),
+        "value_dim": (None, 24, 128),
         "q_len": (0, 1, 5, 18),
         "kv_len": (1, 5, 33),
         "spare": (0, 3),
@@ -94,8 +97,9 @@ def flash_attention(
 
     Args:
         q: [batch, num_heads, q_len, head_dim].
-        k, v: [batch, num_kv_heads, capacity, head_dim]; a cache may be longer than what is valid,
-            and its strides are free.
+        k, v: [batch, num_kv_heads, capacity, head_dim] and [..., value_dim]; a cache may be longer
+            than what is valid, and its strides are free. Values may be of another width than
+            keys, as in the prefill of latent attention: 192 and 128.
         kv_len: valid keys; None means capacity.
         kv_lens: [batch] valid keys per sequence on the device, read when the kernel runs (so a
             captured graph sees new lengths); overrides kv_len, is clamped to [0, capacity], and
@@ -114,7 +118,7 @@ def flash_attention(
             that sees no key and has no sink.
 
     Returns:
-        [batch, num_heads, q_len, head_dim] in q's dtype; computed in float32.
+        [batch, num_heads, q_len, value_dim] in q's dtype; computed in float32.
 
     Source: Dao et al., "FlashAttention", 2022; windows as in Mistral 7B, 2023; capped scores as in
     Gemma 2, 2024; sinks as in gpt-oss, 2025.
@@ -151,7 +155,7 @@ def flash_attention(
     if lse is not None:
         lse.copy_(torch.logsumexp(scores, dim=-1).reshape(lse.shape))
     weights = torch.softmax(scores, dim=-1).masked_fill(scores == -torch.inf, 0.0)
-    return (weights[..., :capacity] @ v).reshape(q.shape).to(q.dtype)
+    return (weights[..., :capacity] @ v).flatten(1, 2).to(q.dtype)
 
 
 @flash_attention.rule
@@ -165,6 +169,8 @@ def _(
         flash_attention.reject("sliding_window", str(sliding_window), "0 (off) or more")
     if q.shape[3] > 256:
         flash_attention.reject("q", f"of head_dim {q.shape[3]}", "head_dim up to 256")
+    if not 0 < v.shape[3] <= 256:
+        flash_attention.reject("v", f"of value_dim {v.shape[3]}", "value_dim from 1 to 256")
 
 
 @flash_attention.call_rule
@@ -194,12 +200,14 @@ def _(
     softcap=0.0,
     with_sinks=False,
     with_lse=False,
+    value_dim=None,
 ):
+    value_dim = value_dim or head_dim
     capacity, num_heads = kv_len + spare, num_kv_heads * group_size
     return {
         "q": make.randn(batch, num_heads, q_len, head_dim),
         "k": make.randn(batch, num_kv_heads, capacity, head_dim),
-        "v": make.randn(batch, num_kv_heads, capacity, head_dim),
+        "v": make.randn(batch, num_kv_heads, capacity, value_dim),
         "kv_len": kv_len,
         "kv_lens": make.ints(0, kv_len + 1, batch) if device_lens else None,
         "causal": causal,
@@ -215,7 +223,7 @@ def _(
 def _(
     q, k, v, kv_len, kv_lens, pos_offset, causal, softmax_scale, sliding_window, softcap, sinks, lse
 ):
-    """4 · head_dim operations for each visible pair of query and key, at the host's lengths."""
+    """2 · (head_dim + value_dim) operations for each visible pair, at the host's lengths."""
     batch, num_heads, q_len, head_dim = q.shape
     total = k.shape[2] if kv_len is None else kv_len
     first = total - q_len if pos_offset is None else pos_offset
@@ -224,7 +232,7 @@ def _(
         pairs = _keys_before(first + 1, q_len, total)
         if sliding_window:
             pairs -= _keys_before(first + 1 - sliding_window, q_len, total)
-    return 4 * batch * num_heads * head_dim * pairs
+    return 2 * batch * num_heads * (head_dim + v.shape[3]) * pairs
 
 
 def _keys_before(bound: int, q_len: int, total: int) -> int:
@@ -243,5 +251,6 @@ def _(
 ):
     total = k.shape[2] if kv_len is None else kv_len
     keys = min(total, sliding_window + q.shape[2] - 1) if causal and sliding_window else total
-    kv = 2 * k.shape[0] * k.shape[1] * keys * k.shape[3]
-    return (2 * q.numel() + kv) * q.element_size()
+    widths = k.shape[3] + v.shape[3]
+    own, cached = q.numel() // q.shape[3] * widths, k.shape[0] * k.shape[1] * keys * widths
+    return (own + cached) * q.element_size()
