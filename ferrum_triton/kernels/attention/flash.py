@@ -55,7 +55,7 @@ def _load_tile(
     at = head_ptr + n.to(tl.int64) * stride_row + d
     if MASKING != WHOLE:
         return tl.load(at, mask=(n < kv_len) & (d < HEAD_DIM), other=0.0)
-    if HEAD_DIM == BLOCK_D:
+    if HEAD_DIM >= BLOCK_D:
         return tl.load(at)
     return tl.load(at, mask=d < HEAD_DIM, other=0.0)
 
@@ -92,7 +92,9 @@ def _attend(
     m_i,
     l_i,
     q,
+    q_rest,
     k_desc,
+    k_rest_desc,
     v_desc,
     k_head_ptr,
     v_head_ptr,
@@ -121,6 +123,7 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -135,6 +138,12 @@ def _attend(
             MASKING, VALUE_DIM, BLOCK_N, BLOCK_V,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if BLOCK_E > 0:
+            k_rest = _load_tile(
+                k_rest_desc, k_head_ptr + BLOCK_D, batch, kv_head, first, stride_k_row, kv_len,
+                MASKING, HEAD_DIM - BLOCK_D, BLOCK_N, BLOCK_E,
+            )  # fmt: skip
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         tile_scale = scale_log2
         if HAS_SOFTCAP:
             scores = soft_cap(scores * scale_log2, softcap_log2, q.dtype == tl.float32)
@@ -168,7 +177,9 @@ def _flash_attention_kernel(
     lse_ptr,  # [batch, num_heads, q_len] or None
     out_desc,  # out and q in blocks of [1, 1, BLOCK_M, BLOCK_V or _D], or None: by pointers
     q_desc,
+    q_rest_desc,  # the columns of q and k from BLOCK_D on, BLOCK_E wide
     k_desc,  # k and v in blocks of [1, 1, BLOCK_N, BLOCK_D or _V], or None: by pointers
+    k_rest_desc,
     v_desc,
     stride_out_batch,
     stride_out_head,
@@ -207,7 +218,8 @@ def _flash_attention_kernel(
     MIN_TILES: tl.constexpr,  # a split's share of the keys, at least
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # power of two >= head_dim
+    BLOCK_D: tl.constexpr,  # columns of q and k a product takes at once, a power of two
+    BLOCK_E: tl.constexpr,  # those of the product for the other columns, or 0
     BLOCK_V: tl.constexpr,  # power of two >= value_dim
     PRECISION: tl.constexpr,  # of float32 products
 ):
@@ -255,13 +267,21 @@ def _flash_attention_kernel(
     d = tl.arange(0, BLOCK_D)[None, :]
     if q_desc is not None:
         q = q_desc.load([batch, head, block * BLOCK_M, 0]).reshape(BLOCK_M, BLOCK_D)
+        q_rest = q
+        if BLOCK_E > 0:
+            q_rest = q_rest_desc.load([batch, head, block * BLOCK_M, 0]).reshape(BLOCK_M, BLOCK_E)
     else:
         q_row = q_ptr + batch.to(tl.int64) * stride_q_batch + q_head.to(tl.int64) * stride_q_head
         q_row += query.to(tl.int64) * stride_q_token
         in_q = in_queries[:, None] & (d < HEAD_DIM)
         q = tl.load(q_row[:, None] + d, mask=in_q, other=0.0)  # [BLOCK_M, BLOCK_D]
+        q_rest = q
+        if BLOCK_E > 0:
+            e = BLOCK_D + tl.arange(0, BLOCK_E)[None, :]
+            in_rest = in_queries[:, None] & (e < HEAD_DIM)
+            q_rest = tl.load(q_row[:, None] + e, mask=in_rest, other=0.0)
     if NEGATE:
-        q = -q
+        q, q_rest = -q, -q_rest
     k_head_ptr = k_ptr + batch.to(tl.int64) * stride_k_batch + kv_head.to(tl.int64) * stride_k_head
     v_head_ptr = v_ptr + batch.to(tl.int64) * stride_v_batch + kv_head.to(tl.int64) * stride_v_head
 
@@ -277,36 +297,36 @@ def _flash_attention_kernel(
     clear_v: tl.constexpr = k_desc is not None and kv_lens_ptr is not None
     if ONE_LOOP:
         acc, m_i, l_i = _attend(
-            acc, m_i, l_i, q, k_desc, v_desc, k_head_ptr, v_head_ptr, batch, kv_head, stride_k_row,
-            stride_v_row, start, end, whole_start, whole_end, block * BLOCK_M, first_position,
-            sliding_window, kv_len, scale_log2, softcap_log2, MIXED, clear_v, IS_CAUSAL, HAS_WINDOW,
-            HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, rows_per_query, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
-            PRECISION,
+            acc, m_i, l_i, q, q_rest, k_desc, k_rest_desc, v_desc, k_head_ptr, v_head_ptr, batch,
+            kv_head, stride_k_row, stride_v_row, start, end, whole_start, whole_end,
+            block * BLOCK_M, first_position, sliding_window, kv_len, scale_log2, softcap_log2,
+            MIXED, clear_v, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, rows_per_query,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, BLOCK_V, PRECISION,
         )  # fmt: skip
     else:
         if HAS_WINDOW:
             head_end = tl.minimum(whole_start, end)
             acc, m_i, l_i = _attend(
-                acc, m_i, l_i, q, k_desc, v_desc, k_head_ptr, v_head_ptr, batch, kv_head,
-                stride_k_row, stride_v_row, start, head_end, whole_start, whole_end, block *
-                BLOCK_M, first_position, sliding_window, kv_len, scale_log2, softcap_log2, CROSSED,
-                clear_v, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, rows_per_query,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
+                acc, m_i, l_i, q, q_rest, k_desc, k_rest_desc, v_desc, k_head_ptr, v_head_ptr,
+                batch, kv_head, stride_k_row, stride_v_row, start, head_end, whole_start, whole_end,
+                block * BLOCK_M, first_position, sliding_window, kv_len, scale_log2, softcap_log2,
+                CROSSED, clear_v, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM,
+                rows_per_query, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, BLOCK_V, PRECISION,
             )  # fmt: skip
         acc, m_i, l_i = _attend(
-            acc, m_i, l_i, q, k_desc, v_desc, k_head_ptr, v_head_ptr, batch, kv_head, stride_k_row,
-            stride_v_row, whole_start, whole_end, whole_start, whole_end, block * BLOCK_M,
-            first_position, sliding_window, kv_len, scale_log2, softcap_log2, WHOLE, clear_v,
-            IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, rows_per_query, BLOCK_M,
-            BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
+            acc, m_i, l_i, q, q_rest, k_desc, k_rest_desc, v_desc, k_head_ptr, v_head_ptr, batch,
+            kv_head, stride_k_row, stride_v_row, whole_start, whole_end, whole_start, whole_end,
+            block * BLOCK_M, first_position, sliding_window, kv_len, scale_log2, softcap_log2,
+            WHOLE, clear_v, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, rows_per_query,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, BLOCK_V, PRECISION,
         )  # fmt: skip
         tail_start = tl.maximum(whole_start, whole_end)
         acc, m_i, l_i = _attend(
-            acc, m_i, l_i, q, k_desc, v_desc, k_head_ptr, v_head_ptr, batch, kv_head, stride_k_row,
-            stride_v_row, tail_start, end, whole_start, whole_end, block * BLOCK_M, first_position,
-            sliding_window, kv_len, scale_log2, softcap_log2, CROSSED, clear_v, IS_CAUSAL,
-            HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, rows_per_query, BLOCK_M, BLOCK_N, BLOCK_D,
-            BLOCK_V, PRECISION,
+            acc, m_i, l_i, q, q_rest, k_desc, k_rest_desc, v_desc, k_head_ptr, v_head_ptr, batch,
+            kv_head, stride_k_row, stride_v_row, tail_start, end, whole_start, whole_end,
+            block * BLOCK_M, first_position, sliding_window, kv_len, scale_log2, softcap_log2,
+            CROSSED, clear_v, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM,
+            rows_per_query, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, BLOCK_V, PRECISION,
         )  # fmt: skip
 
     out, lse = finish(acc, m_i, l_i)
@@ -324,6 +344,17 @@ def _flash_attention_kernel(
         lse_row = lse_ptr + batch.to(tl.int64) * stride_lse_batch + split
         lse_row += q_head.to(tl.int64) * stride_lse_head + query.to(tl.int64) * stride_lse_token
         tl.store(lse_row, lse, mask=in_queries)
+
+
+def split_columns(head_dim: int) -> tuple[int, int]:
+    """Columns of the two products that make scores: 192 are 128 and 64, where 256 would be padded.
+
+    The second is 0 where it would save nothing.
+    """
+    whole = max(next_power_of_2(head_dim), 16)
+    first = whole // 2
+    second = max(next_power_of_2(head_dim - first), 16) if head_dim > first else 0
+    return (first, second) if first >= 16 and first + second < whole else (whole, 0)
 
 
 def describe_rows(x: Tensor, num_rows: int, block: int, block_d: int) -> TensorDescriptor:
@@ -366,13 +397,18 @@ def flash_attention(
     most_keys = capacity if kv_lens is not None or kv_len is None else kv_len
     has_window = causal and sliding_window > 0
     plan = choose_plan(q, k, v, y, most_keys, kv_lens, sliding_window if has_window else 0)
-    block_d, block_v = (max(next_power_of_2(n), 16) for n in (head_dim, value_dim))
-    out_desc = q_desc = k_desc = v_desc = None
+    block_d, block_e = split_columns(head_dim)
+    block_v = max(next_power_of_2(value_dim), 16)
+    out_desc = q_desc = q_rest_desc = k_desc = k_rest_desc = v_desc = None
     if plan.described:
         if not plan.packed and plan.splits == 1:
-            q_desc = describe_rows(q, q_len, plan.block_m, block_d)
+            q_desc = describe_rows(q[..., :block_d], q_len, plan.block_m, block_d)
+            if block_e:
+                q_rest_desc = describe_rows(q[..., block_d:], q_len, plan.block_m, block_e)
             out_desc = describe_rows(y, q_len, plan.block_m, block_v)
-        k_desc = describe_rows(k, most_keys, plan.block_n, block_d)
+        k_desc = describe_rows(k[..., :block_d], most_keys, plan.block_n, block_d)
+        if block_e:
+            k_rest_desc = describe_rows(k[..., block_d:], most_keys, plan.block_n, block_e)
         v_desc = describe_rows(v, most_keys, plan.block_n, block_v)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     factor = abs(scale) * LOG2_E.value * (2.0 / softcap if softcap > 0 else 1.0)
@@ -400,7 +436,9 @@ def flash_attention(
         sums,
         out_desc,
         q_desc,
+        q_rest_desc,
         k_desc,
+        k_rest_desc,
         v_desc,
         *target_strides,
         *sums_strides,
@@ -429,6 +467,7 @@ def flash_attention(
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_D=block_d,
+        BLOCK_E=block_e,
         BLOCK_V=block_v,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=plan.num_warps,

@@ -171,7 +171,8 @@ def _tile_large(
     if rows <= 64:
         return Tile(64, 32, 4, 3) if head_dim > 128 else Tile(64, 64, 4, 3)
     if head_dim > 128:
-        return Tile(128, 64, 8, 2)
+        # With two products for the scores the larger tile spills on Blackwell.
+        return Tile(128, 64, 8, 2) if compute[0] == 9 or head_dim > 192 else Tile(64, 64, 4, 2)
     if rows < 2048 or not one_loop or head_dim <= 64:
         return Tile(128, 64, 8, 3)
     if has_window and compute[0] != 9:
