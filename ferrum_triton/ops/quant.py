@@ -27,19 +27,22 @@ def _product_cases(*num_tokens: int) -> list[Case]:
     ]
 
 
-def _packed(make, kind: str, num_rows: int, num_blocks: int) -> Tensor:
+def pack_sample(make, kind: str, num_rows: int, num_blocks: int) -> Tensor:
+    """Rows of random weights, packed; their products with normal activations are of order 1."""
     fmt = FORMATS[kind]
     k = num_blocks * fmt.block_size
     return quantize_blocks(make.randn(num_rows, k, scale=k**-0.5), fmt)
 
 
-def _check_kind(op: Op, blocks: Tensor, kind: str) -> None:
+def check_kind(
+    op: Op, blocks: Tensor, kind: str, blocks_name: str = "blocks", kind_name: str = "kind"
+) -> None:
     if kind not in FORMATS:
-        op.reject("kind", repr(kind), ", ".join(FORMATS))
+        op.reject(kind_name, repr(kind), ", ".join(FORMATS))
     block_bytes = FORMATS[kind].block_bytes
     if blocks.shape[-1] % block_bytes:
         allowed = f"rows of whole {kind} blocks, {block_bytes} bytes each"
-        op.reject("blocks", f"of shape {list(blocks.shape)}", allowed)
+        op.reject(blocks_name, f"of shape {list(blocks.shape)}", allowed)
 
 
 def _check_dtype(op: Op, dtype: torch.dtype) -> None:
@@ -48,7 +51,7 @@ def _check_dtype(op: Op, dtype: torch.dtype) -> None:
 
 
 def _check_product(op: Op, a: Tensor, blocks: Tensor, kind: str) -> None:
-    _check_kind(op, blocks, kind)
+    check_kind(op, blocks, kind)
     k = FORMATS[kind].row_weights(blocks.shape[-1])
     if a.shape[-1] != k:
         op.reject("a", f"of shape {list(a.shape)}", f"[m, {k}], the weights in a row of blocks")
@@ -84,14 +87,14 @@ def dequantize(blocks: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 @dequantize.rule
 def _(blocks, kind, dtype):
-    _check_kind(dequantize, blocks, kind)
+    check_kind(dequantize, blocks, kind)
     _check_dtype(dequantize, dtype)
 
 
 @dequantize.sample
 def _(make, kind, num_rows, num_blocks):
     return {
-        "blocks": _packed(make, kind, num_rows, num_blocks),
+        "blocks": pack_sample(make, kind, num_rows, num_blocks),
         "kind": kind,
         "dtype": make.dtype,
     }
@@ -134,7 +137,7 @@ def embedding_lookup_quant(blocks: Tensor, ids: Tensor, kind: str, dtype: torch.
 
 @embedding_lookup_quant.rule
 def _(blocks, ids, kind, dtype):
-    _check_kind(embedding_lookup_quant, blocks, kind)
+    check_kind(embedding_lookup_quant, blocks, kind)
     _check_dtype(embedding_lookup_quant, dtype)
     if blocks.shape[0] == 0:
         embedding_lookup_quant.reject("blocks", "empty", "at least one row")
@@ -143,7 +146,7 @@ def _(blocks, ids, kind, dtype):
 @embedding_lookup_quant.sample
 def _(make, kind, num_tokens, vocab_size, num_blocks):
     return {
-        "blocks": _packed(make, kind, vocab_size, num_blocks),
+        "blocks": pack_sample(make, kind, vocab_size, num_blocks),
         "ids": make.ints(0, vocab_size, num_tokens),
         "kind": kind,
         "dtype": make.dtype,
@@ -198,7 +201,7 @@ def _(a, blocks, kind):
 
 @gemv_quant.sample
 def _(make, kind, m, n, num_blocks):
-    blocks = _packed(make, kind, n, num_blocks)
+    blocks = pack_sample(make, kind, n, num_blocks)
     return {
         "a": make.randn(m, num_blocks * FORMATS[kind].block_size),
         "blocks": blocks,
@@ -240,7 +243,7 @@ def _(a, blocks, kind):
 
 @gemm_quant.sample
 def _(make, kind, m, n, num_blocks):
-    blocks = _packed(make, kind, n, num_blocks)
+    blocks = pack_sample(make, kind, n, num_blocks)
     return {
         "a": make.randn(m, num_blocks * FORMATS[kind].block_size),
         "blocks": blocks,

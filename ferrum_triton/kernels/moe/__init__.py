@@ -1,3 +1,9 @@
-"""Mixture of experts: routing, pairs sorted by expert, combination."""
+"""Mixture of experts: routing, pairs sorted by expert, packed experts, combination."""
 
-from ferrum_triton.kernels.moe import combine, pairs, routing  # noqa: F401  registers the launchers
+from ferrum_triton.kernels.moe import (  # noqa: F401  registers the launchers
+    combine,
+    expert_gemm,
+    expert_gemv,
+    pairs,
+    routing,
+)

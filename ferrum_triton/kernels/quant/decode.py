@@ -65,7 +65,7 @@ _E2M1_DOUBLED = tl.constexpr(
 
 def alignment(blocks: Tensor) -> int:
     """The largest power of two, up to 16, that divides every row's address."""
-    return math.gcd(blocks.data_ptr(), blocks.stride(0), 16)
+    return math.gcd(blocks.data_ptr(), *blocks.stride()[:-1], 16)
 
 
 @triton.jit

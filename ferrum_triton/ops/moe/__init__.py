@@ -1,3 +1,3 @@
-"""Mixture of experts: routing, pairs sorted by expert, combination."""
+"""Mixture of experts: routing, pairs sorted by expert, packed experts, combination."""
 
-from ferrum_triton.ops.moe import combine, pairs, routing  # noqa: F401  declares the ops
+from ferrum_triton.ops.moe import combine, experts, pairs, routing  # noqa: F401  declares the ops

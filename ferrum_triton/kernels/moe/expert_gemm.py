@@ -1,0 +1,172 @@
+"""Many tokens by their experts' packed weights: one program per tile of an expert's product.
+
+The buckets lie on the device, so the grid is what the fullest routing of so many pairs can need. A
+program finds its tile by counting those of the experts before it; where pairs are unevenly spread,
+programs past the last tile end at once. Rows of activations are gathered through the buckets as
+they are read, and the tile is computed transposed, as in :mod:`ferrum_triton.kernels.quant.gemm`.
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.moe.expert_gemv import slot_stride
+from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
+from ferrum_triton.ops.moe import experts as ops
+
+BLOCK_N = 64
+
+
+@kernel(dynamic=("num_pairs", "capacity"))
+def _gemm_quant_moe_id_kernel(
+    y_ptr,  # [num_tokens, top_k, n], zeros
+    a_ptr,  # [num_tokens, k], or [num_tokens, top_k, k]
+    blocks_ptr,  # [num_experts, n, row_bytes]
+    buckets_ptr,  # [num_experts, capacity]
+    tpe_ptr,  # [num_experts]
+    stride_y_token,
+    stride_y_slot,
+    stride_a_token,
+    stride_a_slot,  # 0 where a token's pairs share a row
+    stride_blocks_expert,  # in units of ALIGN bytes
+    stride_blocks_row,  # in units of ALIGN bytes
+    stride_buckets_expert,
+    num_experts,
+    num_rows,
+    num_groups,
+    num_pairs,
+    capacity,
+    TOP_K: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    PLANES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # power of two >= num_experts
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    e = tl.arange(0, BLOCK_E)
+    counts = tl.load(tpe_ptr + e, mask=e < num_experts, other=0)
+    # In the order of the buckets' dtype, where any count can be told from the capacity.
+    counts = tl.minimum(tl.maximum(counts, 0), capacity).to(tl.int32)
+    tiles = tl.cdiv(counts, BLOCK_M)
+    last = tl.cumsum(tiles, axis=0)  # one past each expert's last tile
+    total = tl.sum(tiles, axis=0)
+
+    # Programs that share rows of W run side by side.
+    tiles_n = tl.cdiv(num_rows, BLOCK_N)
+    stripes = tl.num_programs(0) // tiles_n
+    n = (tl.program_id(0) // stripes).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, LANES)[None, None, :]
+    flat = tl.arange(0, BLOCK_G * LANES)[None, :]  # the groups' lanes, end to end
+
+    # One round, unless counts are of more pairs than there are.
+    for tile in range(tl.program_id(0) % stripes, total, stripes):
+        expert = tl.sum((last <= tile).to(tl.int32), axis=0)
+        count = tl.sum(tl.where(e == expert, counts, 0), axis=0)
+        first_tile = tl.sum(tl.where(e == expert, last - tiles, 0), axis=0)
+        entry = (tile - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+        bucket_ptr = buckets_ptr + expert.to(tl.int64) * stride_buckets_expert
+        pair = tl.load(bucket_ptr + entry, mask=entry < count, other=-1).to(tl.int64)
+        known = (pair >= 0) & (pair < num_pairs)
+        token, slot = pair // TOP_K, pair % TOP_K
+        a_row = a_ptr + (token * stride_a_token + slot * stride_a_slot)[:, None]
+        row = expert.to(tl.int64) * stride_blocks_expert + n * stride_blocks_row
+        row = blocks_ptr + row[:, None, None] * ALIGN
+
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for first in range(0, num_groups, BLOCK_G):
+            g = first + tl.arange(0, BLOCK_G)[None, :, None]
+            mask = (g < num_groups) & (n < num_rows)[:, None, None]
+            block = row + g // GROUPS * BLOCK_BYTES
+            a_g = first + flat // LANES
+            a_mask = (a_g < num_groups) & known[:, None]
+            a_block = a_row + a_g // GROUPS * BLOCK_SIZE + flat % LANES
+            for PLANE in tl.static_range(PLANES):
+                # [BLOCK_M, BLOCK_G * LANES]
+                k = first_weight(a_g % GROUPS, PLANE, KIND)
+                a = tl.load(a_block + k, mask=a_mask, other=0.0)
+                weights = decode(block, g % GROUPS, lane, mask, PLANE, KIND, ALIGN)
+                weights = tl.reshape(weights.to(a.dtype), [BLOCK_N, BLOCK_G * LANES])
+                acc = tl.dot(weights, tl.trans(a), acc, input_precision="ieee")
+
+        y_row = y_ptr + (token * stride_y_token + slot * stride_y_slot)[None, :]
+        tl.store(
+            y_row + n[:, None],
+            acc.to(y_ptr.dtype.element_ty),
+            mask=known[None, :] & (n < num_rows)[:, None],
+        )
+
+
+def tile_bound(num_pairs: int, num_experts: int, capacity: int, block_m: int) -> int:
+    """Tiles of block_m entries there can be, each pair being in one bucket at most.
+
+    Every bucket in use ends in a tile that may be part full, and the full ones need block_m pairs.
+    """
+    in_use = min(num_pairs, num_experts)
+    return max(min(in_use + num_pairs // block_m, num_experts * cdiv(capacity, block_m)), 1)
+
+
+@ops.gemm_quant_moe_id.impl("triton")
+def gemm_quant_moe_id(
+    a: Tensor,
+    blocks: Tensor,
+    bucket_ids: Tensor,
+    tpe: Tensor,
+    kind: str,
+    top_k: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_experts, num_rows = blocks.shape[:2]
+    num_pairs, capacity = a.shape[0] * top_k, bucket_ids.shape[1]
+    y = a.new_empty(a.shape[0], top_k, num_rows) if out is None else out
+    if y.numel() == 0:
+        return y
+    y.zero_()  # what pairs without an expert keep: only the device knows which they are
+    layout = LAYOUTS[kind]
+    num_groups = a.shape[-1] // layout["BLOCK_SIZE"] * layout["GROUPS"]
+    # float32 products run without tensor cores and hold their operands in registers.
+    block_m, block_k = (32, 64) if a.dtype == torch.float32 else (64, 128)
+    if kind == "MXFP4":
+        block_k = 64  # with 128 it spills on sm_80
+    block_m = min(next_power_of_2(max(cdiv(num_pairs, num_experts), 16)), block_m)
+    align = alignment(blocks)
+    stripes = tile_bound(num_pairs, num_experts, capacity, block_m)
+    _gemm_quant_moe_id_kernel.launch(
+        (stripes * cdiv(num_rows, BLOCK_N),),
+        y,
+        a,
+        blocks,
+        bucket_ids,
+        tpe,
+        y.stride(0),
+        y.stride(1),
+        a.stride(0),
+        slot_stride(a),
+        blocks.stride(0) // align,
+        blocks.stride(1) // align,
+        bucket_ids.stride(0),
+        num_experts,
+        num_rows,
+        num_groups,
+        num_pairs,
+        capacity,
+        TOP_K=top_k,
+        **layout,
+        ALIGN=align,
+        BLOCK_E=next_power_of_2(num_experts),
+        BLOCK_M=block_m,
+        BLOCK_N=BLOCK_N,
+        BLOCK_G=block_k // (layout["PLANES"] * layout["LANES"]),
+        num_warps=8,
+        num_stages=3,
+        enable_fp_fusion=False,
+    )
+    return y
