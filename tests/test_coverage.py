@@ -139,25 +139,6 @@ def test_gate_and_up_are_concatenated():
     assert torch.allclose(get_backend("cpu").fused_silu_mul_split(packed), want, atol=1e-6)
 
 
-def test_fused_parts_of_different_formats_fill_one_output():
-    backend, x = get_backend("cpu"), torch.randn(4, 256)
-    kinds = {"Q4_K": 5, "Q6_K": 3}
-    linear = Linear(
-        tuple(
-            QuantizedTensor(quantize_blocks(torch.randn(rows, 256), FORMATS[kind]), kind)
-            for kind, rows in kinds.items()
-        )
-    )
-    y = torch.full((4, linear.out_features), torch.nan)
-    start = 0
-    for part in linear.parts:
-        end = start + part.shape[0]
-        backend.gemm_quant(x, part.blocks, part.kind, out=y[:, start:end])
-        start = end
-    weights = torch.cat([part.dequantize() for part in linear.parts])
-    assert torch.allclose(y, x @ weights.t(), rtol=1e-4, atol=1e-3)
-
-
 def test_expert_stacks_keep_their_shape():
     """num_experts, n_rows and n_cols are the shape of the packed weights."""
     stack = experts()

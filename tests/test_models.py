@@ -117,9 +117,9 @@ def test_interpreted_kernels_equal_the_cpu(tiny, variant, monkeypatch):
 def test_packed_weights_stay_packed_where_kernels_read_them():
     model = packed("interpret")
     layer = model.weights.layers[0]
-    kinds = [part.kind for part in layer.qkv.parts]
+    kinds = [part.kind for part in layer.qkv.weight.parts]
     assert kinds == ["Q4_1", "Q8_0"], "q and k are fused, v is of another format"
-    assert layer.qkv.parts[0].shape == (96, 64)
+    assert layer.qkv.weight.parts[0].shape == (96, 64)
     assert isinstance(model.weights.embedding, QuantizedTensor)
     assert isinstance(packed("cpu").weights.embedding, torch.Tensor)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from ferrum_triton.backends import Backend
 from ferrum_triton.errors import InputError
 from ferrum_triton.models.config import LlamaConfig
+from ferrum_triton.models.linear import Linear, matmul
 from ferrum_triton.models.rope import rope_tables
-from ferrum_triton.models.weights import LayerWeights, Linear, LlamaWeights, Matrix
-from ferrum_triton.ops.quant import MAX_GEMV_ROWS
+from ferrum_triton.models.weights import LayerWeights, LlamaWeights
 from ferrum_triton.ops.rope import NORM_ROPE, ROPE, ROPE_INTERLEAVED
 from ferrum_triton.quant import QuantizedTensor
 
@@ -178,26 +178,11 @@ class Llama:
             wide = torch.empty(h.shape, dtype=torch.float32, device=h.device)
             self.backend.copy_slice(h, wide)
             h = wide
-        return self._matmul(h, head)
+        return matmul(self.backend, h, head)
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """x Wᵀ + bias; parts of different formats fill column ranges of one output."""
-        if len(linear.parts) == 1:
-            y = self._matmul(x, linear.parts[0])
-        else:
-            y = torch.empty(x.shape[0], linear.out_features, dtype=x.dtype, device=x.device)
-            start = 0
-            for part in linear.parts:
-                end = start + part.shape[0]
-                self._matmul(x, part, out=y[:, start:end])
-                start = end
+        """x Wᵀ + bias"""
+        y = matmul(self.backend, x, linear.weight)
         if linear.bias is not None:
             self.backend.add_bias(y, linear.bias)
         return y
-
-    def _matmul(self, x: Tensor, weight: Matrix, out: Tensor | None = None) -> Tensor:
-        if isinstance(weight, Tensor):
-            return self.backend.gemm(x, weight, out=out)
-        few = x.shape[0] <= MAX_GEMV_ROWS
-        product = self.backend.gemv_quant if few else self.backend.gemm_quant
-        return product(x, weight.blocks, weight.kind, out=out)

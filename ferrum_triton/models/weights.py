@@ -1,14 +1,14 @@
 """A model's weights, from a GGUF file or a Hugging Face directory.
 
-A linear layer is a list of parts, stacked along its outputs. Q, K and V are one layer, gate and up
-another; parts of one format are concatenated at load, so that each layer is one product, and parts
-of different formats (a GGUF file may hold V in more bits than Q and K) stay apart.
+Q, K and V are one linear layer, gate and up another: matrices of one format are concatenated at
+load, so that each layer is one product, and those of different formats (a GGUF file may hold V in
+more bits than Q and K) stay apart in a :class:`~ferrum_triton.quant.FusedTensor`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -21,23 +21,11 @@ from ferrum_triton.errors import FileError
 from ferrum_triton.files.gguf import GgufFile
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
-from ferrum_triton.quant import FORMATS, QuantizedTensor
+from ferrum_triton.models.linear import Linear, Matrix
+from ferrum_triton.quant import FORMATS, FusedTensor, QuantizedTensor
 
-Matrix: TypeAlias = Tensor | QuantizedTensor
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the number of tensors loaded and the number there are."""
-
-
-@dataclass(frozen=True)
-class Linear:
-    """y = x Wᵀ + bias, W in parts of shape [n_i, k] stacked along n; bias float32 [n] or None."""
-
-    parts: tuple[Matrix, ...]
-    bias: Tensor | None = None
-
-    @property
-    def out_features(self) -> int:
-        return sum(part.shape[0] for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -255,7 +243,8 @@ class _Loader:
                 raise FileError(self.source.path, f"some of {', '.join(names)} have no bias")
             pairs = zip(names, sizes.values(), strict=True)
             bias = torch.cat([self.vector(f"{name}.bias", size) for name, size in pairs])
-        return Linear(tuple(_fuse(parts)), bias)
+        fused = FusedTensor.of(parts)
+        return Linear(fused if len(fused.parts) > 1 else fused.parts[0], bias)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         stored = self.fetch(name, shape)
@@ -282,19 +271,3 @@ class _Loader:
         if self.progress is not None:
             self.progress(self.loaded, len(self.source))
         return stored
-
-
-def _fuse(parts: Sequence[Matrix]) -> list[Matrix]:
-    """Join neighbouring parts of the same format."""
-    fused: list[Matrix] = []
-    for part in parts:
-        last = fused[-1] if fused else None
-        if isinstance(part, QuantizedTensor) and isinstance(last, QuantizedTensor):
-            if part.kind == last.kind:
-                fused[-1] = QuantizedTensor(torch.cat((last.blocks, part.blocks)), part.kind)
-                continue
-        elif isinstance(part, Tensor) and isinstance(last, Tensor):
-            fused[-1] = torch.cat((last, part))
-            continue
-        fused.append(part)
-    return fused

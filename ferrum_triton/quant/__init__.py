@@ -2,6 +2,17 @@
 
 from ferrum_triton.quant.encode import quantize_blocks
 from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
-from ferrum_triton.quant.tensor import QuantizedTensor
+from ferrum_triton.quant.load import load_quant, load_quant_experts, load_quant_fused
+from ferrum_triton.quant.tensor import FusedTensor, QuantizedTensor
 
-__all__ = ["FORMATS", "BlockFormat", "QuantizedTensor", "dequantize_blocks", "quantize_blocks"]
+__all__ = [
+    "FORMATS",
+    "BlockFormat",
+    "FusedTensor",
+    "QuantizedTensor",
+    "dequantize_blocks",
+    "load_quant",
+    "load_quant_experts",
+    "load_quant_fused",
+    "quantize_blocks",
+]

@@ -1,8 +1,11 @@
-"""A weight matrix in packed form."""
+"""Weight matrices in packed form."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -65,5 +68,83 @@ class QuantizedTensor:
         return dequantize_blocks(self.blocks, self.format).to(dtype)
 
 
-def _reject(argument: str, got: str, allowed: str, advice: str) -> None:
+@dataclass(frozen=True, eq=False)
+class FusedTensor:
+    """Matrices over the same K stacked along their rows, each kept in its own format.
+
+    What Q, K and V of a layer are, where a file holds V in more bits. One product with each part
+    fills that part's columns of the whole.
+
+    Attributes:
+        parts: matrices [rows_i, K], packed or dense.
+
+    Raises:
+        InputError: there are no parts, one is no matrix, or their K differ.
+    """
+
+    parts: tuple[Tensor | QuantizedTensor, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            _reject_parts("empty", "at least one matrix", "Leave the layer out.")
+        shapes = [tuple(part.shape) for part in self.parts]
+        if any(len(shape) != 2 or shape[1] != shapes[0][-1] for shape in shapes):
+            advice = "Only matrices of as many columns stack."
+            _reject_parts(f"of shapes {[list(s) for s in shapes]}", "[rows_i, K] each", advice)
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor | QuantizedTensor]) -> FusedTensor:
+        """Stack ``parts``, copying neighbours of one format into one, which is one product."""
+        joined: list[Tensor | QuantizedTensor] = []
+        for part in cls(tuple(parts)).parts:
+            both = _joined(joined[-1], part) if joined else None
+            if both is None:
+                joined.append(part)
+            else:
+                joined[-1] = both
+        return cls(tuple(joined))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows of all parts, K)."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def columns(self) -> tuple[slice, ...]:
+        """Where each part's products lie in those of the whole."""
+        ends = accumulate((part.shape[0] for part in self.parts), initial=0)
+        return tuple(slice(start, end) for start, end in pairwise(ends))
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def to(self, device: torch.device | str) -> FusedTensor:
+        """The same weights on ``device``."""
+        return FusedTensor(tuple(part.to(device) for part in self.parts))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[rows, K] in ``dtype``, decoded with torch."""
+        return torch.cat(
+            [p.to(dtype) if isinstance(p, Tensor) else p.dequantize(dtype) for p in self.parts]
+        )
+
+
+def _joined(
+    above: Tensor | QuantizedTensor, below: Tensor | QuantizedTensor
+) -> Tensor | QuantizedTensor | None:
+    """The two as one matrix, or None where their formats differ."""
+    if isinstance(above, QuantizedTensor) and isinstance(below, QuantizedTensor):
+        if above.kind == below.kind:
+            return QuantizedTensor(torch.cat((above.blocks, below.blocks)), above.kind)
+    elif isinstance(above, Tensor) and isinstance(below, Tensor) and above.dtype == below.dtype:
+        return torch.cat((above, below))
+    return None
+
+
+def _reject(argument: str, got: str, allowed: str, advice: str) -> NoReturn:
     raise InputError("QuantizedTensor", argument, got, allowed, advice)
+
+
+def _reject_parts(got: str, allowed: str, advice: str) -> NoReturn:
+    raise InputError("FusedTensor", "parts", got, allowed, advice)

@@ -16,7 +16,8 @@ from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import experts as ops
 
-BLOCK_N = 64
+# With 128 weights a step, Q3_K and Q4_1 spill on sm_80 and Q6_K on sm_100.
+BLOCK_N, BLOCK_K = 64, 64
 
 
 @kernel(dynamic=("num_pairs", "capacity"))
@@ -133,10 +134,8 @@ def gemm_quant_moe_id(
     layout = LAYOUTS[kind]
     num_groups = a.shape[-1] // layout["BLOCK_SIZE"] * layout["GROUPS"]
     # float32 products run without tensor cores and hold their operands in registers.
-    block_m, block_k = (32, 64) if a.dtype == torch.float32 else (64, 128)
-    if kind == "MXFP4":
-        block_k = 64  # with 128 it spills on sm_80
-    block_m = min(next_power_of_2(max(cdiv(num_pairs, num_experts), 16)), block_m)
+    largest = 32 if a.dtype == torch.float32 else 64
+    block_m = min(next_power_of_2(max(cdiv(num_pairs, num_experts), 16)), largest)
     align = alignment(blocks)
     stripes = tile_bound(num_pairs, num_experts, capacity, block_m)
     _gemm_quant_moe_id_kernel.launch(
@@ -164,7 +163,7 @@ def gemm_quant_moe_id(
         BLOCK_E=next_power_of_2(num_experts),
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
-        BLOCK_G=block_k // (layout["PLANES"] * layout["LANES"]),
+        BLOCK_G=BLOCK_K // (layout["PLANES"] * layout["LANES"]),
         num_warps=8,
         num_stages=3,
         enable_fp_fusion=False,

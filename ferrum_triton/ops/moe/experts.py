@@ -135,7 +135,7 @@ def _(make, kind, num_tokens, num_experts, top_k, n, num_blocks, per_slot):
 
 def _traffic(a: Tensor, stacks: tuple[Tensor, ...], num_pairs: int) -> int:
     """Every activation and result once, and as many experts as there may be of these pairs."""
-    num_experts, n, row_bytes = stacks[0].shape
+    num_experts, n = stacks[0].shape[:2]
     read = min(num_pairs, num_experts) * n * sum(stack.shape[2] for stack in stacks)
     return (a.numel() + num_pairs * n) * a.element_size() + read
 
@@ -170,7 +170,8 @@ def gemv_quant_moe_id_gate_up_silu(
 ) -> Tensor:
     """y[t, s] = silu(a[t, s] · Gᵀ) · (a[t, s] · Uᵀ), G and U the gate and up of expert ids[t, s].
 
-    Both products are :func:`gemv_quant_moe_id`'s, left in float32 until the one rounding at the end.
+    Both products are those of :func:`gemv_quant_moe_id`, in float32 until the one rounding at the
+    end.
 
     Args:
         a: [num_tokens, K] or [num_tokens, top_k, K].
