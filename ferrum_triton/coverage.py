@@ -20,6 +20,7 @@ CACHE_TEST = "test_runtime_kv_cache.py"
 GRAPH_TEST = "test_graph.py"
 COLLECTIVE_TEST = "test_collective.py"
 PAGED_TEST = "test_paged_attention.py"
+LOAD_TEST = "test_quant_load.py"
 
 ROOTS = {
     "backend": 'ferrum_triton.get_backend("auto"): the ops',
@@ -36,9 +37,9 @@ ROOTS = {
     "PagedKvCache": "ferrum_triton.runtime.kv_cache.PagedKvCache",
     "collective": "ferrum_triton.runtime.collective.Collective()",
     "types": "ferrum_triton.types",
+    "quant": "ferrum_triton.quant",
     "QuantizedTensor": "ferrum_triton.quant.QuantizedTensor",
     "experts": "a QuantizedTensor of blocks [num_experts, rows, row_bytes]",
-    "Linear": "ferrum_triton.models.weights.Linear",
     "Backend": "ferrum_triton.Backend",
     "get_backend": "ferrum_triton.get_backend",
     "torch": "torch",
@@ -93,6 +94,14 @@ WRITE = (
     "backend.split_qkv_norm_rope_into_paged_cache(qkv, q_weight, k_weight, cos, sin, "
     "k_cache, v_cache, num_heads, "
 )
+
+GEMV_MOE = "backend.gemv_quant_moe_id(a, blocks, ids, kind)"
+GATE_UP_MOE = (
+    "backend.gemv_quant_moe_id_gate_up_silu(a, gate_blocks, up_blocks, ids, gate_kind, up_kind)"
+)
+GEMV_MOE_ABSORBS = "strides: a row a token or a row a slot; offsets: slices; one token: ids[None]"
+GEMM_MOE = "backend.gemm_quant_moe_id(a, blocks, bucket_ids, tpe, kind, top_k)"
+GEMM_MOE_ABSORBS = "ne11: a row a token or a row a pair; args_buf: the grid needs none"
 
 # fmt: off
 TABLE: tuple[Entry, ...] = tuple(entry for row in (
@@ -288,12 +297,13 @@ TABLE: tuple[Entry, ...] = tuple(entry for row in (
 
     _plan("BackendQuantMarlin", GPTQ, "load_gptq load_gptq_stacked pregrow_marlin_gather_scratch"),
 
-    _does("BackendQuantGguf", "load_quant", "QuantizedTensor(blocks, kind)",
-          "nothing is repacked: the kernels read the file's blocks", "test_quant_formats.py"),
-    _does("BackendQuantGguf", "load_quant_fused", "Linear((q, k, v))",
-          "each part writes its columns of one output", "test_coverage.py"),
-    _does("BackendQuantGguf", "load_quant_experts", "QuantizedTensor(blocks, kind)",
-          "expert stride: the first dimension", "test_coverage.py"),
+    _does("BackendQuantGguf", "load_quant", "quant.load_quant(kind, data, num_rows, num_cols)",
+          "nothing is repacked: the kernels read the file's blocks", LOAD_TEST),
+    _does("BackendQuantGguf", "load_quant_fused", "quant.load_quant_fused(parts, num_cols)",
+          "models.linear.matmul: each part writes its columns of one output", LOAD_TEST),
+    _does("BackendQuantGguf", "load_quant_experts",
+          "quant.load_quant_experts(kind, data, num_experts, num_rows, num_cols)",
+          "expert stride: the first dimension", LOAD_TEST),
 
     _does("BackendMoeFused", "upload_moe_routing",
           "types.MoeRouting.upload(sorted_token_ids, expert_ids, num_tokens_past_padded)"),
@@ -331,9 +341,12 @@ TABLE: tuple[Entry, ...] = tuple(entry for row in (
 
     _does("StackedExpertGgufLinear", "num_experts n_rows n_cols", "experts.shape", "",
           "test_coverage.py"),
-    _plan("StackedExpertGgufLinear", MOE_MATMULS,
-          "gemv_moe_id gemv_moe_id_offset gemv_moe_id_gate_up_silu gemv_moe_id_batched "
-          "gemv_moe_id_gate_up_silu_batched gemm_moe_id gemm_moe_id_indirect"),
+    _does("StackedExpertGgufLinear", "gemv_moe_id gemv_moe_id_offset gemv_moe_id_batched",
+          GEMV_MOE, GEMV_MOE_ABSORBS),
+    _does("StackedExpertGgufLinear", "gemv_moe_id_gate_up_silu gemv_moe_id_gate_up_silu_batched",
+          GATE_UP_MOE, GEMV_MOE_ABSORBS),
+    _does("StackedExpertGgufLinear", "gemm_moe_id gemm_moe_id_indirect", GEMM_MOE,
+          GEMM_MOE_ABSORBS),
     _plan("MarlinExpertStack", MOE_MATMULS,
           "n_per_expert k num_experts requires_vllm_moe zero_workspace gemm_phase_batched "
           "gemm_phase_vllm make_expert_linear"),
@@ -381,10 +394,11 @@ TABLE: tuple[Entry, ...] = tuple(entry for row in (
     _plan("removed", GPTQ, "gemm_gptq"),
     _does("removed", "replay_last_graph", "graph.replay(key)", "", GRAPH_TEST),
     _does("removed", "gemm_quant", "backend.gemm_quant(a, blocks, kind)", SHAPES),
-    _plan("removed", MOE_MATMULS,
-          "gemm_quant_moe_id gemm_quant_moe_id_indirect gemv_quant_moe_id gemv_quant_moe_id_offset "
-          "gemv_quant_moe_id_gate_up_silu gemv_quant_moe_id_batched "
-          "gemv_quant_moe_id_gate_up_silu_batched"),
+    _does("removed", "gemv_quant_moe_id gemv_quant_moe_id_offset gemv_quant_moe_id_batched",
+          GEMV_MOE, GEMV_MOE_ABSORBS),
+    _does("removed", "gemv_quant_moe_id_gate_up_silu gemv_quant_moe_id_gate_up_silu_batched",
+          GATE_UP_MOE, GEMV_MOE_ABSORBS),
+    _does("removed", "gemm_quant_moe_id gemm_quant_moe_id_indirect", GEMM_MOE, GEMM_MOE_ABSORBS),
     _does("removed", "from_slice_i32", "buffers.from_slice_typed(data, types.Dtype.I32)"),
     _does("removed", "write_i32_into write_f32_into write_u32", "buffers.write_typed(dst, data)"),
     _does("removed", "alloc_u32", "buffers.alloc_typed(types.Dtype.U32, n)"),

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import ferrum_triton
-from ferrum_triton import OPS, get_backend
+from ferrum_triton import OPS, get_backend, quant
 from ferrum_triton.coverage import DOCUMENT, ROOTS, TABLE, counts, read_names, render
-from ferrum_triton.models.weights import Linear
 from ferrum_triton.quant import FORMATS, QuantizedTensor, quantize_blocks
 from ferrum_triton.runtime import buffers, context, kv_cache, timer
 from ferrum_triton.runtime.collective import Collective
@@ -47,9 +46,9 @@ INSTANCES = {
     "PagedKvCache": kv_cache.PagedKvCache,
     "collective": Collective(),
     "types": ferrum_triton.types,
+    "quant": quant,
     "QuantizedTensor": QuantizedTensor,
     "experts": experts(),
-    "Linear": Linear,
     "Backend": ferrum_triton.Backend,
     "get_backend": get_backend,
     "torch": torch,

@@ -1047,6 +1047,91 @@ class Backend:
             expert_offsets [num_experts + 1] int32: expert e owns the packed rows from
             expert_offsets[e] to expert_offsets[e + 1].
         """
+    def gemv_quant_moe_id(
+        self,
+        a: Tensor,
+        blocks: Tensor,
+        ids: Tensor,
+        kind: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t, s, n] = Σₖ a[t, s, k] · W[ids[t, s]][n, k], for few tokens.
+
+        W is decoded exactly and the products are summed in float32, whatever a's dtype. Only the
+        experts that ids names are read.
+
+        Args:
+            a: [num_tokens, K], a token's row for all its slots, as for gate and up; or
+                [num_tokens, top_k, K], a row a slot, as for down. A slice is an offset, and a single
+                token a batch of one.
+            blocks: uint8 [num_experts, n, row_bytes], the experts' packed rows.
+            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) gives a row of
+                zeros.
+            kind: the format of blocks.
+
+        Returns:
+            [num_tokens, top_k, n] in a's dtype.
+        """
+    def gemv_quant_moe_id_gate_up_silu(
+        self,
+        a: Tensor,
+        gate_blocks: Tensor,
+        up_blocks: Tensor,
+        ids: Tensor,
+        gate_kind: str,
+        up_kind: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t, s] = silu(a[t, s] · Gᵀ) · (a[t, s] · Uᵀ), G and U the gate and up of expert ids[t, s].
+
+        Both products are those of :func:`gemv_quant_moe_id`, in float32 until the one rounding at the
+        end.
+
+        Args:
+            a: [num_tokens, K] or [num_tokens, top_k, K].
+            gate_blocks: uint8 [num_experts, n, row_bytes].
+            up_blocks: uint8 [num_experts, n, row_bytes], of a format that may be another.
+            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) gives a row of
+                zeros.
+            gate_kind, up_kind: the formats.
+
+        Returns:
+            [num_tokens, top_k, n] in a's dtype.
+        """
+    def gemm_quant_moe_id(
+        self,
+        a: Tensor,
+        blocks: Tensor,
+        bucket_ids: Tensor,
+        tpe: Tensor,
+        kind: str,
+        top_k: int,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[p // top_k, p mod top_k] = a[p] · W[e]ᵀ for p in the first tpe[e] of bucket_ids[e].
+
+        :func:`compute_ids_tpe` makes the buckets. A tile of an expert's weights is decoded once for up
+        to 64 of its pairs. As in ``gemm_quant``, weights are rounded to a's dtype for the tensor cores
+        and sums are in float32.
+
+        Args:
+            a: [num_tokens, K], a token's row for all its pairs, as for gate and up; or
+                [num_tokens, top_k, K], a row a pair, as for down.
+            blocks: uint8 [num_experts, n, row_bytes], the experts' packed rows; up to 1024 experts.
+            bucket_ids: [num_experts, capacity] int32 or int64, the pairs of each expert. A pair is in
+                one bucket, once, or in none: then its row is zeros. Entries that are no pair, outside
+                [0, num_tokens · top_k), are passed over.
+            tpe: [num_experts] int32 or int64, entries of each bucket; more than capacity counts as
+                capacity, less than 0 as 0.
+            kind: the format of blocks.
+            top_k: slots of a token.
+
+        Returns:
+            [num_tokens, top_k, n] in a's dtype.
+        """
     def route_topk_softmax(
         self,
         logits: Tensor,
