@@ -83,6 +83,21 @@ def _plan(where: str, family: str, names: str) -> list[Entry]:
     return [Entry(name, where, family=family) for name in names.split()]
 
 
+def _expert_products(where: str, suffix: str) -> list[Entry]:
+    gemv, silu, gemm = f"gemv_{suffix}", f"gemv_{suffix}_gate_up_silu", f"gemm_{suffix}"
+    strides = "strides: a row a token or a row a slot; offsets: slices; one token: ids[None]"
+    stacks = "a, gate_blocks, up_blocks, ids, gate_kind, up_kind"
+    return [
+        *_does(where, f"{gemv} {gemv}_offset {gemv}_batched",
+               "backend.gemv_quant_moe_id(a, blocks, ids, kind)", strides),
+        *_does(where, f"{silu} {silu}_batched",
+               f"backend.gemv_quant_moe_id_gate_up_silu({stacks})", strides),
+        *_does(where, f"{gemm} {gemm}_indirect",
+               "backend.gemm_quant_moe_id(a, blocks, bucket_ids, tpe, kind, top_k)",
+               "ne11: a row a token or a row a pair; args_buf: the grid needs none"),
+    ]  # fmt: skip
+
+
 LINEAR_ATTENTION = "linear attention"
 GPTQ, MOE_MATMULS = "GPTQ/AWQ", "MoE matmuls"
 
@@ -94,14 +109,6 @@ WRITE = (
     "backend.split_qkv_norm_rope_into_paged_cache(qkv, q_weight, k_weight, cos, sin, "
     "k_cache, v_cache, num_heads, "
 )
-
-GEMV_MOE = "backend.gemv_quant_moe_id(a, blocks, ids, kind)"
-GATE_UP_MOE = (
-    "backend.gemv_quant_moe_id_gate_up_silu(a, gate_blocks, up_blocks, ids, gate_kind, up_kind)"
-)
-GEMV_MOE_ABSORBS = "strides: a row a token or a row a slot; offsets: slices; one token: ids[None]"
-GEMM_MOE = "backend.gemm_quant_moe_id(a, blocks, bucket_ids, tpe, kind, top_k)"
-GEMM_MOE_ABSORBS = "ne11: a row a token or a row a pair; args_buf: the grid needs none"
 
 # fmt: off
 TABLE: tuple[Entry, ...] = tuple(entry for row in (
@@ -341,12 +348,7 @@ TABLE: tuple[Entry, ...] = tuple(entry for row in (
 
     _does("StackedExpertGgufLinear", "num_experts n_rows n_cols", "experts.shape", "",
           "test_coverage.py"),
-    _does("StackedExpertGgufLinear", "gemv_moe_id gemv_moe_id_offset gemv_moe_id_batched",
-          GEMV_MOE, GEMV_MOE_ABSORBS),
-    _does("StackedExpertGgufLinear", "gemv_moe_id_gate_up_silu gemv_moe_id_gate_up_silu_batched",
-          GATE_UP_MOE, GEMV_MOE_ABSORBS),
-    _does("StackedExpertGgufLinear", "gemm_moe_id gemm_moe_id_indirect", GEMM_MOE,
-          GEMM_MOE_ABSORBS),
+    _expert_products("StackedExpertGgufLinear", "moe_id"),
     _plan("MarlinExpertStack", MOE_MATMULS,
           "n_per_expert k num_experts requires_vllm_moe zero_workspace gemm_phase_batched "
           "gemm_phase_vllm make_expert_linear"),
@@ -394,11 +396,7 @@ TABLE: tuple[Entry, ...] = tuple(entry for row in (
     _plan("removed", GPTQ, "gemm_gptq"),
     _does("removed", "replay_last_graph", "graph.replay(key)", "", GRAPH_TEST),
     _does("removed", "gemm_quant", "backend.gemm_quant(a, blocks, kind)", SHAPES),
-    _does("removed", "gemv_quant_moe_id gemv_quant_moe_id_offset gemv_quant_moe_id_batched",
-          GEMV_MOE, GEMV_MOE_ABSORBS),
-    _does("removed", "gemv_quant_moe_id_gate_up_silu gemv_quant_moe_id_gate_up_silu_batched",
-          GATE_UP_MOE, GEMV_MOE_ABSORBS),
-    _does("removed", "gemm_quant_moe_id gemm_quant_moe_id_indirect", GEMM_MOE, GEMM_MOE_ABSORBS),
+    _expert_products("removed", "quant_moe_id"),
     _does("removed", "from_slice_i32", "buffers.from_slice_typed(data, types.Dtype.I32)"),
     _does("removed", "write_i32_into write_f32_into write_u32", "buffers.write_typed(dst, data)"),
     _does("removed", "alloc_u32", "buffers.alloc_typed(types.Dtype.U32, n)"),
