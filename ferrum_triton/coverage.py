@@ -473,13 +473,8 @@ def _sections(statuses: dict[tuple[str, str], str]) -> list[str]:
     for where in dict.fromkeys(where for _, where in statuses):
         rows = [entry for entry in TABLE if entry.where == where]
         title = {"type": "Types", "removed": "Names of earlier versions"}.get(where, where)
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            "| name | here | absorbed by | test |",
-            "|---|---|---|---|",
-        ]
+        lines += ["", f"## {title}", ""]
+        lines += ["| name | here | absorbed by | test |", "|---|---|---|---|"]
         for entry in rows:
             call = f"`{entry.call}`".replace("|", "\\|") if entry.call else "planned: "
             cells = (f"`{entry.name}`", call + entry.family, entry.absorbs.replace("|", "\\|"))
