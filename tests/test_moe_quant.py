@@ -6,7 +6,7 @@ import torch
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.moe.expert_gemm import tile_bound
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
-from tests.harness import BACKENDS, place
+from tests.harness import BACKENDS, place, place_far_apart
 
 KINDS = pytest.mark.parametrize("kind", FORMATS)
 FEW_KINDS = pytest.mark.parametrize("kind", ["Q4_K", "MXFP4"])
@@ -126,7 +126,7 @@ def test_gate_and_up_may_differ_in_format(backend, gate, up):
     """Equal to its three parts in float32; in 16 bits it is that, rounded once."""
     blocks = stack(gate, 3, 5, 512 // FORMATS[gate].block_size, seed=2).to(backend.device)
     others = stack(up, 3, 5, 512 // FORMATS[up].block_size, seed=3).to(backend.device)
-    a = rows_for(blocks, gate, 2, seed=4).bfloat16().to(backend.device)
+    a = rows_for(blocks, gate, 2, seed=4).half().to(backend.device)
     ids = torch.tensor([[2, 0, 5], [1, 1, 0]], device=backend.device)
     y = backend.gemv_quant_moe_id_gate_up_silu(a.float(), blocks, others, ids, gate, up)
     parts = [
@@ -136,7 +136,7 @@ def test_gate_and_up_may_differ_in_format(backend, gate, up):
     close(y, backend.silu_mul(*parts).cpu())
     assert y.abs().max() > 0.05
     rounded = backend.gemv_quant_moe_id_gate_up_silu(a, blocks, others, ids, gate, up)
-    assert torch.equal(rounded, y.bfloat16())
+    assert torch.equal(rounded, y.half())
 
 
 @FEW_KINDS
@@ -152,6 +152,22 @@ def test_strides_cover_the_traits_forms(backend, kind):
         a = near.as_strided((2, 2, k), (outer, inner, 1), 11)
         close(backend.gemv_quant_moe_id(a, *(t.to(backend.device) for t in (blocks, ids)), kind),
               want)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend_name", ["cpu", "interpret"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_stacks_may_pass_two_gigabytes(backend_name, kind, dim):
+    """The last expert, or every last row, lies 2^31 bytes away; blocks are aligned or not."""
+    backend, blocks = get_backend(backend_name), stack(kind, 3, 3, 1)
+    far = place_far_apart(blocks, dim)
+    assert far.stride(dim) * 2 >= 2**31
+    a, ids = rows_for(blocks, kind, 2), torch.tensor([[2, 0], [1, 2]])
+    want = wanted(a, blocks, ids, kind)
+    close(backend.gemv_quant_moe_id(a, far, ids, kind), want)
+    close(grouped(backend, a, far, ids, kind), want)
+    gated = backend.gemv_quant_moe_id_gate_up_silu(a, blocks, far, ids, kind, kind)
+    close(gated, backend.silu_mul(want.float(), want.float()))
 
 
 @pytest.mark.parametrize("name", ["gemv", "gemm", "gate_up"])
