@@ -54,7 +54,7 @@ def _gemm_quant_moe_id_kernel(
 ):
     e = tl.arange(0, BLOCK_E)
     counts = tl.load(tpe_ptr + e, mask=e < num_experts, other=0)
-    # In the order of the buckets' dtype, where any count can be told from the capacity.
+    # Clamped before it is narrowed: an int64 count may be any.
     counts = tl.minimum(tl.maximum(counts, 0), capacity).to(tl.int32)
     tiles = tl.cdiv(counts, BLOCK_M)
     last = tl.cumsum(tiles, axis=0)  # one past each expert's last tile
@@ -134,7 +134,8 @@ def gemm_quant_moe_id(
     layout = LAYOUTS[kind]
     num_groups = a.shape[-1] // layout["BLOCK_SIZE"] * layout["GROUPS"]
     # float32 products run without tensor cores and hold their operands in registers.
-    largest = 32 if a.dtype == torch.float32 else 64
+    wide = a.dtype == torch.float32
+    largest = 32 if wide else 64
     block_m = min(next_power_of_2(max(cdiv(num_pairs, num_experts), 16)), largest)
     align = alignment(blocks)
     stripes = tile_bound(num_pairs, num_experts, capacity, block_m)
@@ -164,8 +165,8 @@ def gemm_quant_moe_id(
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         BLOCK_G=BLOCK_K // (layout["PLANES"] * layout["LANES"]),
-        num_warps=4 if block_m == 16 else 8,  # with 8 at 16, Q3_K spills on sm_100
-        num_stages=3,
+        num_warps=4 if block_m == 16 and not wide else 8,  # with 8, Q3_K spills on sm_100
+        num_stages=2 if wide else 3,
         enable_fp_fusion=False,
     )
     return y

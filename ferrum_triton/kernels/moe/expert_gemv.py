@@ -15,8 +15,9 @@ from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import experts as ops
 
-# Lanes of weights one program holds, 16 a thread.
-TILE_LANES, NUM_WARPS = 2048, 4
+# Lanes of weights one program holds, 16 a thread; 8 where it reads two matrices, of which some
+# pairs of formats spill with 16, Q4_K and Q6_K on sm_80 for one.
+TILE_LANES, GATE_UP_LANES, NUM_WARPS = 2048, 1024, 4
 
 
 @triton.jit
@@ -200,9 +201,11 @@ def _num_groups(k: int, kind: str) -> int:
     return k // LAYOUTS[kind]["BLOCK_SIZE"] * LAYOUTS[kind]["GROUPS"]
 
 
-def _block_g(num_groups: int, kind: str) -> int:
-    """Groups a step takes: a whole row if it fits the tile."""
-    return min(next_power_of_2(max(num_groups, 1)), TILE_LANES // LAYOUTS[kind]["LANES"])
+def _tile(num_groups: int, kind: str, lanes: int) -> tuple[int, int]:
+    """Rows and groups a step takes: a whole row, or several, if they fit the lanes."""
+    groups = lanes // LAYOUTS[kind]["LANES"]
+    block_g = min(next_power_of_2(max(num_groups, 1)), groups)
+    return groups // block_g, block_g
 
 
 def slot_stride(a: Tensor) -> int:
@@ -218,8 +221,7 @@ def gemv_quant_moe_id(
     if y.numel() == 0:
         return y
     num_groups = _num_groups(a.shape[-1], kind)
-    block_g = _block_g(num_groups, kind)
-    block_n = TILE_LANES // LAYOUTS[kind]["LANES"] // block_g
+    block_n, block_g = _tile(num_groups, kind, TILE_LANES)
     block_n = min(next_power_of_2(num_rows), block_n)
     align = alignment(blocks)
     _gemv_quant_moe_id_kernel.launch(
@@ -270,8 +272,8 @@ def gemv_quant_moe_id_gate_up_silu(
     aligned = [alignment(blocks) for blocks in (gate_blocks, up_blocks)]
     for part, kind, align in zip(("GATE", "UP"), (gate_kind, up_kind), aligned, strict=True):
         groups.append(_num_groups(a.shape[-1], kind))
-        block_g = _block_g(groups[-1], kind)
-        block_n = min(block_n, TILE_LANES // LAYOUTS[kind]["LANES"] // block_g)
+        rows, block_g = _tile(groups[-1], kind, GATE_UP_LANES)
+        block_n = min(block_n, rows)
         meta |= {f"{part}_{name}": value for name, value in LAYOUTS[kind].items()}
         meta |= {f"{part}_ALIGN": align, f"{part}_BLOCK_G": block_g}
     _gate_up_silu_kernel.launch(
