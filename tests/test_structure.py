@@ -35,6 +35,7 @@ LAYERS = {
         "models",
     },
     "models": {"errors", "registry", "quant", "ops", "backends", "files"},
+    "integrations": {"errors", "quant", "backends"},
     "cli": {"errors", "registry", "quant", "backends", "files", "models", "runtime"},
 }
 
