@@ -35,7 +35,7 @@ LAYERS = {
         "models",
     },
     "models": {"errors", "registry", "quant", "ops", "backends", "files"},
-    "integrations": {"errors", "quant", "backends"},
+    "integrations": {"errors", "quant", "ops", "backends"},
     "cli": {"errors", "registry", "quant", "backends", "files", "models", "runtime"},
 }
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ferrum_triton.backends import Backend, get_backend
 from ferrum_triton.errors import FerrumError, InputError
+from ferrum_triton.ops.quant import MAX_GEMV_ROWS as MAX_GEMV_ROWS
 from ferrum_triton.quant import FORMATS
 
 # transformers keeps what stands here private, so it is only touched where it was tested.
@@ -36,7 +37,6 @@ KINDS = {fmt.ggml_id: kind for kind, fmt in FORMATS.items()}
 """The formats served, by the number a file has for them."""
 
 GEMV_TYPES = frozenset(KINDS)
-MAX_GEMV_ROWS = 8
 
 
 def mul_mat_vec(weight: Tensor, x: Tensor, ggml_type: int, out_features: int) -> Tensor:

@@ -8,7 +8,6 @@ from typing import TypeAlias
 from torch import Tensor
 
 from ferrum_triton.backends import Backend
-from ferrum_triton.ops.quant import MAX_GEMV_ROWS
 from ferrum_triton.quant import FusedTensor, QuantizedTensor
 
 Matrix: TypeAlias = Tensor | QuantizedTensor
@@ -37,6 +36,4 @@ def matmul(
         return y
     if isinstance(weight, Tensor):
         return backend.gemm(x, weight, out=out)
-    few = x.shape[0] <= MAX_GEMV_ROWS
-    product = backend.gemv_quant if few else backend.gemm_quant
-    return product(x, weight.blocks, weight.kind, out=out)
+    return backend.gemm_quant(x, weight.blocks, weight.kind, out=out)

@@ -17,8 +17,8 @@ def decode_heuristic(batch: int, num_kv_heads: int, capacity: int, key_bytes: in
 
     Few warps and deep queues win, since a program waits for memory. Little work is a matter of
     latency: large tiles on more warps. From 256 pairs of sequence and head on, cuts only make up
-    for sequences of different lengths; 480 programs are what fits an H200 at once with some to
-    spare, so that sequences of equal length are not cut for a remainder's sake.
+    for sequences of different lengths; they aim at fewer programs than 512 pairs have, so that
+    those of equal length are not cut for a remainder's sake.
 
     Args:
         key_bytes: what a key and its value take.

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ferrum_triton.kernels.attention.flash_plan import choose_plan
 from ferrum_triton.kernels.attention.softmax import (
+    LEAST_SCALE,
     LOG2_E,
     finish,
     first_state,
@@ -25,9 +26,6 @@ from ferrum_triton.kernels.attention.softmax import (
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.attention import flash as ops
-
-# Stands for a scale of zero, which would make NaN of the -inf that hides a score.
-LEAST_FACTOR = 1e-30
 
 # How a loop over tiles masks them: none, all, or those that are not whole, in a branch.
 WHOLE, CROSSED, MIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -402,17 +400,19 @@ def flash_attention(
     out_desc = q_desc = q_rest_desc = k_desc = k_rest_desc = v_desc = None
     if plan.described:
         if not plan.packed and plan.splits == 1:
-            q_desc = describe_rows(q[..., :block_d], q_len, plan.block_m, block_d)
+            q_first = q[..., :block_d] if block_e else q
+            q_desc = describe_rows(q_first, q_len, plan.block_m, block_d)
             if block_e:
                 q_rest_desc = describe_rows(q[..., block_d:], q_len, plan.block_m, block_e)
             out_desc = describe_rows(y, q_len, plan.block_m, block_v)
-        k_desc = describe_rows(k[..., :block_d], most_keys, plan.block_n, block_d)
+        k_first = k[..., :block_d] if block_e else k
+        k_desc = describe_rows(k_first, most_keys, plan.block_n, block_d)
         if block_e:
             k_rest_desc = describe_rows(k[..., block_d:], most_keys, plan.block_n, block_e)
         v_desc = describe_rows(v, most_keys, plan.block_n, block_v)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     factor = abs(scale) * LOG2_E.value * (2.0 / softcap if softcap > 0 else 1.0)
-    factor = max(factor, LEAST_FACTOR)
+    factor = max(factor, LEAST_SCALE.value)
 
     if plan.splits > 1:
         shape = (batch, num_heads, q_len, plan.splits)

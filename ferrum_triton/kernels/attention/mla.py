@@ -137,8 +137,7 @@ def _mla_attention_kernel(
         m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
         # Every tile is masked: a second loop, for tiles that need no mask, takes registers that 64
-        # rows do not leave (240 bytes spilled), and the mask is little beside products 576 columns
-        # deep.
+        # rows do not leave, and the mask is little beside products 576 columns deep.
         for first in range(start, end, BLOCK_N):
             acc, m_i, l_i = attend_tile(
                 acc, m_i, l_i, q_latent, q_rope, first, bound, end, scale_log2,

@@ -103,9 +103,11 @@ def paged_varlen_attention(
     rows = y[None], None if lse is None else lse[None], q[None]
     options = sinks, few, scale, sliding_window, softcap
     has_long = longest > few
-    if has_long:
-        launch_prefill(*rows, as_pool(*caches), block_tables, pos_offsets, cu_seqlens_q, *options)
     pool = as_pool(*caches, in_words=q.itemsize == 2)
+    if has_long:
+        # Only decode takes codes in words.
+        alone = pool if k_cache.dtype == q.dtype else as_pool(*caches)
+        launch_prefill(*rows, alone, block_tables, pos_offsets, cu_seqlens_q, *options)
     config = decode_launch(
         q.device,
         num_seqs,

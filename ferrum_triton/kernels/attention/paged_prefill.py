@@ -25,23 +25,20 @@ from ferrum_triton.kernels.attention.pages import (
 )
 from ferrum_triton.kernels.attention.plan import sequence_lengths
 from ferrum_triton.kernels.attention.prefill_tiles import attend_floats
-from ferrum_triton.kernels.attention.softmax import LN_2, LOG2_E, LOWEST
+from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, LN_2, LOG2_E, LOWEST
 from ferrum_triton.kernels.jit import capability, kernel, processors
 from ferrum_triton.kernels.rows import next_power_of_2
 
 # More queries than any sequence has: no upper bound.
 ANY = tl.constexpr(2**31 - 1)
 
-# Stands for a scale of zero, which would make NaN of the -inf that hides a score.
-LEAST_FACTOR = tl.constexpr(1e-30)
-
 # A sum over more sequences than a warp has lanes passes through shared memory. The assembler then
 # sees that all threads have the same, and with it the same loops, whose counters and matrix
-# descriptors go to uniform registers: 60 instructions a tile fewer, and no spills.
+# descriptors go to uniform registers; without it the tiles below spill.
 LEAST_SUMMED = 64
 
-# Time a processor takes for a block of queries and a key, over that for one of decode's keys. Of
-# 1.5, 2, 3, 4, 6 and 10, an H200 is fastest with 2 at a prompt of 2048 beside 63 decodes.
+# Time a processor takes for a block of queries and a key, over that for one of decode's keys: to be
+# judged by the mixed case of `bench.run paged_varlen_attention`.
 BLOCK_COST = 2.0
 
 
@@ -209,7 +206,7 @@ def _paged_prefill_kernel(
                 if NEGATE:
                     q = -q
                 m_i = tl.maximum(m_i, LOWEST)
-                score_factor = tl.maximum(tl.abs(score_factor), LEAST_FACTOR)
+                score_factor = tl.maximum(tl.abs(score_factor), LEAST_SCALE)
                 table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
                 k_head_ptr = k_cache_ptr + kv_head * stride_k_head
                 v_head_ptr = v_cache_ptr + kv_head * stride_v_head

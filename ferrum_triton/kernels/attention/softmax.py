@@ -17,6 +17,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
+# Stands for a scale of zero, which would make NaN of the -inf that hides a score.
+LEAST_SCALE = tl.constexpr(1e-30)
+
 
 @triton.jit
 def first_state(sink_log2):

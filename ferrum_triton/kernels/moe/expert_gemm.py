@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.expert_gemv import slot_stride
-from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight
+from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import experts as ops
 
@@ -132,7 +132,7 @@ def gemm_quant_moe_id(
         return y
     y.zero_()  # what pairs without an expert keep: only the device knows which they are
     layout = LAYOUTS[kind]
-    num_groups = a.shape[-1] // layout["BLOCK_SIZE"] * layout["GROUPS"]
+    num_groups = groups_of(a.shape[-1], kind)
     # float32 products run without tensor cores and hold their operands in registers.
     wide = a.dtype == torch.float32
     largest = 32 if wide else 64

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight
+from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import experts as ops
 
@@ -197,10 +197,6 @@ def _gate_up_silu_kernel(
     tl.store(y_row + n, y.to(y_ptr.dtype.element_ty), mask=n < num_rows)
 
 
-def _num_groups(k: int, kind: str) -> int:
-    return k // LAYOUTS[kind]["BLOCK_SIZE"] * LAYOUTS[kind]["GROUPS"]
-
-
 def _tile(num_groups: int, kind: str, lanes: int) -> tuple[int, int]:
     """Rows and groups a step takes: a whole row, or several, if they fit the lanes."""
     groups = lanes // LAYOUTS[kind]["LANES"]
@@ -220,7 +216,7 @@ def gemv_quant_moe_id(
     y = a.new_empty(*ids.shape, num_rows) if out is None else out
     if y.numel() == 0:
         return y
-    num_groups = _num_groups(a.shape[-1], kind)
+    num_groups = groups_of(a.shape[-1], kind)
     block_n, block_g = _tile(num_groups, kind, TILE_LANES)
     block_n = min(next_power_of_2(num_rows), block_n)
     align = alignment(blocks)
@@ -271,7 +267,7 @@ def gemv_quant_moe_id_gate_up_silu(
     groups, block_n = [], next_power_of_2(num_rows)
     aligned = [alignment(blocks) for blocks in (gate_blocks, up_blocks)]
     for part, kind, align in zip(("GATE", "UP"), (gate_kind, up_kind), aligned, strict=True):
-        groups.append(_num_groups(a.shape[-1], kind))
+        groups.append(groups_of(a.shape[-1], kind))
         rows, block_g = _tile(groups[-1], kind, GATE_UP_LANES)
         block_n = min(block_n, rows)
         meta |= {f"{part}_{name}": value for name, value in LAYOUTS[kind].items()}

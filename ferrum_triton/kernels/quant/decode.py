@@ -55,6 +55,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+def groups_of(num_weights: int, kind: str) -> int:
+    """Groups in a row of so many weights."""
+    return num_weights // LAYOUTS[kind]["BLOCK_SIZE"] * LAYOUTS[kind]["GROUPS"]
+
+
 # What the four-bit codes stand for: 16 int8, the first lowest, and the eight of MXFP4 that are not
 # negative, in four bits each.
 _UNEVEN = tl.constexpr(int.from_bytes(bytes(v % 256 for v in FORMATS["IQ4_NL"].values), "little"))

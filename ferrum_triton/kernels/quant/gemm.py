@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight
+from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
 from ferrum_triton.kernels.quant.gemv import gemv_quant
 from ferrum_triton.ops import quant as ops
 
@@ -81,7 +81,7 @@ def gemm_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = Non
     y = torch.empty(shape, dtype=a.dtype, device=a.device) if out is None else out
     if y.numel() == 0:
         return y
-    num_groups = a.shape[1] // layout["BLOCK_SIZE"] * layout["GROUPS"]
+    num_groups = groups_of(a.shape[1], kind)
     # float32 products run without tensor cores and hold their operands in registers.
     block_m, block_k = (32, 64) if a.dtype == torch.float32 else (64, 128)
     if kind == "MXFP4":

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight
+from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
 from ferrum_triton.ops import quant as ops
 
 NUM_WARPS = 4
@@ -75,7 +75,7 @@ def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = Non
     y = torch.empty(shape, dtype=a.dtype, device=a.device) if out is None else out
     if y.numel() == 0:
         return y
-    num_groups = a.shape[1] // layout["BLOCK_SIZE"] * layout["GROUPS"]
+    num_groups = groups_of(a.shape[1], kind)
     block_m = triton.next_power_of_2(num_tokens)
     # 16 lanes a thread at one activation and fewer at more, for their partial sums.
     tile = {1: 2048, 2: 2048, 4: 1024, 8: 512}[block_m] // layout["LANES"]

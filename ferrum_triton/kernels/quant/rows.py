@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight
+from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
 from ferrum_triton.kernels.rows import as_rows
 from ferrum_triton.ops import quant as ops
 
@@ -59,7 +59,7 @@ def _decode_rows_kernel(
 def _decode_rows(y: Tensor, blocks: Tensor, ids: Tensor | None, kind: str) -> None:
     layout = LAYOUTS[kind]
     num_rows, num_weights = y.shape
-    num_groups = num_weights // layout["BLOCK_SIZE"] * layout["GROUPS"]
+    num_groups = groups_of(num_weights, kind)
     tile = TILE_LANES // layout["LANES"]
     block_g = min(triton.next_power_of_2(num_groups), tile)
     block_r = min(triton.next_power_of_2(num_rows), tile // block_g)
