@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+FLASH = SDPBackend.FLASH_ATTENTION
+SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": FLASH}
 ATTENTION_PEERS = (*SDPA_BACKENDS, "flex")
 
 
@@ -26,6 +27,8 @@ def sdpa_call(backend: SDPBackend, arguments: Mapping[str, Any]) -> Callable[...
     """torch's attention through one of its backends, for square causal calls without a window."""
     if not _is_plain(arguments) or arguments["sliding_window"] or not _is_square(arguments):
         return None
+    if arguments["q"].shape[-1] != arguments["v"].shape[-1] and backend is FLASH:
+        return None  # "No available kernel" (torch 2.11)
 
     def call(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, **_: Any) -> Tensor:
         with sdpa_kernel(backend):

@@ -20,6 +20,14 @@ BACKENDS = ["cpu", "interpret", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Ops that refuse strided tensors, and why; every other op must take them.
 CONTIGUOUS_ONLY = {"copy_slice": "addresses its tensors as one row of elements"}
 
+# Arguments whose rows may not be one row expanded: the op asks that their entries differ.
+DISTINCT_ROWS = {
+    "gemm_quant_moe_id": ("bucket_ids",),  # a pair in two experts' buckets has two results
+    # A page of two sequences may be given two tokens for one slot.
+    "kv_cache_append_paged": ("block_tables",),
+    "split_qkv_norm_rope_into_paged_cache": ("block_tables",),
+}
+
 GUARD = 32  # elements before and after a tensor; 33 puts its start off the 16-byte grid
 LAYOUTS = ("plain", "misaligned", "padded", "permuted", "expanded")
 
@@ -45,8 +53,11 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(kinds[x.element_size()])
 
 
-def place(value: Tensor, layout: str, mutated: bool = False) -> Buffer:
-    """Copy ``value`` into guarded memory of the given layout."""
+def place(value: Tensor, layout: str, own_rows: bool = False) -> Buffer:
+    """Copy ``value`` into guarded memory of the given layout.
+
+    With ``own_rows`` no layout makes rows share memory.
+    """
     shape = list(value.shape)
     guard = GUARD + (layout == "misaligned")
     order = list(range(value.dim()))
@@ -61,7 +72,7 @@ def place(value: Tensor, layout: str, mutated: bool = False) -> Buffer:
         step *= max(shape[dim], 1)
         if dim == order[-1]:
             step += pad
-    if layout == "expanded" and value.dim() >= 2 and not mutated and shape[0] > 0:
+    if layout == "expanded" and value.dim() >= 2 and not own_rows and shape[0] > 0:
         value = value[:1].expand(shape)
         strides[0] = 0
     extent = (

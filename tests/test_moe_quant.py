@@ -240,7 +240,7 @@ def test_buckets_are_not_trusted(backend, dtype):
     tpe = torch.tensor([huge, num_pairs + 1, -huge, huge], dtype=dtype)
     tiles = num_experts * 3 - 3  # more than pairs in one bucket each can need
     assert tiles > tile_bound(num_pairs, num_experts, num_pairs, 16)
-    out = place(torch.zeros(num_tokens, top_k, 3, device=backend.device), "padded", mutated=True)
+    out = place(torch.zeros(num_tokens, top_k, 3, device=backend.device), "padded", own_rows=True)
     got = backend.gemm_quant_moe_id(
         a.to(backend.device),
         blocks.to(backend.device),

@@ -13,6 +13,7 @@ from tests.harness import (
     ALL_OPS,
     BACKENDS,
     CONTIGUOUS_ONLY,
+    DISTINCT_ROWS,
     LAYOUTS,
     as_tuple,
     assert_call_matches,
@@ -38,8 +39,9 @@ def test_matches_reference(op, backend_name, data, seed):
     dtype = data.draw(st.sampled_from(op.dtypes), label="dtype")
     arguments = sample(op, dtype, backend.device, seed, **axes)
     layout = st.sampled_from(LAYOUTS[:2] if op.name in CONTIGUOUS_ONLY else LAYOUTS)
+    own_rows = (*op.mutates, *DISTINCT_ROWS.get(op.name, ()))
     buffers = {
-        name: place(value, data.draw(layout, label=name), mutated=name in op.mutates)
+        name: place(value, data.draw(layout, label=name), own_rows=name in own_rows)
         for name, value in tensors(arguments).items()
     }
     arguments |= {name: buffer.tensor for name, buffer in buffers.items()}
@@ -49,7 +51,7 @@ def test_matches_reference(op, backend_name, data, seed):
     if op.has_out and data.draw(st.booleans(), label="out"):
         backend_out = op.fake(**clone(arguments))
         out_buffers = [
-            place(torch.zeros_like(t), data.draw(layout, label="out"), mutated=True)
+            place(torch.zeros_like(t), data.draw(layout, label="out"), own_rows=True)
             for t in as_tuple(backend_out)
         ]
         outs = tuple(buffer.tensor for buffer in out_buffers)
