@@ -1,0 +1,230 @@
+"""Reading planes (:mod:`ferrum_triton.quant.planes`): 32 weights of a row a thread, in whole words.
+
+Every tensor here is [threads]: a thread loads 16, 8 or 4 bytes of each plane at once, which PTX says
+and Triton's own loads cannot without a layout that the activations would have to be moved to.
+Elsewhere (the interpreter, AMD) each word is loaded by itself. Words are kept in tuples.
+
+An eight is eight weights in a row, of which a group has four. ``eight_words`` gives its integers as
+the bytes of two words::
+
+    format          first word         second word        bits below, above
+    Q4_0 .. Q4_K    w                  w                  0 and 4, others
+    Q2_K            w                  w                  4(e % 2) and 2 more, others
+    Q5_0 .. Q6_K    low | high << 4    the same           0, others
+    Q8_0            w ^ 0x80 each      the same           0, none
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, STREAM: tl.constexpr):
+    """COUNT int32 words that follow each other, as a tuple; 0 where masked off.
+
+    Args:
+        ptr: int32 pointers [threads], for ASM at multiples of 4 COUNT bytes.
+        mask: [threads], or None.
+        ASM: load them at once, by PTX.
+        STREAM: they are read once: leave the first-level cache to the activations.
+    """
+    if ASM and COUNT == 4:
+        if mask is None:
+            asm: tl.constexpr = (
+                "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
+                if STREAM
+                else "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+            )
+            words = tl.inline_asm_elementwise(
+                asm, "=r,=r,=r,=r,l", [ptr.to(tl.int64)],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            load: tl.constexpr = (
+                "@p ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+                if STREAM
+                else "@p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+            )
+            words = tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
+                + "mov.b32 $2, 0; mov.b32 $3, 0; "
+                + load,
+                "=r,=r,=r,=r,l,r", [ptr.to(tl.int64), mask.to(tl.int32)],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+    elif ASM and COUNT == 2:
+        if mask is None:
+            asm: tl.constexpr = (
+                "ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2];"
+                if STREAM
+                else "ld.global.nc.v2.b32 {$0, $1}, [$2];"
+            )
+            words = tl.inline_asm_elementwise(
+                asm, "=r,=r,l", [ptr.to(tl.int64)],
+                dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            load: tl.constexpr = (
+                "@p ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2]; }"
+                if STREAM
+                else "@p ld.global.nc.v2.b32 {$0, $1}, [$2]; }"
+            )
+            words = tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; " + load,
+                "=r,=r,l,r", [ptr.to(tl.int64), mask.to(tl.int32)],
+                dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+    else:
+        words = ()
+        for i in tl.static_range(COUNT):
+            words += (load_one(ptr + i, mask, STREAM),)
+    return words
+
+
+@triton.jit
+def load_one(ptr, mask, STREAM: tl.constexpr):
+    """What ``ptr`` points at, 0 where masked off."""
+    policy: tl.constexpr = "evict_first" if STREAM else ""
+    if mask is None:
+        x = tl.load(ptr, eviction_policy=policy)
+    else:
+        x = tl.load(ptr, mask=mask, other=0, eviction_policy=policy)
+    return x
+
+
+@triton.jit
+def load_group(
+    q_ptr, h_ptr, mask, KIND: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The words of 32 weights: (those of the low bits, those of the high bits).
+
+    Args:
+        q_ptr: the group's first word in the plane of low bits, [threads].
+        h_ptr: likewise of high bits, where KIND has them.
+    """
+    if KIND == "Q8_0":
+        q = load_words(q_ptr, mask, 4, ASM, True) + load_words(q_ptr + 4, mask, 4, ASM, True)
+    elif KIND == "Q2_K" or KIND == "Q3_K":
+        q = load_words(q_ptr, mask, 2, ASM, True)
+    else:
+        q = load_words(q_ptr, mask, 4, ASM, True)
+    if KIND == "Q6_K":
+        h = load_words(h_ptr, mask, 2, ASM, True)
+    elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K" or KIND == "Q3_K":
+        h = (load_one(h_ptr, mask, True),)
+    else:
+        h = ()
+    return q, h
+
+
+@triton.jit
+def _shifted(w, LEFT: tl.constexpr):
+    """w << LEFT, or >> -LEFT: what comes in from above is masked off later."""
+    if LEFT > 0:
+        w = w << LEFT
+    if LEFT < 0:
+        w = w >> -LEFT
+    return w
+
+
+@triton.jit
+def eight_words(q, h, E: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr):
+    """The integers of eight E, four a word; ``shift_of`` bits lie below and foreign bits above.
+
+    SIGNED: leave Q8_0's as they are, two's complement; else they are 128 more.
+    """
+    if KIND == "Q2_K":
+        first = q[E // 2]
+        second = first
+    elif KIND == "Q3_K":
+        first = _merged(_shifted(q[E // 2], -4 * (E % 2)), h[0], 0x03030303, 2 - 2 * E)
+        second = _merged(_shifted(q[E // 2], -4 * (E % 2) - 2), h[0], 0x03030303, 1 - 2 * E)
+    elif KIND == "Q6_K":
+        first = _merged(q[E], h[E // 2], 0x0F0F0F0F, 4 - 4 * (E % 2))
+        second = _merged(q[E] >> 4, h[E // 2], 0x0F0F0F0F, 2 - 4 * (E % 2))
+    elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K":
+        first = _merged(q[E], h[0], 0x0F0F0F0F, 4 - 2 * E)
+        second = _merged(q[E] >> 4, h[0], 0x0F0F0F0F, 3 - 2 * E)
+    elif KIND == "Q8_0":
+        first, second = q[2 * E], q[2 * E + 1]
+        if not SIGNED:
+            flip: tl.constexpr = -0x7F7F7F80  # 0x80808080
+            first, second = first ^ flip, second ^ flip
+    else:
+        first = q[E]
+        second = first
+    return first, second
+
+
+@triton.jit
+def _merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr):
+    """Bits of ``low`` where LOW has them, above them those of ``high``, moved there."""
+    return (low & LOW) | (_shifted(high, LEFT) & ~LOW)
+
+
+@triton.constexpr_function
+def shift_of(e, word, kind):
+    """Bits below the integers in word 0 or 1 of eight ``e``."""
+    if kind == "Q2_K":
+        return 4 * (e % 2) + 2 * word
+    return 4 * word if kind in ("Q4_0", "Q4_1", "Q4_K") else 0
+
+
+@triton.constexpr_function
+def bits_of(kind):
+    """Bits of an integer."""
+    bits = {"Q8_0": 8, "Q6_K": 6, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q3_K": 3, "Q2_K": 2}
+    return bits.get(kind, 4)
+
+
+@triton.constexpr_function
+def place_of(e, i, kind):
+    """Bits below integer ``i`` of eight ``e`` once those of byte 3 are moved down to byte 2."""
+    return 8 * min(i % 4, 2) + shift_of(e, i // 4, kind)
+
+
+@triton.constexpr_function
+def offset_of(kind):
+    """What formats without a minimum take from every integer ``eight_words`` gives; else 1."""
+    return {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32, "Q3_K": 4}.get(kind, 1)
+
+
+@triton.constexpr_function
+def has_halves(kind):
+    """Whether each half of a group has a scale of its own."""
+    return kind in ("Q2_K", "Q3_K", "Q6_K")
+
+
+@triton.constexpr_function
+def words_of(plane, kind):
+    """Words a group has in the plane of low ("q") or high ("h") bits."""
+    if plane == "h":
+        return 2 if kind == "Q6_K" else 1
+    return {"Q8_0": 8, "Q2_K": 2, "Q3_K": 2}.get(kind, 4)
+
+
+@triton.jit
+def summed(values, COUNT: tl.constexpr, PADDED: tl.constexpr):
+    """The sum over threads of each of COUNT tensors [threads]: [PADDED], a power of two.
+
+    Laid side by side in each thread first, so that there is one exchange for all of them.
+    """
+    if PADDED == 1:
+        total = tl.reshape(tl.sum(values[0], axis=0), (1,))
+    else:
+        zero = tl.zeros_like(values[0])
+        parts = ()
+        for i in tl.static_range(PADDED):
+            if i < COUNT:
+                parts += (values[i],)
+            else:
+                parts += (zero,)
+        # The first half beside the second, so that the first new axis tells them apart; and so on.
+        for _ in tl.static_range(6):
+            if len(parts) > 1:
+                joined = ()
+                for i in tl.static_range(len(parts) // 2):
+                    joined += (tl.join(parts[i], parts[i + len(parts) // 2]),)
+                parts = joined
+        total = tl.reshape(tl.sum(parts[0], axis=0), (PADDED,))
+    return total
