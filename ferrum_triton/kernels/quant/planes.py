@@ -18,6 +18,50 @@ import triton
 import triton.language as tl
 
 
+GROUP = tl.constexpr(32)  # weights a thread takes at a time
+
+
+@triton.constexpr_function
+def shift_of(e, word, kind):
+    """Bits below the integers in word 0 or 1 of eight ``e``."""
+    if kind == "Q2_K":
+        return 4 * (e % 2) + 2 * word
+    return 4 * word if kind in ("Q4_0", "Q4_1", "Q4_K") else 0
+
+
+@triton.constexpr_function
+def bits_of(kind):
+    """Bits of an integer."""
+    bits = {"Q8_0": 8, "Q6_K": 6, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q3_K": 3, "Q2_K": 2}
+    return bits.get(kind, 4)
+
+
+@triton.constexpr_function
+def place_of(e, i, kind):
+    """Bits below integer ``i`` of eight ``e`` once those of byte 3 are moved down to byte 2."""
+    return 8 * min(i % 4, 2) + shift_of(e, i // 4, kind)
+
+
+@triton.constexpr_function
+def offset_of(kind):
+    """What formats without a minimum take from every integer ``eight_words`` gives; else 1."""
+    return {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32, "Q3_K": 4}.get(kind, 1)
+
+
+@triton.constexpr_function
+def has_halves(kind):
+    """Whether each half of a group has a scale of its own."""
+    return kind in ("Q2_K", "Q3_K", "Q6_K")
+
+
+@triton.constexpr_function
+def words_of(plane, kind):
+    """Words a group has in the plane of low ("q") or high ("h") bits."""
+    if plane == "h":
+        return 2 if kind == "Q6_K" else 1
+    return {"Q8_0": 8, "Q2_K": 2, "Q3_K": 2}.get(kind, 4)
+
+
 @triton.jit
 def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, STREAM: tl.constexpr):
     """COUNT int32 words that follow each other, as a tuple; 0 where masked off.
@@ -31,7 +75,7 @@ def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, STREAM: tl.con
     if ASM and COUNT == 4:
         if mask is None:
             asm: tl.constexpr = (
-                "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
+                "ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
                 if STREAM
                 else "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
             )
@@ -41,7 +85,7 @@ def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, STREAM: tl.con
             )  # fmt: skip
         else:
             load: tl.constexpr = (
-                "@p ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+                "@p ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4]; }"
                 if STREAM
                 else "@p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }"
             )
@@ -55,7 +99,7 @@ def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, STREAM: tl.con
     elif ASM and COUNT == 2:
         if mask is None:
             asm: tl.constexpr = (
-                "ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2];"
+                "ld.global.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2];"
                 if STREAM
                 else "ld.global.nc.v2.b32 {$0, $1}, [$2];"
             )
@@ -65,7 +109,7 @@ def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, STREAM: tl.con
             )  # fmt: skip
         else:
             load: tl.constexpr = (
-                "@p ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2]; }"
+                "@p ld.global.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2]; }"
                 if STREAM
                 else "@p ld.global.nc.v2.b32 {$0, $1}, [$2]; }"
             )
@@ -79,6 +123,32 @@ def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, STREAM: tl.con
         for i in tl.static_range(COUNT):
             words += (load_one(ptr + i, mask, STREAM),)
     return words
+
+
+@triton.jit
+def tied_zero(rows, zero):
+    """``zero`` [threads], 0, as if it depended on every load of the rows.
+
+    The assembler would move loads of scales down to where they are used, and their time would add
+    to that of the weights, which is over by then; barriers do not keep it from that. Sums that
+    start here do. ``zero`` has to be what no compiler knows to be 0.
+    """
+    bits = rows[0][0][0]
+    for r in tl.static_range(len(rows)):
+        q, h, raw = rows[r]
+        bits |= q[0] | q[len(q) - 1]
+        for i in tl.static_range(len(h)):
+            bits |= h[i]
+        for i in tl.static_range(len(raw)):
+            bits |= _bits(raw[i])
+    return bits & zero
+
+
+@triton.jit
+def _bits(x):
+    if x.dtype == tl.float16:
+        x = x.to(tl.int16, bitcast=True)
+    return x.to(tl.int32)
 
 
 @triton.jit
@@ -162,45 +232,90 @@ def _merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr):
     return (low & LOW) | (_shifted(high, LEFT) & ~LOW)
 
 
-@triton.constexpr_function
-def shift_of(e, word, kind):
-    """Bits below the integers in word 0 or 1 of eight ``e``."""
-    if kind == "Q2_K":
-        return 4 * (e % 2) + 2 * word
-    return 4 * word if kind in ("Q4_0", "Q4_1", "Q4_K") else 0
+@triton.jit
+def load_scales(d_ptr, s_ptr, t_ptr, group, mask, KIND: tl.constexpr):
+    """A group's scales as they are stored, from the pointers to the row's: (d, s, t)."""
+    if KIND == "Q2_K" or KIND == "Q3_K" or KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K":
+        d = load_one(d_ptr + group // 8, mask, False)
+        if KIND == "Q3_K":
+            s = load_one(s_ptr + group, mask, False)
+            t = load_one(t_ptr + group // 2, mask, False)
+            raw = (d, s, t)
+        else:
+            raw = (d, load_one(s_ptr.to(tl.pointer_type(tl.uint16)) + group, mask, False))
+    else:
+        raw = (load_one(d_ptr + group, mask, False),)
+    return raw
 
 
-@triton.constexpr_function
-def bits_of(kind):
-    """Bits of an integer."""
-    bits = {"Q8_0": 8, "Q6_K": 6, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q3_K": 3, "Q2_K": 2}
-    return bits.get(kind, 4)
+@triton.jit
+def _halves(word):
+    """The two fp16 of an int32 as float32."""
+    low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
 
 
-@triton.constexpr_function
-def place_of(e, i, kind):
-    """Bits below integer ``i`` of eight ``e`` once those of byte 3 are moved down to byte 2."""
-    return 8 * min(i % 4, 2) + shift_of(e, i // 4, kind)
+@triton.jit
+def sub_scales(raw, group, KIND: tl.constexpr):
+    """The integers of a group's sub-blocks: scales, then minimums where there are."""
+    if KIND == "Q4_K" or KIND == "Q5_K":
+        s = raw[1].to(tl.int32)
+        integers = (s & 0xFF, s >> 8)
+    elif KIND == "Q6_K":
+        s = raw[1].to(tl.int16, bitcast=True).to(tl.int32)
+        integers = ((s << 24) >> 24, s >> 8)
+    elif KIND == "Q2_K":
+        s = raw[1].to(tl.int32)
+        integers = (s & 0xF, (s >> 8) & 0xF, (s >> 4) & 0xF, s >> 12)
+    elif KIND == "Q3_K":
+        s = raw[1].to(tl.int32)
+        t = raw[2].to(tl.int32) >> (group % 2 * 4)
+        integers = (
+            ((s & 0xF) | ((t & 3) << 4)) - 32,
+            ((s >> 4) | ((t & 12) << 2)) - 32,
+        )
+    else:
+        integers = ()
+    return integers
 
 
-@triton.constexpr_function
-def offset_of(kind):
-    """What formats without a minimum take from every integer ``eight_words`` gives; else 1."""
-    return {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32, "Q3_K": 4}.get(kind, 1)
+@triton.jit
+def block_scales(raw, KIND: tl.constexpr):
+    """d, and the minimum where there is one, as float32."""
+    if KIND == "Q4_1" or KIND == "Q5_1" or KIND == "Q2_K" or KIND == "Q4_K" or KIND == "Q5_K":
+        d, m = _halves(raw[0])
+        scales = (d, m)
+    else:
+        scales = (raw[0].to(tl.float32),)
+    return scales
 
 
-@triton.constexpr_function
-def has_halves(kind):
-    """Whether each half of a group has a scale of its own."""
-    return kind in ("Q2_K", "Q3_K", "Q6_K")
+@triton.jit
+def load_rows(
+    q_ptr, h_ptr, d_ptr, s_ptr, t_ptr, group, mask,
+    Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr, T: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """What a thread needs of each row for its group: ROWS tuples (low, high, scales).
 
-
-@triton.constexpr_function
-def words_of(plane, kind):
-    """Words a group has in the plane of low ("q") or high ("h") bits."""
-    if plane == "h":
-        return 2 if kind == "Q6_K" else 1
-    return {"Q8_0": 8, "Q2_K": 2, "Q3_K": 2}.get(kind, 4)
+    Strides are constants: rows differ by an immediate of the load's address.
+    """
+    rows = ()
+    for r in tl.static_range(ROWS):
+        h_at = h_ptr
+        if h_ptr is not None:
+            h_at = h_ptr + r * H + group * words_of("h", KIND)
+        s_at = s_ptr
+        if s_ptr is not None:
+            s_at = s_ptr + r * S
+        t_at = t_ptr
+        if t_ptr is not None:
+            t_at = t_ptr + r * T
+        q, h = load_group(q_ptr + r * Q + group * words_of("q", KIND), h_at, mask, KIND, ASM)
+        raw = load_scales(d_ptr + r * D, s_at, t_at, group, mask, KIND)
+        rows += ((q, h, raw),)
+    return rows
 
 
 @triton.jit
