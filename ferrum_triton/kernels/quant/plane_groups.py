@@ -213,6 +213,34 @@ def _dot_eight_int8(acc, x, words, E: tl.constexpr, KIND: tl.constexpr, ASM: tl.
 
 
 @triton.jit
+def _group_value_int8(
+    total, first, dots, steps, low_sums, high_sums, raw, group, M: tl.constexpr, KIND: tl.constexpr
+):
+    """total[m] plus the group's product, from the dots of its integers or of its halves'."""
+    scales = block_scales(raw, KIND)
+    factors = sub_scales(raw, group, KIND)
+    out = ()
+    for m in tl.static_range(M):
+        dot = dots[m]
+        scale = scales[0]
+        if KIND == "Q4_K" or KIND == "Q5_K":
+            scale = scale * factors[0].to(tl.float32)
+        elif KIND == "Q2_K" or KIND == "Q3_K" or KIND == "Q6_K":
+            dot = factors[0] * first[m] + factors[1] * dot
+        value = tl.fma(scale, steps[m] * dot.to(tl.float32), total[m])
+        if KIND == "Q2_K":
+            value = tl.fma(-scales[1] * factors[2].to(tl.float32), low_sums[m], value)
+            value = tl.fma(-scales[1] * factors[3].to(tl.float32), high_sums[m], value)
+        elif KIND == "Q4_K" or KIND == "Q5_K":
+            low = scales[1] * factors[1].to(tl.float32)
+            value = tl.fma(-low, low_sums[m] + high_sums[m], value)
+        elif KIND == "Q4_1" or KIND == "Q5_1":
+            value = tl.fma(scales[1], low_sums[m] + high_sums[m], value)
+        out += (value,)
+    return out
+
+
+@triton.jit
 def add_group_int8(
     totals, none, rows, x_ptr, info_ptr, stride_x_token, stride_info_token, group, mask,
     KIND: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, ASM: tl.constexpr,
@@ -221,7 +249,7 @@ def add_group_int8(
     HALVES: tl.constexpr = has_halves(KIND)
     # Q8_0's integers are taken as they are stored; what has a minimum has no offset.
     OFFSET: tl.constexpr = 0 if KIND == "Q8_0" or offset_of(KIND) == 1 else offset_of(KIND)
-    x, steps, lows, highs = (), (), (), ()
+    x, steps, lows, highs, low_sums, high_sums = (), (), (), (), (), ()
     for m in tl.static_range(M):
         at = x_ptr + m * stride_x_token + group * 8
         x += (load_words(at, mask, 4, ASM, False) + load_words(at + 4, mask, 4, ASM, False),)
@@ -229,6 +257,8 @@ def add_group_int8(
         steps += (info[0].to(tl.float32, bitcast=True),)
         lows += ((info[1] << 16) >> 16,)
         highs += (info[1] >> 16,)
+        low_sums += (steps[m] * lows[m].to(tl.float32),)
+        high_sums += (steps[m] * highs[m].to(tl.float32),)
     out = ()
     for r in tl.static_range(ROWS):
         first, dots = (), ()
@@ -249,30 +279,7 @@ def add_group_int8(
                 pair = (x[m][2 * e], x[m][2 * e + 1])
                 new += (_dot_eight_int8(dots[m], pair, words, e, KIND, ASM),)
             dots = new
-        scales = block_scales(rows[r][2], KIND)
-        factors = sub_scales(rows[r][2], group, KIND)
-        sums = ()
-        for m in tl.static_range(M):
-            if HALVES:
-                dot = factors[0] * first[m] + factors[1] * dots[m]
-                scale = scales[0] * steps[m]
-            elif KIND == "Q4_K" or KIND == "Q5_K":
-                dot = factors[0] * dots[m]
-                scale = scales[0] * steps[m]
-            else:
-                dot = dots[m]
-                scale = scales[0] * steps[m]
-            total = tl.fma(scale, dot.to(tl.float32), totals[r][m])
-            if KIND == "Q2_K":
-                low = factors[2] * lows[m] + factors[3] * highs[m]
-                total = tl.fma(-scales[1] * steps[m], low.to(tl.float32), total)
-            elif KIND == "Q4_K" or KIND == "Q5_K":
-                low = factors[1] * (lows[m] + highs[m])
-                total = tl.fma(-scales[1] * steps[m], low.to(tl.float32), total)
-            elif KIND == "Q4_1" or KIND == "Q5_1":
-                total = tl.fma(
-                    scales[1], steps[m] * (lows[m] + highs[m]).to(tl.float32), total
-                )
-            sums += (total,)
-        out += (sums,)
+        out += (_group_value_int8(
+            totals[r], first, dots, steps, low_sums, high_sums, rows[r][2], group, M, KIND
+        ),)
     return out

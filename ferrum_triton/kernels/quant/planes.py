@@ -325,7 +325,7 @@ def summed(values, COUNT: tl.constexpr, PADDED: tl.constexpr):
     Laid side by side in each thread first, so that there is one exchange for all of them.
     """
     if PADDED == 1:
-        total = tl.reshape(tl.sum(values[0], axis=0), (1,))
+        total = tl.sum(values[0], axis=0, keep_dims=True)
     else:
         zero = tl.zeros_like(values[0])
         parts = ()
