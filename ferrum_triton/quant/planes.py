@@ -20,6 +20,7 @@ before any offset is taken from them; which bits they are is told by
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,24 +107,20 @@ def to_planes(blocks: Tensor, kind: str, chunk_bytes: int = CHUNK_BYTES) -> Plan
     """
     fmt = _format(kind)
     k = fmt.row_weights(blocks.shape[-1])
-    flat = blocks.reshape(-1, blocks.shape[-1])
+    flat = blocks.reshape(math.prod(blocks.shape[:-1]), blocks.shape[-1])
+    dtypes = _DTYPES | {"d": torch.int32 if fmt.m else torch.float16}
     sizes = row_bytes(kind, k)
-    padded = {name: -(-size // ROW_ALIGN) * ROW_ALIGN for name, size in sizes.items()}
-    planes = {
-        name: torch.zeros(len(flat), size, dtype=torch.uint8, device=blocks.device)
-        for name, size in padded.items()
-    }
+    planes = {}
+    for name, size in sizes.items():
+        padded = -(-size // ROW_ALIGN) * ROW_ALIGN
+        shape = (len(flat), padded // dtypes[name].itemsize)
+        planes[name] = torch.zeros(shape, dtype=dtypes[name], device=blocks.device)
     for first, last in _chunks(len(flat), blocks.shape[-1], chunk_bytes):
         rows = flat[first:last].unflatten(-1, (k // fmt.block_size, fmt.block_bytes))
         for name, plane in _split(rows, fmt).items():
-            planes[name][first:last, : sizes[name]] = plane
-    dtypes = _DTYPES | {"d": torch.int32 if fmt.m else torch.float16}
+            planes[name][first:last].view(torch.uint8)[:, : sizes[name]] = plane
     lead = blocks.shape[:-1]
-    shaped = {
-        name: plane.view(dtypes[name]).view(*lead, padded[name] // dtypes[name].itemsize)
-        for name, plane in planes.items()
-    }
-    return Planes(kind, k, **shaped)
+    return Planes(kind, k, **{name: p.view(*lead, p.shape[1]) for name, p in planes.items()})
 
 
 def from_planes(planes: Planes, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
@@ -131,7 +128,7 @@ def from_planes(planes: Planes, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
     fmt, k = _format(planes.kind), planes.num_weights
     num_blocks = k // fmt.block_size
     bytes_of = {
-        name: plane.reshape(-1, plane.shape[-1]).view(torch.uint8)[:, :size]
+        name: _rows_of_bytes(plane)[:, :size]
         for (name, size) in row_bytes(planes.kind, k).items()
         for plane in [planes.tensors[name]]
     }
@@ -141,6 +138,11 @@ def from_planes(planes: Planes, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
         blocks = flat[first:last].unflatten(-1, (num_blocks, fmt.block_bytes))
         _join(blocks, {name: plane[first:last] for name, plane in bytes_of.items()}, fmt)
     return flat.view(*planes.shape[:-1], row)
+
+
+def _rows_of_bytes(plane: Tensor) -> Tensor:
+    rows = plane.reshape(math.prod(plane.shape[:-1]), plane.shape[-1])
+    return rows.view(torch.uint8)
 
 
 def _format(kind: str) -> BlockFormat:
