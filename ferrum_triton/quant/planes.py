@@ -6,7 +6,7 @@ every bit of the file in exactly one place:
 
 * ``q`` and ``h``: the low bits of the weights' integers and, where the format keeps them apart, the
   bits above. 8, 4, 2 or 1 bits each, in int32 words of four bytes: byte b of a word holds weights
-  4p + b, p = 0, 1, ..., the first lowest. So a shift and a mask give four weights in a row as bytes.
+  4p + b, p = 0, 1, ..., the first lowest. So a shift and a mask give four neighbours as bytes.
 * ``d``: fp16 for each block, or an int32 of the two fp16 (d below, minimum above) where there are
   two.
 * ``s``: sub-scales as bytes. Q4_K, Q5_K: scale and minimum of each 32 weights, unpacked from six
@@ -216,9 +216,7 @@ def _join(blocks: Tensor, planes: dict[str, Tensor], fmt: BlockFormat) -> None:
     """What :func:`_split` took apart, into uint8 [rows, blocks, block_bytes] of zeros."""
     each = {name: plane.unflatten(-1, (blocks.shape[-2], -1)) for name, plane in planes.items()}
     codes = _plane(fmt.q.low[0].bits, fmt.block_size).read(each["q"])
-    for run, part in zip(
-        fmt.q.low, codes.split([len(run) for run in fmt.q.low], -1), strict=True
-    ):
+    for run, part in zip(fmt.q.low, codes.split([len(run) for run in fmt.q.low], -1), strict=True):
         run.write(blocks, part)
     if fmt.q.high:
         fmt.q.high.write(blocks, _plane(fmt.q.high.bits, fmt.block_size).read(each["h"]))

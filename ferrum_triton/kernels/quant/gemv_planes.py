@@ -18,6 +18,9 @@ from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group, add_group
 from ferrum_triton.kernels.quant.planes import load_rows, summed, tied_zero
 from ferrum_triton.quant.planes import Planes
 
+# Weights are read once: they leave the first-level cache to the activations.
+STREAM = ".L1::no_allocate.L2::256B"
+
 
 @kernel(dynamic=("num_rows",))
 def _gemv_planes_kernel(
@@ -47,6 +50,7 @@ def _gemv_planes_kernel(
     PREFETCH: tl.constexpr,
     TIED: tl.constexpr,
     ASM: tl.constexpr,
+    HINT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     # The last program starts early enough to have all its rows: some are computed twice, alike.
@@ -74,7 +78,7 @@ def _gemv_planes_kernel(
     if PREFETCH:
         rows = load_rows(
             q_ptr, h_ptr, d_ptr, s_ptr, t_ptr, thread, thread < GROUPS,
-            Q, H, D, S, T, KIND, ROWS, ASM,
+            Q, H, D, S, T, KIND, ROWS, ASM, HINT,
         )  # fmt: skip
     for step in range(STEPS):
         group = step * THREADS + thread
@@ -85,12 +89,12 @@ def _gemv_planes_kernel(
             ahead = group + THREADS
             later = load_rows(
                 q_ptr, h_ptr, d_ptr, s_ptr, t_ptr, ahead, ahead < GROUPS,
-                Q, H, D, S, T, KIND, ROWS, ASM,
+                Q, H, D, S, T, KIND, ROWS, ASM, HINT,
             )  # fmt: skip
         else:
             rows = load_rows(
                 q_ptr, h_ptr, d_ptr, s_ptr, t_ptr, group, mask,
-                Q, H, D, S, T, KIND, ROWS, ASM,
+                Q, H, D, S, T, KIND, ROWS, ASM, HINT,
             )  # fmt: skip
         if TIED:
             none = tied_zero(rows, num_rows >> 31)
@@ -157,29 +161,35 @@ class Int8Activations:
     """Activations of eight bits, with a step for each 32.
 
     Attributes:
-        q: int8 [m, K]; the activation is its step times q.
+        words: int32 [m, K / 4], the bytes of ``q``.
         info: int32 [m, K / 32, 2]: the step's bits as float32, and the sums of q over the first and
             the last 16 in its lower and upper half.
         dtype: what they were, and what products are.
     """
 
-    q: Tensor
+    words: Tensor
     info: Tensor
     dtype: torch.dtype
+
+    @property
+    def q(self) -> Tensor:
+        """int8 [m, K]: an activation is its step times q."""
+        return self.words.view(torch.int8)
 
 
 def quantize_activations(a: Tensor) -> Int8Activations:
     """Round activations [m, K] to int8: steps are the largest magnitude of each 32, over 127."""
     m, k = a.shape
-    q = torch.empty(m, k, dtype=torch.int8, device=a.device)
     info = torch.empty(m, k // 32, 2, dtype=torch.int32, device=a.device)
-    if q.numel():
+    words = torch.empty(m, k // 4, dtype=torch.int32, device=a.device)
+    quantised = Int8Activations(words, info, a.dtype)
+    if words.numel():
         block = min(triton.next_power_of_2(k // 32), 8)
         grid = (triton.cdiv(k // 32, block), m)
         _quantize_activations_kernel.launch(
-            grid, q, info, a, a.stride(0), k // 32, BLOCK_G=block, num_warps=1
+            grid, quantised.q, info, a, a.stride(0), k // 32, BLOCK_G=block, num_warps=1
         )
-    return Int8Activations(q, info, a.dtype)
+    return quantised
 
 
 def gemv_planes(
@@ -191,6 +201,8 @@ def gemv_planes(
     num_warps: int | None = None,
     prefetch: bool = False,
     tied: bool = True,
+    max_registers: int | None = None,
+    hint: str = STREAM,
     asm: bool | None = None,
 ) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k], summed in float32, for m <= 8.
@@ -204,10 +216,12 @@ def gemv_planes(
         num_warps: of a program, likewise.
         prefetch: load a step's weights before the step before is computed.
         tied: keep the loads of scales beside those of weights.
+        max_registers: of a thread.
+        hint: to the caches, of the weights' loads.
         asm: use PTX; if None, where it can be.
     """
     is_int8 = isinstance(a, Int8Activations)
-    x, info = (a.q.view(torch.int32), a.info) if is_int8 else (a, None)
+    x, info = (a.words, a.info) if is_int8 else (a, None)
     num_tokens, num_rows = x.shape[0], planes.shape[0]
     if out is None:
         out = torch.empty(num_tokens, num_rows, dtype=a.dtype, device=x.device)
@@ -238,8 +252,10 @@ def gemv_planes(
         PREFETCH=prefetch,
         TIED=tied and asm,
         ASM=asm,
+        HINT=hint,
         VECTOR=asm and aligned,
         num_warps=warps,
+        maxnreg=max_registers,
     )
     return out
 

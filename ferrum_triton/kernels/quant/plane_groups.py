@@ -51,19 +51,19 @@ def _eight_activations(ptr, mask, VECTOR: tl.constexpr):
     dtype: tl.constexpr = ptr.dtype.element_ty
     if VECTOR and dtype == tl.float32:
         ints = ptr.to(tl.pointer_type(tl.int32))
-        words = load_words(ints, mask, 4, True, False) + load_words(ints + 4, mask, 4, True, False)
+        words = load_words(ints, mask, 4, True, ".nc") + load_words(ints + 4, mask, 4, True, ".nc")
         x = ()
         for i in tl.static_range(8):
             x += (words[i].to(tl.float32, bitcast=True),)
     elif VECTOR:
-        words = load_words(ptr.to(tl.pointer_type(tl.int32)), mask, 4, True, False)
+        words = load_words(ptr.to(tl.pointer_type(tl.int32)), mask, 4, True, ".nc")
         x = ()
         for i in tl.static_range(4):
             x += _float_pair(words[i], dtype)
     else:
         x = ()
         for i in tl.static_range(8):
-            x += (load_one(ptr + i, mask, False).to(tl.float32),)
+            x += (load_one(ptr + i, mask).to(tl.float32),)
     return x
 
 
@@ -252,8 +252,8 @@ def add_group_int8(
     x, steps, lows, highs, low_sums, high_sums = (), (), (), (), (), ()
     for m in tl.static_range(M):
         at = x_ptr + m * stride_x_token + group * 8
-        x += (load_words(at, mask, 4, ASM, False) + load_words(at + 4, mask, 4, ASM, False),)
-        info = load_words(info_ptr + m * stride_info_token + group * 2, mask, 2, ASM, False)
+        x += (load_words(at, mask, 4, ASM, ".nc") + load_words(at + 4, mask, 4, ASM, ".nc"),)
+        info = load_words(info_ptr + m * stride_info_token + group * 2, mask, 2, ASM, ".nc")
         steps += (info[0].to(tl.float32, bitcast=True),)
         lows += ((info[1] << 16) >> 16,)
         highs += (info[1] >> 16,)
@@ -279,7 +279,9 @@ def add_group_int8(
                 pair = (x[m][2 * e], x[m][2 * e + 1])
                 new += (_dot_eight_int8(dots[m], pair, words, e, KIND, ASM),)
             dots = new
-        out += (_group_value_int8(
-            totals[r], first, dots, steps, low_sums, high_sums, rows[r][2], group, M, KIND
-        ),)
+        out += (
+            _group_value_int8(
+                totals[r], first, dots, steps, low_sums, high_sums, rows[r][2], group, M, KIND
+            ),
+        )
     return out

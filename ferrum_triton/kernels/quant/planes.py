@@ -1,8 +1,8 @@
-"""Reading planes (:mod:`ferrum_triton.quant.planes`): 32 weights of a row a thread, in whole words.
+"""Reading planes (:mod:`ferrum_triton.quant.planes`): a thread takes 32 weights, in whole words.
 
-Every tensor here is [threads]: a thread loads 16, 8 or 4 bytes of each plane at once, which PTX says
-and Triton's own loads cannot without a layout that the activations would have to be moved to.
-Elsewhere (the interpreter, AMD) each word is loaded by itself. Words are kept in tuples.
+Every tensor here is [threads]: a thread loads 16, 8 or 4 bytes of each plane at once. PTX says so,
+as Triton's own loads can only in a layout that the activations would have to be moved to. Elsewhere
+(the interpreter, AMD) each word is loaded by itself. Words are kept in tuples.
 
 An eight is eight weights in a row, of which a group has four. ``eight_words`` gives its integers as
 the bytes of two words::
@@ -16,7 +16,6 @@ the bytes of two words::
 
 import triton
 import triton.language as tl
-
 
 GROUP = tl.constexpr(32)  # weights a thread takes at a time
 
@@ -62,67 +61,70 @@ def words_of(plane, kind):
     return {"Q8_0": 8, "Q2_K": 2, "Q3_K": 2}.get(kind, 4)
 
 
+@triton.constexpr_function
+def load_asm(count, hint, masked):
+    """PTX that loads ``count`` words at once, 0 where masked off."""
+    words = ", ".join(f"${i}" for i in range(count))
+    load = f"ld.global{hint}.v{count}.b32 {{{words}}}, [${count}];"
+    if not masked:
+        return load
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
+    return f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {load} }}"
+
+
+@triton.constexpr_function
+def load_constraints(count, masked):
+    return ",".join(["=r"] * count + ["l"] + ["r"] * masked)
+
+
 @triton.jit
-def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, STREAM: tl.constexpr):
+def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr):
     """COUNT int32 words that follow each other, as a tuple; 0 where masked off.
 
     Args:
         ptr: int32 pointers [threads], for ASM at multiples of 4 COUNT bytes.
         mask: [threads], or None.
-        ASM: load them at once, by PTX.
-        STREAM: they are read once: leave the first-level cache to the activations.
+        ASM: load them at once, by PTX, where COUNT is 2 or 4.
+        HINT: of that PTX, to the caches.
     """
-    if ASM and COUNT == 4:
+    if ASM:
         if mask is None:
-            asm: tl.constexpr = (
-                "ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
-                if STREAM
-                else "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
-            )
-            words = tl.inline_asm_elementwise(
-                asm, "=r,=r,=r,=r,l", [ptr.to(tl.int64)],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-            )  # fmt: skip
+            args = [ptr.to(tl.int64)]
         else:
-            load: tl.constexpr = (
-                "@p ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4]; }"
-                if STREAM
-                else "@p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }"
-            )
+            args = [ptr.to(tl.int64), mask.to(tl.int32)]
+        if COUNT == 4:
             words = tl.inline_asm_elementwise(
-                "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
-                + "mov.b32 $2, 0; mov.b32 $3, 0; "
-                + load,
-                "=r,=r,=r,=r,l,r", [ptr.to(tl.int64), mask.to(tl.int32)],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-            )  # fmt: skip
-    elif ASM and COUNT == 2:
-        if mask is None:
-            asm: tl.constexpr = (
-                "ld.global.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2];"
-                if STREAM
-                else "ld.global.nc.v2.b32 {$0, $1}, [$2];"
+                load_asm(4, HINT, mask is not None),
+                load_constraints(4, mask is not None),
+                args,
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                is_pure=True,
+                pack=1,
             )
-            words = tl.inline_asm_elementwise(
-                asm, "=r,=r,l", [ptr.to(tl.int64)],
-                dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-            )  # fmt: skip
         else:
-            load: tl.constexpr = (
-                "@p ld.global.L1::no_allocate.L2::256B.v2.b32 {$0, $1}, [$2]; }"
-                if STREAM
-                else "@p ld.global.nc.v2.b32 {$0, $1}, [$2]; }"
-            )
             words = tl.inline_asm_elementwise(
-                "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; " + load,
-                "=r,=r,l,r", [ptr.to(tl.int64), mask.to(tl.int32)],
-                dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-            )  # fmt: skip
+                load_asm(2, HINT, mask is not None),
+                load_constraints(2, mask is not None),
+                args,
+                dtype=(tl.int32, tl.int32),
+                is_pure=True,
+                pack=1,
+            )
     else:
         words = ()
         for i in tl.static_range(COUNT):
-            words += (load_one(ptr + i, mask, STREAM),)
+            words += (load_one(ptr + i, mask),)
     return words
+
+
+@triton.jit
+def load_one(ptr, mask):
+    """What ``ptr`` points at, 0 where masked off."""
+    if mask is None:
+        x = tl.load(ptr)
+    else:
+        x = tl.load(ptr, mask=mask, other=0)
+    return x
 
 
 @triton.jit
@@ -152,19 +154,8 @@ def _bits(x):
 
 
 @triton.jit
-def load_one(ptr, mask, STREAM: tl.constexpr):
-    """What ``ptr`` points at, 0 where masked off."""
-    policy: tl.constexpr = "evict_first" if STREAM else ""
-    if mask is None:
-        x = tl.load(ptr, eviction_policy=policy)
-    else:
-        x = tl.load(ptr, mask=mask, other=0, eviction_policy=policy)
-    return x
-
-
-@triton.jit
 def load_group(
-    q_ptr, h_ptr, mask, KIND: tl.constexpr, ASM: tl.constexpr
+    q_ptr, h_ptr, mask, KIND: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr
 ):  # fmt: skip
     """The words of 32 weights: (those of the low bits, those of the high bits).
 
@@ -173,15 +164,15 @@ def load_group(
         h_ptr: likewise of high bits, where KIND has them.
     """
     if KIND == "Q8_0":
-        q = load_words(q_ptr, mask, 4, ASM, True) + load_words(q_ptr + 4, mask, 4, ASM, True)
+        q = load_words(q_ptr, mask, 4, ASM, HINT) + load_words(q_ptr + 4, mask, 4, ASM, HINT)
     elif KIND == "Q2_K" or KIND == "Q3_K":
-        q = load_words(q_ptr, mask, 2, ASM, True)
+        q = load_words(q_ptr, mask, 2, ASM, HINT)
     else:
-        q = load_words(q_ptr, mask, 4, ASM, True)
+        q = load_words(q_ptr, mask, 4, ASM, HINT)
     if KIND == "Q6_K":
-        h = load_words(h_ptr, mask, 2, ASM, True)
+        h = load_words(h_ptr, mask, 2, ASM, HINT)
     elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K" or KIND == "Q3_K":
-        h = (load_one(h_ptr, mask, True),)
+        h = (load_one(h_ptr, mask),)
     else:
         h = ()
     return q, h
@@ -236,15 +227,15 @@ def _merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr):
 def load_scales(d_ptr, s_ptr, t_ptr, group, mask, KIND: tl.constexpr):
     """A group's scales as they are stored, from the pointers to the row's: (d, s, t)."""
     if KIND == "Q2_K" or KIND == "Q3_K" or KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K":
-        d = load_one(d_ptr + group // 8, mask, False)
+        d = load_one(d_ptr + group // 8, mask)
         if KIND == "Q3_K":
-            s = load_one(s_ptr + group, mask, False)
-            t = load_one(t_ptr + group // 2, mask, False)
+            s = load_one(s_ptr + group, mask)
+            t = load_one(t_ptr + group // 2, mask)
             raw = (d, s, t)
         else:
-            raw = (d, load_one(s_ptr.to(tl.pointer_type(tl.uint16)) + group, mask, False))
+            raw = (d, load_one(s_ptr.to(tl.pointer_type(tl.uint16)) + group, mask))
     else:
-        raw = (load_one(d_ptr + group, mask, False),)
+        raw = (load_one(d_ptr + group, mask),)
     return raw
 
 
@@ -295,7 +286,7 @@ def block_scales(raw, KIND: tl.constexpr):
 def load_rows(
     q_ptr, h_ptr, d_ptr, s_ptr, t_ptr, group, mask,
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr, T: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """What a thread needs of each row for its group: ROWS tuples (low, high, scales).
 
@@ -312,7 +303,7 @@ def load_rows(
         t_at = t_ptr
         if t_ptr is not None:
             t_at = t_ptr + r * T
-        q, h = load_group(q_ptr + r * Q + group * words_of("q", KIND), h_at, mask, KIND, ASM)
+        q, h = load_group(q_ptr + r * Q + group * words_of("q", KIND), h_at, mask, KIND, ASM, HINT)
         raw = load_scales(d_ptr + r * D, s_at, t_at, group, mask, KIND)
         rows += ((q, h, raw),)
     return rows
