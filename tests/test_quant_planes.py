@@ -223,3 +223,29 @@ def test_no_ptx_for_other_makers():
     assert compiled.spilled == 0
     # Denormal weights have to be taken as they are.
     assert re.search(r"\.amdhsa_float_denorm_mode_32 3", compiled.asm["amdgcn"])
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["exact", "int8"])
+def test_a_chained_launch_waits_after_its_weights_and_before_its_activations(int8):
+    launch = launch_for("Q4_K", int8)
+    meta = {"CHAINED": True, "THREADS": 128, "num_warps": 4, "launch_pdl": True}
+    ptx = compile_launch(replace(launch, meta=launch.meta | meta), TARGETS["sm_90"]).asm["ptx"]
+    before, after = ptx.split("griddepcontrol.wait;")
+    weights = r"ld\.global\.L1::no_allocate"
+    assert len(re.findall(weights, before)) == 4 and not re.findall(weights, after)
+    assert not re.findall(r"ld\.global\.v[24]", before) and re.findall(r"ld\.global\.v4", after)
+
+
+@pytest.mark.gpu
+def test_a_chain_of_launches(device="cuda"):
+    """Each product takes what the launch before it wrote."""
+    planes = to_planes(blocks_for("Q6_K", 4096, 4096, seed=13), "Q6_K").to(device)
+    planes = replace(planes, d=planes.d * 0.015)
+    a = torch.randn(2, 4096, generator=seeded(14)).to(device)
+    for _ in range(3):
+        want = gemv_planes(quantize_activations(gemv_planes(a, planes)), planes)
+        got = gemv_planes(a, planes, chained=True)
+        quantised = quantize_activations(got, chained=True)
+        got = gemv_planes(quantised, planes, chained=True)
+        assert torch.equal(got, want)
+        a = got

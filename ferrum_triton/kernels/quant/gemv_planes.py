@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.jit import capability, kernel
 from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group, add_group_int8
 from ferrum_triton.kernels.quant.planes import load_rows, summed, tied_zero
 from ferrum_triton.quant.planes import Planes
@@ -52,7 +53,10 @@ def _gemv_planes_kernel(
     ASM: tl.constexpr,
     HINT: tl.constexpr,
     VECTOR: tl.constexpr,
+    CHAINED: tl.constexpr,  # weights are loaded while the launch before may still run
 ):
+    if CHAINED:
+        gdc_launch_dependents()
     # The last program starts early enough to have all its rows: some are computed twice, alike.
     first = tl.minimum(tl.program_id(0) * ROWS, num_rows - ROWS).to(tl.int64)
     thread = tl.arange(0, THREADS)
@@ -96,6 +100,9 @@ def _gemv_planes_kernel(
                 q_ptr, h_ptr, d_ptr, s_ptr, t_ptr, group, mask,
                 Q, H, D, S, T, KIND, ROWS, ASM, HINT,
             )  # fmt: skip
+        if CHAINED:
+            if step == 0:
+                gdc_wait()
         if TIED:
             none = tied_zero(rows, num_rows >> 31)
         else:
@@ -134,7 +141,11 @@ def _quantize_activations_kernel(
     stride_a_token,
     num_groups,  # of 32 in a row
     BLOCK_G: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
     column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -177,8 +188,13 @@ class Int8Activations:
         return self.words.view(torch.int8)
 
 
-def quantize_activations(a: Tensor) -> Int8Activations:
-    """Round activations [m, K] to int8: steps are the largest magnitude of each 32, over 127."""
+def quantize_activations(a: Tensor, *, chained: bool = False) -> Int8Activations:
+    """Round activations [m, K] to int8: steps are the largest magnitude of each 32, over 127.
+
+    Args:
+        a: [m, K] in float32, float16 or bfloat16.
+        chained: let the launch begin while the one before ends, and the next one likewise.
+    """
     m, k = a.shape
     info = torch.empty(m, k // 32, 2, dtype=torch.int32, device=a.device)
     words = torch.empty(m, k // 4, dtype=torch.int32, device=a.device)
@@ -186,8 +202,18 @@ def quantize_activations(a: Tensor) -> Int8Activations:
     if words.numel():
         block = min(triton.next_power_of_2(k // 32), 8)
         grid = (triton.cdiv(k // 32, block), m)
+        chained = chained and (a.is_meta or capability(a.device) >= (9, 0))
         _quantize_activations_kernel.launch(
-            grid, quantised.q, info, a, a.stride(0), k // 32, BLOCK_G=block, num_warps=1
+            grid,
+            quantised.q,
+            info,
+            a,
+            a.stride(0),
+            k // 32,
+            BLOCK_G=block,
+            CHAINED=chained,
+            num_warps=1,
+            **({"launch_pdl": True} if chained else {}),
         )
     return quantised
 
@@ -203,6 +229,7 @@ def gemv_planes(
     tied: bool = True,
     max_registers: int | None = None,
     hint: str = STREAM,
+    chained: bool = False,
     asm: bool | None = None,
 ) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k], summed in float32, for m <= 8.
@@ -218,6 +245,8 @@ def gemv_planes(
         tied: keep the loads of scales beside those of weights.
         max_registers: of a thread.
         hint: to the caches, of the weights' loads.
+        chained: let the launch begin, and load weights, while the one before ends; that one may
+            write the activations but not the weights. For NVIDIA GPUs of capability 9.0 on.
         asm: use PTX; if None, where it can be.
     """
     is_int8 = isinstance(a, Int8Activations)
@@ -233,6 +262,7 @@ def gemv_planes(
     warps = num_warps or best_warps
     if asm is None:
         asm = x.is_meta or (x.is_cuda and torch.version.hip is None)
+    chained = chained and x.shape[1] > 0 and (x.is_meta or capability(x.device) >= (9, 0))
     aligned = x.stride(0) * x.element_size() % 16 == 0 and (x.is_meta or x.data_ptr() % 16 == 0)
     _gemv_planes_kernel.launch(
         (triton.cdiv(num_rows, rows),),
@@ -254,8 +284,10 @@ def gemv_planes(
         ASM=asm,
         HINT=hint,
         VECTOR=asm and aligned,
+        CHAINED=chained,
         num_warps=warps,
         maxnreg=max_registers,
+        **({"launch_pdl": True} if chained else {}),
     )
     return out
 

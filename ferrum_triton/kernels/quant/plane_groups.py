@@ -51,12 +51,12 @@ def _eight_activations(ptr, mask, VECTOR: tl.constexpr):
     dtype: tl.constexpr = ptr.dtype.element_ty
     if VECTOR and dtype == tl.float32:
         ints = ptr.to(tl.pointer_type(tl.int32))
-        words = load_words(ints, mask, 4, True, ".nc") + load_words(ints + 4, mask, 4, True, ".nc")
+        words = load_words(ints, mask, 4, True, "") + load_words(ints + 4, mask, 4, True, "")
         x = ()
         for i in tl.static_range(8):
             x += (words[i].to(tl.float32, bitcast=True),)
     elif VECTOR:
-        words = load_words(ptr.to(tl.pointer_type(tl.int32)), mask, 4, True, ".nc")
+        words = load_words(ptr.to(tl.pointer_type(tl.int32)), mask, 4, True, "")
         x = ()
         for i in tl.static_range(4):
             x += _float_pair(words[i], dtype)
@@ -252,8 +252,8 @@ def add_group_int8(
     x, steps, lows, highs, low_sums, high_sums = (), (), (), (), (), ()
     for m in tl.static_range(M):
         at = x_ptr + m * stride_x_token + group * 8
-        x += (load_words(at, mask, 4, ASM, ".nc") + load_words(at + 4, mask, 4, ASM, ".nc"),)
-        info = load_words(info_ptr + m * stride_info_token + group * 2, mask, 2, ASM, ".nc")
+        x += (load_words(at, mask, 4, ASM, "") + load_words(at + 4, mask, 4, ASM, ""),)
+        info = load_words(info_ptr + m * stride_info_token + group * 2, mask, 2, ASM, "")
         steps += (info[0].to(tl.float32, bitcast=True),)
         lows += ((info[1] << 16) >> 16,)
         highs += (info[1] >> 16,)

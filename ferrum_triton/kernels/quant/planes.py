@@ -86,6 +86,8 @@ def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, HINT: tl.const
         mask: [threads], or None.
         ASM: load them at once, by PTX, where COUNT is 2 or 4.
         HINT: of that PTX, to the caches.
+
+    Not pure, so that loads stay on their side of a wait for the launch before.
     """
     if ASM:
         if mask is None:
@@ -98,7 +100,7 @@ def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, HINT: tl.const
                 load_constraints(4, mask is not None),
                 args,
                 dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=True,
+                is_pure=False,
                 pack=1,
             )
         else:
@@ -107,7 +109,7 @@ def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, HINT: tl.const
                 load_constraints(2, mask is not None),
                 args,
                 dtype=(tl.int32, tl.int32),
-                is_pure=True,
+                is_pure=False,
                 pack=1,
             )
     else:
