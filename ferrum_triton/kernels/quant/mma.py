@@ -1,0 +1,341 @@
+"""Activations by weights in planes, on tensor cores: one program per tile of the product.
+
+A matrix W [n, k] is held as planes, [n, words] each, K in its natural order::
+
+    q4      int32 word j has weights 8 j .. 8 j + 7: byte b weight 8 j + b in its low half and
+            8 j + 4 + b in its high half
+    q2      int32 word j has weights 16 j .. 16 j + 15: weight 4 p + b at bits 2 p of byte b
+    q1      int32 word j has weights 32 j .. 32 j + 31: weight 4 p + b at bit p of byte b
+    q8      int32 word j has weights 4 j .. 4 j + 3
+    scales  of sub-blocks: Q4_K and Q5_K int16, scale | min << 8, per 32 weights; a byte per 16 of
+            the other formats of 256 weights
+    d       float16, or int32 d | m << 16 where there is m, per 256 or 32 weights
+
+Weights are the tensor cores' first operand, from registers, and tokens the second: a tile takes 64
+or 128 rows of W and 8 to 256 tokens. Words reach shared memory by the loop's pipeline and are
+unpacked after they are read from it in the operand's layout
+(:mod:`ferrum_triton.kernels.quant.fragments`).
+
+Of formats with integer scales a product sums scale · code exactly over 256 weights and is scaled by
+d in float32 ("late"); the mins are products of their own, with the activations' sums over words. Or
+weights are scaled in registers, rounded to float16 like dequantised ones are, which takes more
+instructions a weight and fewer a token ("early"); one beyond float16's range is infinite then.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.fragments import (
+    CODES,
+    all_end_to_end,
+    end_to_end,
+    times,
+    twice,
+    unpack,
+)
+
+
+class Config(NamedTuple):
+    """How a product is launched.
+
+    Attributes:
+        rows: of W in a tile.
+        tokens: in a tile.
+        words: of eight weights in a step of the loop: 16, or 32, the words of 256 weights.
+        parts: products a step is summed in: 1, or 2 for fewer registers.
+        late: d is taken after the product.
+        splits: programs that share a tile's K.
+        warps: of a program.
+        stages: of the loop's pipeline.
+    """
+
+    rows: int
+    tokens: int
+    words: int = 32
+    parts: int = 1
+    late: bool = True
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+@triton.jit
+def _halves(word):
+    """The two float16 of an int32."""
+    low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    high = ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _block_scales(ptr, block, MINS: tl.constexpr):
+    """d and m of one block of each row."""
+    word = tl.load(ptr + block)
+    if MINS:
+        d, m = _halves(word)
+    else:
+        d, m = word, word
+    return d, m
+
+
+@kernel(dynamic=("num_tokens",))
+def _mma_quant_kernel(
+    y_ptr,  # [m, n]; of splits float32 [splits, m, n]
+    x_ptr,  # [m, padded k]
+    sums_ptr,  # [m, padded k / 8]
+    factor_ptr,  # [m]
+    words_ptr,  # [n, words]
+    more_ptr,  # [n, words]
+    scales_ptr,  # [n, sub-blocks]
+    d_ptr,  # [n, blocks]
+    stride_y_split,
+    stride_y_token,
+    stride_x_token,
+    stride_words_row,  # strides of planes in units of 16 bytes
+    stride_more_row,
+    stride_scales_row,
+    stride_d_row,
+    num_rows,
+    num_words,  # of eight weights
+    num_tokens,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    MINS: tl.constexpr,
+    ASM: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PARTS: tl.constexpr,
+    LATE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,  # K is whole steps
+):
+    SCALED: tl.constexpr = SCALES != ""
+    # Programs that share rows of W run side by side.
+    tiles_m = tl.cdiv(num_tokens, BLOCK_M)
+    m = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (tl.program_id(0) // tiles_m).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Past the end the last row and token are read again.
+    row, token = tl.minimum(n, num_rows - 1), tl.minimum(m, num_tokens - 1)
+
+    # Tiles of planes: words, what lies above them, and scales.
+    W_COLS: tl.constexpr = 2 * BLOCK_W if BITS == 8 else (BLOCK_W // 2 if BITS < 4 else BLOCK_W)
+    w_col = tl.arange(0, W_COLS)[None, :]
+    w_rows = words_ptr + row[:, None] * stride_words_row * 4 + w_col
+    if BITS == 6:
+        more_col = tl.arange(0, BLOCK_W // 2)[None, :]
+        more_rows = more_ptr + row[:, None] * stride_more_row * 4 + more_col
+    elif BITS == 5 or BITS == 3:
+        more_col = tl.arange(0, BLOCK_W // 4)[None, :]
+        more_rows = more_ptr + row[:, None] * stride_more_row * 4 + more_col
+        # A pair of words has half of a word's bits: the low half of every byte or the high half.
+        odd = 4 * (tl.arange(0, BLOCK_W // 2) % 2)[None, :]
+    if SCALES == "pair":
+        s_col = tl.arange(0, BLOCK_W // 4)[None, :]
+        s_rows = scales_ptr + row[:, None] * stride_scales_row * 8 + s_col
+    elif SCALED:
+        s_col = tl.arange(0, BLOCK_W // 2)[None, :]
+        s_rows = scales_ptr + row[:, None] * stride_scales_row * 16 + s_col
+    D_UNIT: tl.constexpr = 4 if MINS else 8
+    d_rows = d_ptr + row * stride_d_row * D_UNIT
+    if not SCALED:
+        d_col = tl.arange(0, BLOCK_W // 4)[None, :]
+        d_rows = d_rows[:, None] + d_col
+
+    # Element p W + w of a step is product p of word w; activations lie in runs of 16 words.
+    K_PART: tl.constexpr = 8 * BLOCK_W // PARTS
+    k = tl.arange(0, K_PART)
+    word = k % BLOCK_W
+    x_rows = x_ptr + token[:, None] * stride_x_token + (word // 16 * 128 + k // BLOCK_W * 16 + word % 16)[None, :]
+    sum_rows = sums_ptr + token[:, None] * (stride_x_token // 8) + tl.arange(0, BLOCK_W)[None, :]
+
+    steps = tl.cdiv(num_words, BLOCK_W)
+    per_split = tl.cdiv(steps, SPLITS)
+    begin = tl.program_id(1) * per_split
+    end = tl.minimum(begin + per_split, steps)
+    # Blocks' scales are too narrow for the compiler's pipeline: they are read a step ahead.
+    if SCALED:
+        d_next, m_next = _block_scales(d_rows, tl.minimum(begin, steps - 1) * BLOCK_W // 32, MINS)
+
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in range(begin, end):
+        # Words past the end are as good as any: the activations are 0 there.
+        left = num_words - step * BLOCK_W
+        W_LEFT = left * 2 if BITS == 8 else (left // 2 if BITS < 4 else left)
+        if WHOLE:
+            words = tl.load(w_rows + step * W_COLS, eviction_policy="evict_first")
+        else:
+            words = tl.load(w_rows + step * W_COLS, mask=w_col < W_LEFT, other=0)
+        more, scale, low = 0, 1, 0
+        if BITS == 6:
+            more = tl.load(more_rows + step * (BLOCK_W // 2), mask=WHOLE or more_col < left // 2, other=0)
+        elif BITS == 5 or BITS == 3:
+            more = tl.load(more_rows + step * (BLOCK_W // 4), mask=WHOLE or more_col < left // 4, other=0)
+            more = (twice(more) >> odd)
+        if SCALES == "pair":
+            both = tl.load(s_rows + step * (BLOCK_W // 4))
+            both = twice(both.to(tl.int32))
+            scale, low = both & 255, (both >> 8) & 255
+        elif SCALES == "nibbles":
+            both = tl.load(s_rows + step * (BLOCK_W // 2)).to(tl.int32)
+            scale, low = both & 15, (both >> 4) & 15
+        elif SCALES == "byte":
+            scale = tl.load(s_rows + step * (BLOCK_W // 2)).to(tl.int32)
+        t = unpack(words, more, scale, low, BITS, OFFSET, SCALED, MINS, ASM, CONSTRAINTS)
+
+        if SCALED:
+            d, d_min = d_next, m_next
+            following = tl.minimum(step + 1, steps - 1)
+            d_next, m_next = _block_scales(d_rows, following * BLOCK_W // 32, MINS)
+            if not LATE:
+                t = times(
+                    t, tl.broadcast_to(d[:, None], [BLOCK_N, BLOCK_W]),
+                    tl.broadcast_to(d_min[:, None], [BLOCK_N, BLOCK_W]) if MINS else 0.0,
+                    SCALED, MINS, ASM != "",
+                )  # fmt: skip
+        else:
+            # 0 where there are none: anything else may be no number.
+            d = tl.load(d_rows + step * (BLOCK_W // 4), mask=WHOLE or d_col < left // 4, other=0)
+            if MINS:
+                d, d_min = _halves(d)
+                t = times(t, twice(twice(d)), twice(twice(d_min)), SCALED, MINS, ASM != "")
+            else:
+                t = times(t, twice(twice(d)), 0.0, SCALED, MINS, ASM != "")
+
+        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if LATE else acc
+        x = tl.load(x_rows + step * (8 * BLOCK_W))
+        if PARTS == 1:
+            product = tl.dot(all_end_to_end(t), tl.trans(x), product)
+        else:
+            product = tl.dot(end_to_end(t, 0), tl.trans(x), product)
+            x = tl.load(x_rows + (step * (8 * BLOCK_W) + 64))
+            product = tl.dot(end_to_end(t, 4), tl.trans(x), product)
+        if LATE:
+            acc += product * d.to(tl.float32)[:, None]
+            if MINS:
+                sums = tl.load(sum_rows + step * BLOCK_W)
+                acc -= tl.dot(t[8], tl.trans(sums)) * d_min.to(tl.float32)[:, None]
+        else:
+            acc = product
+
+    acc *= tl.load(factor_ptr + token)[None, :]
+    tl.store(
+        y_ptr + tl.program_id(1) * stride_y_split + m[None, :] * stride_y_token + n[:, None],
+        acc.to(y_ptr.dtype.element_ty),
+        mask=(m < num_tokens)[None, :] & (n < num_rows)[:, None],
+    )
+
+
+@kernel
+def _add_splits_kernel(
+    y_ptr,  # [m, n]
+    partial_ptr,  # [splits, m, n]
+    stride_y_token,
+    num_rows,
+    stride_split,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < num_rows
+    acc = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        acc += tl.load(partial_ptr + split * stride_split + token * num_rows + n, mask=mask)
+    tl.store(y_ptr + token * stride_y_token + n, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def _units(plane: Tensor | None) -> int:
+    """A plane's row stride in units of 16 bytes."""
+    return 0 if plane is None else plane.stride(0) * plane.element_size() // 16
+
+
+def mma_quant(
+    a: Tensor,
+    planes: dict[str, Tensor],
+    kind: str,
+    config: Config,
+    *,
+    arranged: tuple[Tensor, Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y[m, n] = Σₖ a[m, k] · W[n, k], W in planes.
+
+    Args:
+        a: [m, k], float16 or bfloat16.
+        planes: "words", "more", "scales" and "d", those the format has; rows at multiples of 16
+            bytes.
+        kind: W's format.
+        config: of the launch.
+        arranged: :func:`arrange` of a, where several products share it.
+    """
+    codes = CODES[kind]
+    (num_tokens, k), num_rows = a.shape, planes["words"].shape[0]
+    y = a.new_empty((num_tokens, num_rows)) if out is None else out
+    if y.numel() == 0:
+        return y
+    x, sums, factor = arrange(a) if arranged is None else arranged
+    splits = config.splits
+    partial = y
+    if splits > 1:
+        partial = torch.empty((splits, *y.shape), dtype=torch.float32, device=a.device)
+    # PTX where there is some to be had; the interpreter and AMD unpack in Triton.
+    ptx = capability(a.device) >= (8, 0)
+    late = config.late and codes.scales != ""
+    _mma_quant_kernel.launch(
+        (triton.cdiv(num_tokens, config.tokens) * triton.cdiv(num_rows, config.rows), splits),
+        partial,
+        x,
+        sums,
+        factor,
+        planes["words"],
+        planes.get("more"),
+        planes.get("scales"),
+        planes["d"],
+        partial.stride(0) if splits > 1 else 0,
+        partial.stride(-2),
+        x.stride(0),
+        _units(planes["words"]),
+        _units(planes.get("more")),
+        _units(planes.get("scales")),
+        _units(planes["d"]),
+        num_rows,
+        k // 8,
+        num_tokens,
+        BITS=codes.bits,
+        OFFSET=codes.offset,
+        SCALES=codes.scales,
+        MINS=codes.mins,
+        ASM=codes.asm if ptx else "",
+        CONSTRAINTS=codes.constraints if ptx else "",
+        BLOCK_N=config.rows,
+        BLOCK_M=config.tokens,
+        BLOCK_W=config.words,
+        PARTS=config.parts,
+        LATE=late,
+        SPLITS=splits,
+        WHOLE=k % (8 * config.words) == 0,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    if splits > 1:
+        block = 1024
+        _add_splits_kernel.launch(
+            (num_tokens, triton.cdiv(num_rows, block)),
+            y,
+            partial,
+            y.stride(0),
+            num_rows,
+            partial.stride(0),
+            SPLITS=splits,
+            BLOCK=block,
+        )
+    return y
