@@ -7,8 +7,6 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 
-# Weights whose places a permutation mixes: 16 words of the four-bit plane, the K of a product.
-RUN = 128
 # K is filled up with zeros to whole steps of the products' loops.
 STEP = 256
 
@@ -22,6 +20,7 @@ def _arrange_kernel(
     stride_a_token,
     num_weights,
     num_padded,
+    WORDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """One token: x = a / factor, its largest magnitude in [2^11, 2^12), and sums over words.
@@ -44,9 +43,9 @@ def _arrange_kernel(
 
     for first in range(0, num_padded, BLOCK_K):
         at = first + tl.arange(0, BLOCK_K)
-        place, word = at % 128 // 16, at % 16
-        byte = 2 * (word % 2) + place % 2
-        k = at // 128 * 128 + word // 2 * 16 + place // 4 * 8 + place // 2 % 2 * 4 + byte
+        product, word = at // WORDS % 8, at % WORDS
+        k = at // (8 * WORDS) * (8 * WORDS) + word // 2 * 16 + product // 4 * 8
+        k += product // 2 % 2 * 4 + word % 2 * 2 + product % 2
         a = tl.load(a_row + k, mask=k < num_weights, other=0.0).to(tl.float32)
         tl.store(x_ptr + token * num_padded + at, (a * inverse).to(tl.float16), mask=at < num_padded)
 
@@ -57,11 +56,11 @@ def _arrange_kernel(
         tl.store(sums_ptr + token * (num_padded // 8) + word, sums, mask=word < num_padded // 8)
 
 
-def arrange(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Activations [m, k] as the products take them.
+def arrange(a: Tensor, words: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Activations [m, k] as products whose steps are ``words`` words, 16 or 32, take them.
 
     Returns:
-        x, float16 [m, k up to whole steps], in runs of 128: product, then word. The sums over the
+        x, float16 [m, k up to whole steps], a step being [product, word]. The sums over the
         eight weights of each word, float16. What x has to be multiplied by, float32 [m].
     """
     num_tokens, num_weights = a.shape
@@ -79,6 +78,7 @@ def arrange(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a.stride(0),
         num_weights,
         padded,
+        WORDS=words,
         BLOCK_K=block,
         num_warps=8,
     )

@@ -112,16 +112,12 @@ def _codes(asm: _Asm, bits: int, first: int) -> list[int]:
     return places
 
 
-def _scaled(bits: int, offset: int, signed: bool, mins: bool, num_tiles: int) -> str:
-    """PTX: scale · (code - offset) to $0 .. $7, and the min to $8.
-
-    The operand after the words has the scale in its lowest byte and the min in its second.
-    """
+def _scaled(bits: int, offset: int, signed: bool, num_tiles: int) -> str:
+    """PTX: scale · (code - offset) to $0 .. $7; the operand after the words has the scale."""
     asm = _Asm()
-    first = 8 + mins
-    places = _codes(asm, bits, first)
+    places = _codes(asm, bits, 8)
     # As a byte under the exponent of 1024; a signed one plus 128.
-    both = f"${first + 2 * num_tiles}"
+    both = f"${8 + 2 * num_tiles}"
     byte = asm.op("xor.b32", both, "0x80") if signed else both
     raw = asm.op("prmt.b32", byte, "0x64646464", "0x4040")
     bias = asm.op("mov.b32", _half(1024 + 128 * signed))
@@ -132,9 +128,6 @@ def _scaled(bits: int, offset: int, signed: bool, mins: bool, num_tiles: int) ->
         taken[place] = asm.op("mul.rn.f16x2", scale, size)
     for i, place in enumerate(places):
         asm.op("fma.rn.f16x2", f"${i}", scale, taken[place], to=f"${i}")
-    if mins:
-        raw = asm.op("prmt.b32", both, "0x64646464", "0x4141")
-        asm.op("sub.rn.f16x2", raw, bias, to="$8")
     return asm.text()
 
 
@@ -175,16 +168,15 @@ class Codes:
         num_tiles = 1 if self.bits in (2, 4) else 2
         if self.scales:
             signed = self.scales == "byte"
-            return _scaled(self.bits, self.offset, signed, self.mins, num_tiles)
+            return _scaled(self.bits, self.offset, signed, num_tiles)
         # 128 was added to signed bytes.
         return _plain(self.bits, 128 if self.bits == 8 else self.offset)
 
     @property
     def constraints(self) -> str:
         """Of its operands."""
-        outputs = 9 if self.scales and self.mins else 8
         tiles = (1 if self.bits in (2, 4) else 2) + bool(self.scales)
-        return ",".join(["=&r"] * outputs + ["r"] * (2 * tiles))
+        return ",".join(["=&r"] * 8 + ["r"] * (2 * tiles))
 
 
 CODES = {
@@ -210,10 +202,16 @@ _TIMES_MINUS = tl.constexpr(
 )
 
 
-_EIGHT, _NINE = tl.constexpr((tl.float16,) * 8), tl.constexpr((tl.float16,) * 9)
+_EIGHT = tl.constexpr((tl.float16,) * 8)
 _SCALE_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 9))
 _LOW_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 10))
 _DIFFERENCE_CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 11))
+
+
+_BYTE = tl.constexpr(
+    "{\n.reg .b32 t, b;\nmov.b32 b, 0x64006400;\nprmt.b32 t, $1, 0x64646464, 0x4141;\n"
+    "sub.rn.f16x2 $0, t, b;\n}"
+)
 
 
 @triton.jit
@@ -223,7 +221,14 @@ def twice(x):
 
 
 @triton.jit
-def _pair(words, more, scale, low, H: tl.constexpr, N: tl.constexpr, O: tl.constexpr,
+def spread(x, W: tl.constexpr):
+    """[N, W / c] -> [N, W], each element c times."""
+    each: tl.constexpr = W // x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], each]), [x.shape[0], W])
+
+
+@triton.jit
+def _pair(words, more, scale, H: tl.constexpr, N: tl.constexpr, O: tl.constexpr,
           BITS: tl.constexpr, OFFSET: tl.constexpr):  # fmt: skip
     """Product 4 H + 2 N + O without PTX: float16 [N, 2 x], from what has an element a pair."""
     P: tl.constexpr = 2 * H + N
@@ -250,21 +255,17 @@ def _pair(words, more, scale, low, H: tl.constexpr, N: tl.constexpr, O: tl.const
 
 
 @triton.jit
-def unpack(words, more, scale, low, BITS: tl.constexpr, OFFSET: tl.constexpr,
-           SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.constexpr,
+def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
+           SCALED: tl.constexpr, ASM: tl.constexpr,
            CONSTRAINTS: tl.constexpr):  # fmt: skip
-    """The eight products' weights, float16 [N, W], up to the block's scale; and the mins.
+    """The eight products' weights, float16 [N, W], up to the block's scale.
 
     Args:
         words: int32 [N, W] of four-bit codes; [N, W / 2] of two-bit codes; [N, 2 W] of bytes.
         more: int32 [N, W / 2] of the bits above, or 0; one-bit planes shifted so that a pair's four
             lowest bits are those of its 16 weights.
-        scale: int32 [N, W / 2], signed.
-        low: int32 [N, W / 2], the mins.
+        scale: int32 [N, W / c], signed in its lowest byte; what lies above is not read.
         ASM: PTX of :class:`Codes`, or "".
-
-    Returns:
-        The eight, and the mins, of which the first is all there is if there are none.
     """
     if BITS == 8:
         halves = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
@@ -279,18 +280,9 @@ def unpack(words, more, scale, low, BITS: tl.constexpr, OFFSET: tl.constexpr,
             args = (twice(words), twice(more))
         else:
             args = (twice(words),)
-        if SCALED and MINS:
-            args = args + (twice((scale | (low << 8))),)
-        elif SCALED:
-            args = args + (twice(scale),)
-        if SCALED and MINS:
-            t = tl.inline_asm_elementwise(
-                ASM, CONSTRAINTS, args, dtype=_NINE, is_pure=True, pack=2
-            )
-        else:
-            t = tl.inline_asm_elementwise(
-                ASM, CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2
-            )
+        if SCALED:
+            args = args + (spread(scale, args[0].shape[1]),)
+        t = tl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2)
     else:
         if BITS == 8:
             l0, l1 = tl.split(tl.reshape(halves[0], [words.shape[0], words.shape[1] // 4, 2]))
@@ -300,24 +292,36 @@ def unpack(words, more, scale, low, BITS: tl.constexpr, OFFSET: tl.constexpr,
             w = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
         else:
             w = (words,)
+        if SCALED:
+            scale = spread((scale << 24) >> 24, w[0].shape[1])
         t = (
-            _pair(w, more, scale, low, 0, 0, 0, BITS, OFFSET),
-            _pair(w, more, scale, low, 0, 0, 1, BITS, OFFSET),
-            _pair(w, more, scale, low, 0, 1, 0, BITS, OFFSET),
-            _pair(w, more, scale, low, 0, 1, 1, BITS, OFFSET),
-            _pair(w, more, scale, low, 1, 0, 0, BITS, OFFSET),
-            _pair(w, more, scale, low, 1, 0, 1, BITS, OFFSET),
-            _pair(w, more, scale, low, 1, 1, 0, BITS, OFFSET),
-            _pair(w, more, scale, low, 1, 1, 1, BITS, OFFSET),
+            _pair(w, more, scale, 0, 0, 0, BITS, OFFSET),
+            _pair(w, more, scale, 0, 0, 1, BITS, OFFSET),
+            _pair(w, more, scale, 0, 1, 0, BITS, OFFSET),
+            _pair(w, more, scale, 0, 1, 1, BITS, OFFSET),
+            _pair(w, more, scale, 1, 0, 0, BITS, OFFSET),
+            _pair(w, more, scale, 1, 0, 1, BITS, OFFSET),
+            _pair(w, more, scale, 1, 1, 0, BITS, OFFSET),
+            _pair(w, more, scale, 1, 1, 1, BITS, OFFSET),
         )
-        if SCALED and MINS:
-            t = t + (twice(low.to(tl.float16)),)
     return t
 
 
 @triton.jit
-def times(t, d, low, SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.constexpr):
-    """t · d, + low of formats of 32 weights, - the mins t[8] · low of the others; float16 each.
+def second_bytes(x, W: tl.constexpr, ASM: tl.constexpr):
+    """The second bytes of int32 [N, W / c] as float16 [N, W], each c times."""
+    if ASM != "":
+        y = tl.inline_asm_elementwise(
+            _BYTE, "=r,r,r", [spread(x, W)], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        y = spread(((x >> 8) & 255).to(tl.float16), W)
+    return y
+
+
+@triton.jit
+def times(t, mins, d, low, SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.constexpr):
+    """t · d, + low of formats of 32 weights, - mins · low of the others; float16 each.
 
     Args:
         t: of :func:`unpack`.
@@ -327,7 +331,7 @@ def times(t, d, low, SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.constexpr
     if ASM and MINS and SCALED:
         t = tl.inline_asm_elementwise(
             _TIMES_MINUS, _DIFFERENCE_CONSTRAINTS,
-            (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d, t[8], low),
+            (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d, mins, low),
             dtype=_EIGHT, is_pure=True, pack=2,
         )  # fmt: skip
     elif ASM and MINS:
@@ -344,7 +348,7 @@ def times(t, d, low, SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.constexpr
         )  # fmt: skip
     else:
         if MINS and SCALED:
-            low = -(low * t[8])
+            low = -(low * mins)
         if MINS:
             low = low.to(tl.float32)
         t = (

@@ -35,6 +35,7 @@ from ferrum_triton.kernels.quant.fragments import (
     CODES,
     all_end_to_end,
     end_to_end,
+    second_bytes,
     times,
     twice,
     unpack,
@@ -150,11 +151,9 @@ def _mma_quant_kernel(
         d_col = tl.arange(0, BLOCK_W // 4)[None, :]
         d_rows = d_rows[:, None] + d_col
 
-    # Element p W + w of a step is product p of word w; activations lie in runs of 16 words.
-    K_PART: tl.constexpr = 8 * BLOCK_W // PARTS
-    k = tl.arange(0, K_PART)
-    word = k % BLOCK_W
-    x_rows = x_ptr + token[:, None] * stride_x_token + (word // 16 * 128 + k // BLOCK_W * 16 + word % 16)[None, :]
+    # Element p W + w of a step is product p of word w.
+    k = tl.arange(0, 8 * BLOCK_W // PARTS)
+    x_rows = x_ptr + token[:, None] * stride_x_token + k[None, :]
     sum_rows = sums_ptr + token[:, None] * (stride_x_token // 8) + tl.arange(0, BLOCK_W)[None, :]
 
     steps = tl.cdiv(num_words, BLOCK_W)
@@ -182,14 +181,15 @@ def _mma_quant_kernel(
             more = (twice(more) >> odd)
         if SCALES == "pair":
             both = tl.load(s_rows + step * (BLOCK_W // 4))
-            both = twice(both.to(tl.int32))
-            scale, low = both & 255, (both >> 8) & 255
+            scale = both.to(tl.int32)
+            low = scale
         elif SCALES == "nibbles":
             both = tl.load(s_rows + step * (BLOCK_W // 2)).to(tl.int32)
-            scale, low = both & 15, (both >> 4) & 15
+            scale, low = both & 15, both << 4  # a min as the low bits of the second byte
         elif SCALES == "byte":
             scale = tl.load(s_rows + step * (BLOCK_W // 2)).to(tl.int32)
-        t = unpack(words, more, scale, low, BITS, OFFSET, SCALED, MINS, ASM, CONSTRAINTS)
+        t = unpack(words, more, scale, BITS, OFFSET, SCALED, ASM, CONSTRAINTS)
+        mins = second_bytes(low, BLOCK_W, ASM) if SCALED and MINS else 0.0
 
         if SCALED:
             d, d_min = d_next, m_next
@@ -197,7 +197,7 @@ def _mma_quant_kernel(
             d_next, m_next = _block_scales(d_rows, following * BLOCK_W // 32, MINS)
             if not LATE:
                 t = times(
-                    t, tl.broadcast_to(d[:, None], [BLOCK_N, BLOCK_W]),
+                    t, mins, tl.broadcast_to(d[:, None], [BLOCK_N, BLOCK_W]),
                     tl.broadcast_to(d_min[:, None], [BLOCK_N, BLOCK_W]) if MINS else 0.0,
                     SCALED, MINS, ASM != "",
                 )  # fmt: skip
@@ -206,9 +206,9 @@ def _mma_quant_kernel(
             d = tl.load(d_rows + step * (BLOCK_W // 4), mask=WHOLE or d_col < left // 4, other=0)
             if MINS:
                 d, d_min = _halves(d)
-                t = times(t, twice(twice(d)), twice(twice(d_min)), SCALED, MINS, ASM != "")
+                t = times(t, mins, twice(twice(d)), twice(twice(d_min)), SCALED, MINS, ASM != "")
             else:
-                t = times(t, twice(twice(d)), 0.0, SCALED, MINS, ASM != "")
+                t = times(t, mins, twice(twice(d)), 0.0, SCALED, MINS, ASM != "")
 
         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if LATE else acc
         x = tl.load(x_rows + step * (8 * BLOCK_W))
@@ -216,13 +216,13 @@ def _mma_quant_kernel(
             product = tl.dot(all_end_to_end(t), tl.trans(x), product)
         else:
             product = tl.dot(end_to_end(t, 0), tl.trans(x), product)
-            x = tl.load(x_rows + (step * (8 * BLOCK_W) + 64))
+            x = tl.load(x_rows + (step * (8 * BLOCK_W) + 4 * BLOCK_W))
             product = tl.dot(end_to_end(t, 4), tl.trans(x), product)
         if LATE:
             acc += product * d.to(tl.float32)[:, None]
             if MINS:
                 sums = tl.load(sum_rows + step * BLOCK_W)
-                acc -= tl.dot(t[8], tl.trans(sums)) * d_min.to(tl.float32)[:, None]
+                acc -= tl.dot(mins, tl.trans(sums)) * d_min.to(tl.float32)[:, None]
         else:
             acc = product
 
@@ -275,14 +275,14 @@ def mma_quant(
             bytes.
         kind: W's format.
         config: of the launch.
-        arranged: :func:`arrange` of a, where several products share it.
+        arranged: :func:`arrange` of a for the config's words, where several products share it.
     """
     codes = CODES[kind]
     (num_tokens, k), num_rows = a.shape, planes["words"].shape[0]
     y = a.new_empty((num_tokens, num_rows)) if out is None else out
     if y.numel() == 0:
         return y
-    x, sums, factor = arrange(a) if arranged is None else arranged
+    x, sums, factor = arrange(a, config.words) if arranged is None else arranged
     splits = config.splits
     partial = y
     if splits > 1:
