@@ -215,12 +215,6 @@ _BYTE = tl.constexpr(
 
 
 @triton.jit
-def twice(x):
-    """[N, W] -> [N, 2 W], each element two times."""
-    return tl.reshape(tl.join(x, x), [x.shape[0], 2 * x.shape[1]])
-
-
-@triton.jit
 def spread(x, W: tl.constexpr):
     """[N, W / c] -> [N, W], each element c times."""
     each: tl.constexpr = W // x.shape[1]
@@ -262,8 +256,8 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
 
     Args:
         words: int32 [N, W] of four-bit codes; [N, W / 2] of two-bit codes; [N, 2 W] of bytes.
-        more: int32 [N, W / 2] of the bits above, or 0; one-bit planes shifted so that a pair's four
-            lowest bits are those of its 16 weights.
+        more: the bits above, or 0: int32 [N, W / 2] of a two-bit plane; of a one-bit plane [N, W],
+            shifted so that the four lowest bits of each byte are those of the word's pair.
         scale: int32 [N, W / c], signed in its lowest byte; what lies above is not read.
         ASM: PTX of :class:`Codes`, or "".
     """
@@ -272,14 +266,16 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
     if ASM != "":
         if BITS == 8:
             args = halves
-        elif BITS == 6 or BITS == 5:
-            args = (words, twice(more))
+        elif BITS == 6:
+            args = (words, spread(more, words.shape[1]))
+        elif BITS == 5:
+            args = (words, more)
         elif BITS == 4:
             args = (words,)
         elif BITS == 3:
-            args = (twice(words), twice(more))
+            args = (spread(words, more.shape[1]), more)
         else:
-            args = (twice(words),)
+            args = (spread(words, 2 * words.shape[1]),)
         if SCALED:
             args = args + (spread(scale, args[0].shape[1]),)
         t = tl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2)
@@ -292,6 +288,8 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
             w = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
         else:
             w = (words,)
+        if BITS == 3 or BITS == 5:
+            more, _ = tl.split(tl.reshape(more, [more.shape[0], more.shape[1] // 2, 2]))
         if SCALED:
             scale = spread((scale << 24) >> 24, w[0].shape[1])
         t = (
@@ -363,6 +361,19 @@ def times(t, mins, d, low, SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.con
 def _fused(t, d, low):
     """t · d + low, rounded once, near enough: the product is exact in float32."""
     return (t.to(tl.float32) * d.to(tl.float32) + low).to(tl.float16)
+
+
+@triton.jit
+def settled(x, ASM: tl.constexpr):
+    """x, float32, after no instruction at all.
+
+    A sum that a loop carries from product to product and nothing else reads is cut along K by the
+    compiler, to be overlapped; ptxas then waits after every part, for their operands are computed
+    between them. Read by something, the step's product stays whole and is waited for once.
+    """
+    if ASM != "":
+        x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return x
 
 
 @triton.jit

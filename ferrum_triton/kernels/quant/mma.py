@@ -36,8 +36,9 @@ from ferrum_triton.kernels.quant.fragments import (
     all_end_to_end,
     end_to_end,
     second_bytes,
+    settled,
+    spread,
     times,
-    twice,
     unpack,
 )
 
@@ -138,7 +139,7 @@ def _mma_quant_kernel(
         more_col = tl.arange(0, BLOCK_W // 4)[None, :]
         more_rows = more_ptr + row[:, None] * stride_more_row * 4 + more_col
         # A pair of words has half of a word's bits: the low half of every byte or the high half.
-        odd = 4 * (tl.arange(0, BLOCK_W // 2) % 2)[None, :]
+        odd = 4 * (tl.arange(0, BLOCK_W) // 2 % 2)[None, :]
     if SCALES == "pair":
         s_col = tl.arange(0, BLOCK_W // 4)[None, :]
         s_rows = scales_ptr + row[:, None] * stride_scales_row * 8 + s_col
@@ -160,8 +161,8 @@ def _mma_quant_kernel(
     per_split = tl.cdiv(steps, SPLITS)
     begin = tl.program_id(1) * per_split
     end = tl.minimum(begin + per_split, steps)
-    # Blocks' scales are too narrow for the compiler's pipeline: they are read a step ahead.
-    if SCALED:
+    # Too narrow for the compiler's pipeline where no product depends on them: a step ahead by hand.
+    if LATE:
         d_next, m_next = _block_scales(d_rows, tl.minimum(begin, steps - 1) * BLOCK_W // 32, MINS)
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -178,7 +179,7 @@ def _mma_quant_kernel(
             more = tl.load(more_rows + step * (BLOCK_W // 2), mask=WHOLE or more_col < left // 2, other=0)
         elif BITS == 5 or BITS == 3:
             more = tl.load(more_rows + step * (BLOCK_W // 4), mask=WHOLE or more_col < left // 4, other=0)
-            more = (twice(more) >> odd)
+            more = spread(more, BLOCK_W) >> odd
         if SCALES == "pair":
             both = tl.load(s_rows + step * (BLOCK_W // 4))
             scale = both.to(tl.int32)
@@ -191,24 +192,21 @@ def _mma_quant_kernel(
         t = unpack(words, more, scale, BITS, OFFSET, SCALED, ASM, CONSTRAINTS)
         mins = second_bytes(low, BLOCK_W, ASM) if SCALED and MINS else 0.0
 
-        if SCALED:
+        if LATE:
             d, d_min = d_next, m_next
             following = tl.minimum(step + 1, steps - 1)
             d_next, m_next = _block_scales(d_rows, following * BLOCK_W // 32, MINS)
-            if not LATE:
-                t = times(
-                    t, mins, tl.broadcast_to(d[:, None], [BLOCK_N, BLOCK_W]),
-                    tl.broadcast_to(d_min[:, None], [BLOCK_N, BLOCK_W]) if MINS else 0.0,
-                    SCALED, MINS, ASM != "",
-                )  # fmt: skip
+        elif SCALED:
+            d, d_min = _halves(tl.load(d_rows[:, None] + step * BLOCK_W // 32))  # [BLOCK_N, 1]
+            t = times(t, mins, spread(d, BLOCK_W), spread(d_min, BLOCK_W), SCALED, MINS, ASM != "")
         else:
             # 0 where there are none: anything else may be no number.
             d = tl.load(d_rows + step * (BLOCK_W // 4), mask=WHOLE or d_col < left // 4, other=0)
             if MINS:
                 d, d_min = _halves(d)
-                t = times(t, mins, twice(twice(d)), twice(twice(d_min)), SCALED, MINS, ASM != "")
+                t = times(t, mins, spread(d, BLOCK_W), spread(d_min, BLOCK_W), SCALED, MINS, ASM != "")
             else:
-                t = times(t, mins, twice(twice(d)), 0.0, SCALED, MINS, ASM != "")
+                t = times(t, mins, spread(d, BLOCK_W), 0.0, SCALED, MINS, ASM != "")
 
         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if LATE else acc
         x = tl.load(x_rows + step * (8 * BLOCK_W))
@@ -224,7 +222,7 @@ def _mma_quant_kernel(
                 sums = tl.load(sum_rows + step * BLOCK_W)
                 acc -= tl.dot(mins, tl.trans(sums)) * d_min.to(tl.float32)[:, None]
         else:
-            acc = product
+            acc = settled(product, ASM)
 
     acc *= tl.load(factor_ptr + token)[None, :]
     tl.store(
@@ -289,7 +287,7 @@ def mma_quant(
         partial = torch.empty((splits, *y.shape), dtype=torch.float32, device=a.device)
     # PTX where there is some to be had; the interpreter and AMD unpack in Triton.
     ptx = capability(a.device) >= (8, 0)
-    late = config.late and codes.scales != ""
+    late = codes.scales != "" and (config.late or not codes.mins)
     _mma_quant_kernel.launch(
         (triton.cdiv(num_tokens, config.tokens) * triton.cdiv(num_rows, config.rows), splits),
         partial,
