@@ -56,7 +56,7 @@ class _Asm:
 
     def merged(self, mask: int, word: str, other: str) -> str:
         """word where mask has bits, other elsewhere."""
-        return self.op("lop3.b32", word, other, f"0x{mask:08X}", "0xAC")
+        return self.op("lop3.b32", word, other, f"0x{mask:08X}", "0xE4")
 
     def pairs(self, outs: tuple[str, str], word: str, place: int, bits: int) -> None:
         """M + code of the codes at ``place`` in bytes 0 and 2, and in bytes 1 and 3."""
