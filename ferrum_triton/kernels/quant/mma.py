@@ -55,6 +55,7 @@ class Config(NamedTuple):
         splits: programs that share a tile's K.
         warps: of a program.
         stages: of the loop's pipeline.
+        registers: a thread may have, so that more programs fit a processor; 0 for any number.
     """
 
     rows: int
@@ -65,6 +66,7 @@ class Config(NamedTuple):
     splits: int = 1
     warps: int = 4
     stages: int = 4
+    registers: int = 0
 
 
 @triton.jit
@@ -197,16 +199,20 @@ def _mma_quant_kernel(
             following = tl.minimum(step + 1, steps - 1)
             d_next, m_next = _block_scales(d_rows, following * BLOCK_W // 32, MINS)
         elif SCALED:
-            d, d_min = _halves(tl.load(d_rows[:, None] + step * BLOCK_W // 32))  # [BLOCK_N, 1]
-            t = times(t, mins, spread(d, BLOCK_W), spread(d_min, BLOCK_W), SCALED, MINS, ASM != "")
+            d = tl.load(d_rows[:, None] + step * BLOCK_W // 32)  # [BLOCK_N, 1]
+            if MINS:
+                d, d_min = _halves(d)
+                t = times(t, mins, spread(d, BLOCK_W), spread(d_min, BLOCK_W), True, True, ASM != "")
+            else:
+                t = times(t, mins, spread(d, BLOCK_W), 0.0, True, False, ASM != "")
         else:
             # 0 where there are none: anything else may be no number.
             d = tl.load(d_rows + step * (BLOCK_W // 4), mask=WHOLE or d_col < left // 4, other=0)
             if MINS:
                 d, d_min = _halves(d)
-                t = times(t, mins, spread(d, BLOCK_W), spread(d_min, BLOCK_W), SCALED, MINS, ASM != "")
+                t = times(t, mins, spread(d, BLOCK_W), spread(d_min, BLOCK_W), False, True, ASM != "")
             else:
-                t = times(t, mins, spread(d, BLOCK_W), 0.0, SCALED, MINS, ASM != "")
+                t = times(t, mins, spread(d, BLOCK_W), 0.0, False, False, ASM != "")
 
         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if LATE else acc
         x = tl.load(x_rows + step * (8 * BLOCK_W))
@@ -287,7 +293,7 @@ def mma_quant(
         partial = torch.empty((splits, *y.shape), dtype=torch.float32, device=a.device)
     # PTX where there is some to be had; the interpreter and AMD unpack in Triton.
     ptx = capability(a.device) >= (8, 0)
-    late = codes.scales != "" and (config.late or not codes.mins)
+    late = config.late and codes.scales != ""
     _mma_quant_kernel.launch(
         (triton.cdiv(num_tokens, config.tokens) * triton.cdiv(num_rows, config.rows), splits),
         partial,
@@ -323,6 +329,7 @@ def mma_quant(
         WHOLE=k % (8 * config.words) == 0,
         num_warps=config.warps,
         num_stages=config.stages,
+        **({"maxnreg": config.registers} if config.registers else {}),
     )
     if splits > 1:
         block = 1024
