@@ -20,7 +20,8 @@ def _arrange_kernel(
     stride_a_token,
     num_weights,
     num_padded,
-    WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a product
+    HALVES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """One token: x = a / factor, its largest magnitude in [2^11, 2^12), and sums over words.
@@ -43,9 +44,11 @@ def _arrange_kernel(
 
     for first in range(0, num_padded, BLOCK_K):
         at = first + tl.arange(0, BLOCK_K)
-        product, word = at // WORDS % 8, at % WORDS
-        k = at // (8 * WORDS) * (8 * WORDS) + word // 2 * 16 + product // 4 * 8
-        k += product // 2 % 2 * 4 + word % 2 * 2 + product % 2
+        column = at % COLUMNS
+        half, product = at // (8 * COLUMNS) % HALVES, at // COLUMNS % 8
+        word = column // 2 * (2 * HALVES) + 2 * half + column % 2
+        k = at // (8 * HALVES * COLUMNS) * (8 * HALVES * COLUMNS) + word // 2 * 16
+        k += product // 4 * 8 + product // 2 % 2 * 4 + word % 2 * 2 + product % 2
         a = tl.load(a_row + k, mask=k < num_weights, other=0.0).to(tl.float32)
         tl.store(x_ptr + token * num_padded + at, (a * inverse).to(tl.float16), mask=at < num_padded)
 
@@ -56,11 +59,12 @@ def _arrange_kernel(
         tl.store(sums_ptr + token * (num_padded // 8) + word, sums, mask=word < num_padded // 8)
 
 
-def arrange(a: Tensor, words: int) -> tuple[Tensor, Tensor, Tensor]:
+def arrange(a: Tensor, words: int, halves: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Activations [m, k] as products whose steps are ``words`` words, 16 or 32, take them.
 
     Returns:
-        x, float16 [m, k up to whole steps], a step being [product, word]. The sums over the
+        x, float16 [m, k up to whole steps], a step being [product, word]; of two halves, every
+        other pair of words first and then the others. The sums over the
         eight weights of each word, float16. What x has to be multiplied by, float32 [m].
     """
     num_tokens, num_weights = a.shape
@@ -78,7 +82,8 @@ def arrange(a: Tensor, words: int) -> tuple[Tensor, Tensor, Tensor]:
         a.stride(0),
         num_weights,
         padded,
-        WORDS=words,
+        COLUMNS=words // halves,
+        HALVES=halves,
         BLOCK_K=block,
         num_warps=8,
     )

@@ -88,6 +88,37 @@ def _block_scales(ptr, block, MINS: tl.constexpr):
     return d, m
 
 
+@triton.jit
+def _every_other_pair(words, BITS: tl.constexpr):
+    """Words whose high bits are in the low halves of a one-bit plane's bytes; the high halves'."""
+    if BITS == 5:
+        pairs = tl.reshape(words, [words.shape[0], words.shape[1] // 4, 2, 2])
+        even, odd = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+        even = tl.reshape(even, [words.shape[0], words.shape[1] // 2])
+        odd = tl.reshape(odd, [words.shape[0], words.shape[1] // 2])
+    else:
+        even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
+    return even, odd
+
+
+@triton.jit
+def _weights(
+    words, more, scale, low, d, d_min, W: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
+    SCALED: tl.constexpr, MINS: tl.constexpr, LATE: tl.constexpr, ASM: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
+):  # fmt: skip
+    """Eight products' weights, float16 [BLOCK_N, W]; up to d if that is taken late."""
+    t = unpack(words, more, scale, BITS, OFFSET, SCALED, ASM, CONSTRAINTS)
+    if not LATE:
+        mins = 0.0
+        if MINS:
+            d_min = spread(d_min, W)
+            if SCALED:
+                mins = second_bytes(low, W, ASM)
+        t = times(t, mins, spread(d, W), d_min, SCALED, MINS, ASM != "")
+    return t
+
+
 @kernel(dynamic=("num_tokens",))
 def _mma_quant_kernel(
     y_ptr,  # [m, n]; of splits float32 [splits, m, n]
@@ -140,8 +171,6 @@ def _mma_quant_kernel(
     elif BITS == 5 or BITS == 3:
         more_col = tl.arange(0, BLOCK_W // 4)[None, :]
         more_rows = more_ptr + row[:, None] * stride_more_row * 4 + more_col
-        # A pair of words has half of a word's bits: the low half of every byte or the high half.
-        odd = 4 * (tl.arange(0, BLOCK_W) // 2 % 2)[None, :]
     if SCALES == "pair":
         s_col = tl.arange(0, BLOCK_W // 4)[None, :]
         s_rows = scales_ptr + row[:, None] * stride_scales_row * 8 + s_col
@@ -181,7 +210,6 @@ def _mma_quant_kernel(
             more = tl.load(more_rows + step * (BLOCK_W // 2), mask=WHOLE or more_col < left // 2, other=0)
         elif BITS == 5 or BITS == 3:
             more = tl.load(more_rows + step * (BLOCK_W // 4), mask=WHOLE or more_col < left // 4, other=0)
-            more = spread(more, BLOCK_W) >> odd
         if SCALES == "pair":
             both = tl.load(s_rows + step * (BLOCK_W // 4))
             scale = both.to(tl.int32)
@@ -191,40 +219,54 @@ def _mma_quant_kernel(
             scale, low = both & 15, both << 4  # a min as the low bits of the second byte
         elif SCALES == "byte":
             scale = tl.load(s_rows + step * (BLOCK_W // 2)).to(tl.int32)
-        t = unpack(words, more, scale, BITS, OFFSET, SCALED, ASM, CONSTRAINTS)
-        mins = second_bytes(low, BLOCK_W, ASM) if SCALED and MINS else 0.0
 
+        d_min = 0.0
         if LATE:
             d, d_min = d_next, m_next
             following = tl.minimum(step + 1, steps - 1)
             d_next, m_next = _block_scales(d_rows, following * BLOCK_W // 32, MINS)
         elif SCALED:
             d = tl.load(d_rows[:, None] + step * BLOCK_W // 32)  # [BLOCK_N, 1]
-            if MINS:
-                d, d_min = _halves(d)
-                t = times(t, mins, spread(d, BLOCK_W), spread(d_min, BLOCK_W), True, True, ASM != "")
-            else:
-                t = times(t, mins, spread(d, BLOCK_W), 0.0, True, False, ASM != "")
         else:
             # 0 where there are none: anything else may be no number.
             d = tl.load(d_rows + step * (BLOCK_W // 4), mask=WHOLE or d_col < left // 4, other=0)
-            if MINS:
-                d, d_min = _halves(d)
-                t = times(t, mins, spread(d, BLOCK_W), spread(d_min, BLOCK_W), False, True, ASM != "")
-            else:
-                t = times(t, mins, spread(d, BLOCK_W), 0.0, False, False, ASM != "")
+        if MINS and not LATE:
+            d, d_min = _halves(d)
 
         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if LATE else acc
         x = tl.load(x_rows + step * (8 * BLOCK_W))
-        if PARTS == 1:
+        if BITS == 5 or BITS == 3:
+            even, odd = _every_other_pair(words, BITS)
+            if BITS == 3:
+                even_scale, odd_scale = _every_other_pair(scale, BITS)
+            else:
+                even_scale, odd_scale = scale, scale
+            t = _weights(
+                even, spread(more, BLOCK_W // 2), even_scale, low, d, d_min, BLOCK_W // 2, BITS,
+                OFFSET, SCALED, MINS, LATE, ASM, CONSTRAINTS,
+            )  # fmt: skip
+            product = tl.dot(all_end_to_end(t), tl.trans(x), product)
+            t = _weights(
+                odd, spread(more >> 4, BLOCK_W // 2), odd_scale, low, d, d_min, BLOCK_W // 2, BITS,
+                OFFSET, SCALED, MINS, LATE, ASM, CONSTRAINTS,
+            )  # fmt: skip
+            x = tl.load(x_rows + (step * (8 * BLOCK_W) + 4 * BLOCK_W))
             product = tl.dot(all_end_to_end(t), tl.trans(x), product)
         else:
-            product = tl.dot(end_to_end(t, 0), tl.trans(x), product)
-            x = tl.load(x_rows + (step * (8 * BLOCK_W) + 4 * BLOCK_W))
-            product = tl.dot(end_to_end(t, 4), tl.trans(x), product)
+            t = _weights(
+                words, more, scale, low, d, d_min, BLOCK_W, BITS, OFFSET, SCALED, MINS, LATE, ASM,
+                CONSTRAINTS,
+            )  # fmt: skip
+            if PARTS == 1:
+                product = tl.dot(all_end_to_end(t), tl.trans(x), product)
+            else:
+                product = tl.dot(end_to_end(t, 0), tl.trans(x), product)
+                x = tl.load(x_rows + (step * (8 * BLOCK_W) + 4 * BLOCK_W))
+                product = tl.dot(end_to_end(t, 4), tl.trans(x), product)
         if LATE:
             acc += product * d.to(tl.float32)[:, None]
             if MINS:
+                mins = second_bytes(low, BLOCK_W, ASM)
                 sums = tl.load(sum_rows + step * BLOCK_W)
                 acc -= tl.dot(mins, tl.trans(sums)) * d_min.to(tl.float32)[:, None]
         else:
@@ -279,14 +321,16 @@ def mma_quant(
             bytes.
         kind: W's format.
         config: of the launch.
-        arranged: :func:`arrange` of a for the config's words, where several products share it.
+        arranged: :func:`arrange` of a for the config's words, where several products share it;
+            in halves for formats with a one-bit plane.
     """
     codes = CODES[kind]
     (num_tokens, k), num_rows = a.shape, planes["words"].shape[0]
     y = a.new_empty((num_tokens, num_rows)) if out is None else out
     if y.numel() == 0:
         return y
-    x, sums, factor = arrange(a, config.words) if arranged is None else arranged
+    halves = 2 if codes.bits in (3, 5) else 1
+    x, sums, factor = arrange(a, config.words, halves) if arranged is None else arranged
     splits = config.splits
     partial = y
     if splits > 1:
@@ -323,7 +367,7 @@ def mma_quant(
         BLOCK_N=config.rows,
         BLOCK_M=config.tokens,
         BLOCK_W=config.words,
-        PARTS=config.parts,
+        PARTS=max(config.parts, halves),
         LATE=late,
         SPLITS=splits,
         WHOLE=k % (8 * config.words) == 0,
