@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ferrum_triton.kernels.jit import kernel
 
@@ -22,6 +23,7 @@ def _arrange_kernel(
     num_padded,
     COLUMNS: tl.constexpr,  # of a product
     HALVES: tl.constexpr,
+    RELEASE: tl.constexpr,  # the kernel after this one may start; it waits for the end by itself
     BLOCK_K: tl.constexpr,
 ):
     """One token: x = a / factor, its largest magnitude in [2^11, 2^12), and sums over words.
@@ -29,6 +31,8 @@ def _arrange_kernel(
     factor is a power of two, so that x is exact down to 2^-35 of its row's largest: bfloat16 has
     fewer bits than float16. Eight of them sum to a float16.
     """
+    if RELEASE:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     a_row = a_ptr + token * stride_a_token
     largest = tl.zeros([BLOCK_K], tl.float32)
@@ -59,7 +63,9 @@ def _arrange_kernel(
         tl.store(sums_ptr + token * (num_padded // 8) + word, sums, mask=word < num_padded // 8)
 
 
-def arrange(a: Tensor, words: int, halves: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def arrange(
+    a: Tensor, words: int, halves: int = 1, release: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Activations [m, k] as products whose steps are ``words`` words, 16 or 32, take them.
 
     Returns:
@@ -84,6 +90,7 @@ def arrange(a: Tensor, words: int, halves: int = 1) -> tuple[Tensor, Tensor, Ten
         padded,
         COLUMNS=words // halves,
         HALVES=halves,
+        RELEASE=release,
         BLOCK_K=block,
         num_warps=8,
     )

@@ -19,6 +19,7 @@ time (``pack=2``), which in an operand's layout one thread holds side by side.
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 import triton
 import triton.language as tl
@@ -162,7 +163,7 @@ class Codes:
     scales: str
     mins: bool
 
-    @property
+    @cached_property
     def asm(self) -> str:
         """PTX that unpacks two words."""
         num_tiles = 1 if self.bits in (2, 4) else 2
@@ -172,7 +173,7 @@ class Codes:
         # 128 was added to signed bytes.
         return _plain(self.bits, 128 if self.bits == 8 else self.offset)
 
-    @property
+    @cached_property
     def constraints(self) -> str:
         """Of its operands."""
         tiles = (1 if self.bits in (2, 4) else 2) + bool(self.scales)

@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ferrum_triton.kernels.jit import capability, kernel
 from ferrum_triton.kernels.quant.activations import arrange
@@ -56,6 +57,9 @@ class Config(NamedTuple):
         warps: of a program.
         stages: of the loop's pipeline.
         registers: a thread may have, so that more programs fit a processor; 0 for any number.
+        ahead: lines of 128 bytes of each row of W that are on their way to L2 before the
+            activations are arranged, on GPUs that start a kernel before the last one's end; 0 of
+            those that do not.
     """
 
     rows: int
@@ -67,6 +71,7 @@ class Config(NamedTuple):
     warps: int = 4
     stages: int = 4
     registers: int = 0
+    ahead: int = 0
 
 
 @triton.jit
@@ -75,6 +80,15 @@ def _halves(word):
     low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     high = ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     return low, high
+
+
+@triton.jit
+def _prefetch(ptr):
+    """Ask for the lines at ``ptr``, int32 pointers, to be brought to L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -152,6 +166,7 @@ def _mma_quant_kernel(
     LATE: tl.constexpr,
     SPLITS: tl.constexpr,
     WHOLE: tl.constexpr,  # K is whole steps
+    AHEAD: tl.constexpr,
 ):
     SCALED: tl.constexpr = SCALES != ""
     # Programs that share rows of W run side by side.
@@ -192,6 +207,13 @@ def _mma_quant_kernel(
     per_split = tl.cdiv(steps, SPLITS)
     begin = tl.program_id(1) * per_split
     end = tl.minimum(begin + per_split, steps)
+    if AHEAD > 0:
+        # Weights were there before the kernel that arranges the activations was launched.
+        ahead = begin * W_COLS + tl.arange(0, AHEAD) * 32
+        ahead = tl.minimum(ahead, steps * W_COLS - 32)
+        _prefetch(words_ptr + (row * stride_words_row * 4)[:, None] + ahead[None, :])
+        gdc_wait()
+
     # Too narrow for the compiler's pipeline where no product depends on them: a step ahead by hand.
     if LATE:
         d_next, m_next = _block_scales(d_rows, tl.minimum(begin, steps - 1) * BLOCK_W // 32, MINS)
@@ -330,7 +352,8 @@ def mma_quant(
     if y.numel() == 0:
         return y
     halves = 2 if codes.bits in (3, 5) else 1
-    x, sums, factor = arrange(a, config.words, halves) if arranged is None else arranged
+    ahead = config.ahead if capability(a.device) >= (9, 0) else 0
+    x, sums, factor = arrange(a, config.words, halves, ahead > 0) if arranged is None else arranged
     splits = config.splits
     partial = y
     if splits > 1:
@@ -338,6 +361,9 @@ def mma_quant(
     # PTX where there is some to be had; the interpreter and AMD unpack in Triton.
     ptx = capability(a.device) >= (8, 0)
     late = config.late and codes.scales != ""
+    options: dict[str, int | bool] = {"maxnreg": config.registers} if config.registers else {}
+    if ahead:
+        options["launch_pdl"] = True
     _mma_quant_kernel.launch(
         (triton.cdiv(num_tokens, config.tokens) * triton.cdiv(num_rows, config.rows), splits),
         partial,
@@ -371,9 +397,10 @@ def mma_quant(
         LATE=late,
         SPLITS=splits,
         WHOLE=k % (8 * config.words) == 0,
+        AHEAD=ahead,
         num_warps=config.warps,
         num_stages=config.stages,
-        **({"maxnreg": config.registers} if config.registers else {}),
+        **options,
     )
     if splits > 1:
         block = 1024
