@@ -20,7 +20,9 @@ def _aligned(plane: Tensor) -> Tensor:
     """The same, rows at multiples of 16 bytes; what lies between them is no number."""
     unit = 16 // plane.element_size()
     n, columns = plane.shape
-    whole = plane.new_full((n, -(-columns // unit) * unit), -1 if not plane.is_floating_point() else torch.nan)
+    whole = plane.new_full(
+        (n, -(-columns // unit) * unit), -1 if not plane.is_floating_point() else torch.nan
+    )
     whole[:, :columns] = plane
     return whole[:, :columns]
 

@@ -112,7 +112,11 @@ def test_any_codes_and_scales_are_exact_before_d(kind):
 
 
 def _half2(word):
-    return torch.tensor([word & 0xFFFF, word >> 16], dtype=torch.int32).to(torch.int16).view(torch.float16)
+    return (
+        torch.tensor([word & 0xFFFF, word >> 16], dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.float16)
+    )
 
 
 def _word(halves):

@@ -40,7 +40,9 @@ def _arrange_kernel(
         k = first + tl.arange(0, BLOCK_K)
         a = tl.load(a_row + k, mask=k < num_weights, other=0.0).to(tl.float32)
         # Ordered as integers, a NaN is above infinity and so is not lost.
-        largest = tl.maximum(largest.to(tl.int32, bitcast=True), tl.abs(a).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        largest = tl.maximum(
+            largest.to(tl.int32, bitcast=True), tl.abs(a).to(tl.int32, bitcast=True)
+        ).to(tl.float32, bitcast=True)
     exponent = tl.max(largest.to(tl.int32, bitcast=True), axis=0) >> 23
     inverse = tl.minimum(265 - exponent, 253)
     tl.store(factor_ptr + token, ((254 - inverse) << 23).to(tl.float32, bitcast=True))
@@ -54,7 +56,9 @@ def _arrange_kernel(
         k = at // (8 * HALVES * COLUMNS) * (8 * HALVES * COLUMNS) + word // 2 * 16
         k += product // 4 * 8 + product // 2 % 2 * 4 + word % 2 * 2 + product % 2
         a = tl.load(a_row + k, mask=k < num_weights, other=0.0).to(tl.float32)
-        tl.store(x_ptr + token * num_padded + at, (a * inverse).to(tl.float16), mask=at < num_padded)
+        tl.store(
+            x_ptr + token * num_padded + at, (a * inverse).to(tl.float16), mask=at < num_padded
+        )
 
         word = first // 8 + tl.arange(0, BLOCK_K // 8)
         k = word[:, None] * 8 + tl.arange(0, 8)[None, :]

@@ -219,16 +219,18 @@ _BYTE = tl.constexpr(
 def spread(x, W: tl.constexpr):
     """[N, W / c] -> [N, W], each element c times."""
     each: tl.constexpr = W // x.shape[1]
-    return tl.reshape(tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], each]), [x.shape[0], W])
+    return tl.reshape(
+        tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], each]), [x.shape[0], W]
+    )
 
 
 @triton.jit
-def _pair(words, more, scale, H: tl.constexpr, N: tl.constexpr, O: tl.constexpr,
+def _pair(words, more, scale, H: tl.constexpr, N: tl.constexpr, ODD: tl.constexpr,
           BITS: tl.constexpr, OFFSET: tl.constexpr):  # fmt: skip
-    """Product 4 H + 2 N + O without PTX: float16 [N, 2 x], from what has an element a pair."""
+    """Product 4 H + 2 N + ODD without PTX: float16 [N, 2 x], from what has an element a pair."""
     P: tl.constexpr = 2 * H + N
     for E in tl.static_range(2):
-        BYTE: tl.constexpr = 8 * (2 * E + O)
+        BYTE: tl.constexpr = 8 * (2 * E + ODD)
         if BITS == 8:
             code = (words[H + 2 * N] << (24 - BYTE)) >> 24
         elif BITS >= 4:
@@ -278,7 +280,7 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
         else:
             args = (spread(words, 2 * words.shape[1]),)
         if SCALED:
-            args = args + (spread(scale, args[0].shape[1]),)
+            args += (spread(scale, args[0].shape[1]),)
         t = tl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2)
     else:
         if BITS == 8:

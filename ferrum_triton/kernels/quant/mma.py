@@ -229,9 +229,13 @@ def _mma_quant_kernel(
             words = tl.load(w_rows + step * W_COLS, mask=w_col < W_LEFT, other=0)
         more, scale, low = 0, 1, 0
         if BITS == 6:
-            more = tl.load(more_rows + step * (BLOCK_W // 2), mask=WHOLE or more_col < left // 2, other=0)
+            more = tl.load(
+                more_rows + step * (BLOCK_W // 2), mask=WHOLE or more_col < left // 2, other=0
+            )
         elif BITS == 5 or BITS == 3:
-            more = tl.load(more_rows + step * (BLOCK_W // 4), mask=WHOLE or more_col < left // 4, other=0)
+            more = tl.load(
+                more_rows + step * (BLOCK_W // 4), mask=WHOLE or more_col < left // 4, other=0
+            )
         if SCALES == "pair":
             both = tl.load(s_rows + step * (BLOCK_W // 4))
             scale = both.to(tl.int32)
@@ -295,8 +299,9 @@ def _mma_quant_kernel(
             acc = settled(product, ASM)
 
     acc *= tl.load(factor_ptr + token)[None, :]
+    y_split = y_ptr + tl.program_id(1).to(tl.int64) * stride_y_split
     tl.store(
-        y_ptr + tl.program_id(1) * stride_y_split + m[None, :] * stride_y_token + n[:, None],
+        y_split + m[None, :] * stride_y_token + n[:, None],
         acc.to(y_ptr.dtype.element_ty),
         mask=(m < num_tokens)[None, :] & (n < num_rows)[:, None],
     )
