@@ -225,30 +225,36 @@ def spread(x, W: tl.constexpr):
 
 
 @triton.jit
-def _pair(words, more, scale, H: tl.constexpr, N: tl.constexpr, ODD: tl.constexpr,
-          BITS: tl.constexpr, OFFSET: tl.constexpr):  # fmt: skip
-    """Product 4 H + 2 N + ODD without PTX: float16 [N, 2 x], from what has an element a pair."""
+def _value(
+    words, more, scale, H: tl.constexpr, N: tl.constexpr, BYTE: tl.constexpr, BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
+    """scale · (code - OFFSET) of the codes at bit BYTE of each word, float16."""
     P: tl.constexpr = 2 * H + N
-    for E in tl.static_range(2):
-        BYTE: tl.constexpr = 8 * (2 * E + ODD)
-        if BITS == 8:
-            code = (words[H + 2 * N] << (24 - BYTE)) >> 24
-        elif BITS >= 4:
-            code = (words[H] >> (BYTE + 4 * N)) & 15
-            if BITS == 6:
-                code = code | (((more >> (BYTE + 2 * P)) & 3) << 4)
-            elif BITS == 5:
-                code = code | (((more >> (BYTE + P)) & 1) << 4)
-        else:
-            code = (words[0] >> (BYTE + 2 * P)) & 3
-            if BITS == 3:
-                code = code | (((more >> (BYTE + P)) & 1) << 2)
-        value = (scale * (code - OFFSET)).to(tl.float16)
-        if E == 0:
-            even = value
-        else:
-            odd = value
-    return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
+    if BITS == 8:
+        code = (words[H + 2 * N] << (24 - BYTE)) >> 24
+    elif BITS >= 4:
+        code = (words[H] >> (BYTE + 4 * N)) & 15
+        if BITS == 6:
+            code = code | (((more >> (BYTE + 2 * P)) & 3) << 4)
+        elif BITS == 5:
+            code = code | (((more >> (BYTE + P)) & 1) << 4)
+    else:
+        code = (words[0] >> (BYTE + 2 * P)) & 3
+        if BITS == 3:
+            code = code | (((more >> (BYTE + P)) & 1) << 2)
+    return (scale * (code - OFFSET)).to(tl.float16)
+
+
+@triton.jit
+def _pair(
+    words, more, scale, H: tl.constexpr, N: tl.constexpr, ODD: tl.constexpr, BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Product 4 H + 2 N + ODD without PTX: float16 [N, 2 x], from what has an element a pair."""
+    first = _value(words, more, scale, H, N, 8 * ODD, BITS, OFFSET)
+    second = _value(words, more, scale, H, N, 16 + 8 * ODD, BITS, OFFSET)
+    return tl.reshape(tl.join(first, second), [first.shape[0], 2 * first.shape[1]])
 
 
 @triton.jit
