@@ -8,10 +8,11 @@ import torch
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.fragments import CODES
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
+from ferrum_triton.kernels.quant.planes import dequantize_planes, product_by_torch
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
 from tests.planes import planes_of
-from tests.test_quant_formats import random_blocks
+from tests.test_quant_formats import assert_same_bits, random_blocks
 
 KINDS = pytest.mark.parametrize("kind", CODES)
 SMALL = Config(rows=32, tokens=16)
@@ -42,25 +43,28 @@ def check(kind, m, n, k, config=SMALL, dtype=torch.float16, seed=0):
     assert error(got, a, blocks, kind) < limit
 
 
-@KINDS
-@pytest.mark.parametrize("late", (True, False))
+@pytest.mark.parametrize(
+    ("kind", "late"),
+    [(kind, late) for kind in CODES for late in (True, False) if late or CODES[kind].scales],
+)
 def test_products_agree_with_float64(kind, late):
     check(kind, 3, 37, 512, SMALL._replace(late=late))
 
 
-@KINDS
-@pytest.mark.parametrize("m", (1, 9, 17))
+@pytest.mark.parametrize(
+    ("kind", "m"), [(kind, m) for kind in ("Q4_K", "Q6_K", "Q5_0") for m in (1, 9, 17)]
+)
 def test_any_number_of_tokens_and_odd_rows(kind, m):
     check(kind, m, 33, 256, SMALL._replace(words=16), torch.bfloat16, seed=m)
 
 
-@pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q5_1"))
+@pytest.mark.parametrize("kind", ("Q4_K", "Q5_1"))
 def test_many_tokens(kind):
-    check(kind, 65, 70, 512, SMALL._replace(rows=64, parts=2), torch.bfloat16)
+    check(kind, 65, 70, 256, SMALL._replace(rows=64, parts=2), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CODES if FORMATS[kind].block_size == 32])
-@pytest.mark.parametrize("k", (32, 160, 288))
+@pytest.mark.parametrize("k", (32, 288))
 def test_k_that_is_no_multiple_of_a_step(kind, k):
     check(kind, 2, 5, k)
     check(kind, 2, 5, k, SMALL._replace(words=16, parts=2))
@@ -73,7 +77,7 @@ def test_split_k_is_summed_in_order(kind, splits):
     check(kind, 3, 20, 1280, config)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q5_1"))
 def test_activations_of_any_magnitude(kind):
     """float16 fragments take bfloat16 rows far beyond float16's range, and far below."""
     blocks = packed(kind, 16, 256)
@@ -224,3 +228,36 @@ def test_compiled_for_hopper(kind, config):
     for layout in unpacking:
         text = layouts.get(layout, layout)
         assert re.search(r"register = \[\[0, 1\]|kWidth = [24]", text), text
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_planes_decode_to_the_formats_bits(kind, dtype):
+    fmt = FORMATS[kind]
+    blocks = random_blocks(fmt, 5, 3, seed=6)
+    k = fmt.row_weights(blocks.shape[1])
+    want = dequantize_blocks(blocks, fmt).to(dtype)
+    got = dequantize_planes(planes_of(blocks, kind), kind, k, torch.empty(5, k, dtype=dtype))
+    assert_same_bits(got, want)
+
+
+def test_a_product_by_torch_some_rows_at_a_time():
+    blocks = packed("Q5_K", 21, 256)
+    a = torch.randn(6, 256).bfloat16()
+    got = product_by_torch(a, planes_of(blocks, "Q5_K"), "Q5_K", rows=8)
+    assert error(got, a, blocks, "Q5_K") < 1e-5
+
+
+@pytest.mark.parametrize("kind", ("Q4_K", "Q5_0", "Q8_0"))
+@pytest.mark.parametrize("target", ("sm_80", "gfx942"))
+def test_compiled_elsewhere(kind, target):
+    planes = planes_of(torch.zeros(64, FORMATS[kind].row_bytes(512), dtype=torch.uint8), kind)
+    planes = {name: plane.to("meta") for name, plane in planes.items()}
+    with record_launches(capability=TARGETS[target].capability) as launches:
+        a = torch.empty(16, 512, dtype=torch.bfloat16, device="meta")
+        mma_quant(a, planes, kind, Config(64, 16, stages=2, splits=2))
+        dequantize_planes(planes, kind, 512, torch.empty(64, 512, device="meta"))
+    for launch in launches:
+        compiled = compile_launch(launch, TARGETS[target])
+        assert compiled.spilled == 0
+        assert compiled.shared <= TARGETS[target].shared_limit
