@@ -82,7 +82,8 @@ def arrange(
     x = torch.empty((num_tokens, padded), dtype=torch.float16, device=a.device)
     sums = torch.empty((num_tokens, padded // 8), dtype=torch.float16, device=a.device)
     factor = torch.empty((num_tokens,), dtype=torch.float32, device=a.device)
-    block = min(triton.next_power_of_2(max(padded, 1)), 4096)
+    # Few tokens are a matter of latency: all of K at once where the registers hold it.
+    block = min(triton.next_power_of_2(max(padded, 1)), 16384)
     _arrange_kernel.launch(
         (num_tokens,),
         x,
@@ -96,6 +97,6 @@ def arrange(
         HALVES=halves,
         RELEASE=release,
         BLOCK_K=block,
-        num_warps=8,
+        num_warps=8 if block <= 4096 else 16,
     )
     return x, sums, factor
