@@ -50,7 +50,9 @@ class Config(NamedTuple):
     Attributes:
         rows: of W in a tile.
         tokens: in a tile.
-        words: of eight weights in a step of the loop: 16, or 32, the words of 256 weights.
+        words: of eight weights in a step of the loop: 16, or 32, the words of 256 weights. 8 tokens
+            take 32: with 16 a thread need not hold both words of a pair. What is shipped is to be
+            among the layouts that ``tests/test_quant_mma.py`` checks.
         parts: products a step is summed in: 1, or 2 for fewer registers.
         late: d is taken after the product.
         splits: programs that share a tile's K.
