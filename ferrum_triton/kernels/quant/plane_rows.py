@@ -1,0 +1,156 @@
+"""Weights in planes, decoded: what large products multiply by through torch.
+
+The planes are those of :mod:`ferrum_triton.kernels.quant.mma`. Decoding takes float32 in the order
+of operations of :mod:`ferrum_triton.quant.formats`, so that results have its bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.quant.fragments import CODES, spread
+
+# Rows decoded at a time before a product: their bfloat16 weights, at 4096 columns, leave room in an
+# L2 of 50 MB for what else the product reads.
+ROWS = 4096
+
+
+@triton.jit
+def _codes_of(ptr, first, num_words, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Codes of BITS bits of rows of a plane, int32 [rows, BLOCK_K]; 0 past the end."""
+    EACH: tl.constexpr = 32 // BITS
+    word = first // EACH + tl.arange(0, BLOCK_K // EACH)[None, :]
+    words = tl.load(ptr + word, mask=word < num_words, other=0)
+    i = tl.arange(0, EACH)[None, None, :]
+    codes = (words[:, :, None] >> (i % 4 * 8 + i // 4 * BITS)) & ((1 << BITS) - 1)
+    return tl.reshape(codes, [words.shape[0], BLOCK_K])
+
+
+@triton.jit
+def _two_halves(word):
+    low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    high = ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@kernel
+def _dequantize_planes_kernel(
+    y_ptr,  # [n, k]
+    words_ptr,  # [n, words]
+    more_ptr,  # [n, words]
+    scales_ptr,  # [n, sub-blocks]
+    d_ptr,  # [n, blocks]
+    stride_y_row,
+    stride_words_row,
+    stride_more_row,
+    stride_scales_row,
+    stride_d_row,
+    num_rows,
+    num_weights,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    MINS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, num_rows - 1)[:, None]
+    first = tl.program_id(1) * BLOCK_K
+
+    LOW: tl.constexpr = BITS if BITS == 8 or BITS < 3 else (2 if BITS == 3 else 4)
+    words = words_ptr + row * stride_words_row
+    q = _codes_of(words, first, num_weights * LOW // 32, LOW, BLOCK_K)
+    if BITS == 8:
+        q = (q << 24) >> 24
+    elif BITS != LOW:
+        more = more_ptr + row * stride_more_row
+        high = _codes_of(more, first, num_weights * (BITS - LOW) // 32, BITS - LOW, BLOCK_K)
+        q = q | (high << LOW)
+    q = (q - OFFSET).to(tl.float32)
+
+    EACH: tl.constexpr = 32 if SCALES == "" else 256
+    block = first // EACH + tl.arange(0, BLOCK_K // EACH)[None, :]
+    d = tl.load(d_ptr + row * stride_d_row + block, mask=block < num_weights // EACH, other=0)
+    if MINS:
+        d, m = _two_halves(d)
+    else:
+        d = d.to(tl.float32)
+    if SCALES == "":
+        w = spread(d, BLOCK_K) * q
+        if MINS:
+            w = w + spread(m, BLOCK_K)
+    else:
+        SUB: tl.constexpr = 32 if SCALES == "pair" else 16
+        sub = first // SUB + tl.arange(0, BLOCK_K // SUB)[None, :]
+        mask = sub < num_weights // SUB
+        both = tl.load(scales_ptr + row * stride_scales_row + sub, mask=mask, other=0).to(tl.int32)
+        if SCALES == "pair":
+            scale, low = both & 255, (both >> 8) & 255
+        elif SCALES == "nibbles":
+            scale, low = both & 15, (both >> 4) & 15
+        else:
+            scale, low = both, both
+        step = spread(d, BLOCK_K // SUB) * scale.to(tl.float32)
+        w = spread(step, BLOCK_K) * q
+        if MINS:
+            w = w - spread(spread(m, BLOCK_K // SUB) * low.to(tl.float32), BLOCK_K)
+
+    k = first + tl.arange(0, BLOCK_K)[None, :]
+    mask = (n < num_rows)[:, None] & (k < num_weights)
+    tl.store(y_ptr + n[:, None] * stride_y_row + k, w.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def dequantize_planes(planes: dict[str, Tensor], kind: str, k: int, out: Tensor) -> Tensor:
+    """Decode rows of planes, [n, k], to ``out`` in its dtype."""
+    codes = CODES[kind]
+    num_rows = planes["words"].shape[0]
+    strides = [
+        0 if planes.get(name) is None else planes[name].stride(0)
+        for name in ("words", "more", "scales", "d")
+    ]
+    block_n, block_k = 4, 512
+    if out.numel():
+        _dequantize_planes_kernel.launch(
+            (triton.cdiv(num_rows, block_n), triton.cdiv(k, block_k)),
+            out,
+            planes["words"],
+            planes.get("more"),
+            planes.get("scales"),
+            planes["d"],
+            out.stride(0),
+            *strides,
+            num_rows,
+            k,
+            BITS=codes.bits,
+            OFFSET=codes.offset,
+            SCALES=codes.scales,
+            MINS=codes.mins,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            num_warps=4,
+            enable_fp_fusion=False,  # weights with the bits of their definition
+        )
+    return out
+
+
+def product_by_torch(
+    a: Tensor,
+    planes: dict[str, Tensor],
+    kind: str,
+    *,
+    rows: int = ROWS,
+    out: Tensor | None = None,
+) -> Tensor:
+    """a Wᵀ for many rows of a: some rows of W at a time, decoded to a's dtype."""
+    num_rows, k = planes["words"].shape[0], a.shape[1]
+    y = a.new_empty((a.shape[0], num_rows)) if out is None else out
+    weights = a.new_empty((min(rows, num_rows), k))
+    for first in range(0, num_rows, rows):
+        part = {name: plane[first : first + rows] for name, plane in planes.items()}
+        some = weights[: part["words"].shape[0]]
+        dequantize_planes(part, kind, k, some)
+        torch.mm(a, some.T, out=y[:, first : first + rows])
+    return y
