@@ -8,10 +8,10 @@ import torch
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.fragments import CODES
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
-from ferrum_triton.kernels.quant.planes import dequantize_planes, product_by_torch
+from ferrum_triton.kernels.quant.plane_rows import dequantize_planes, product_by_torch
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
-from tests.planes import planes_of
+from ferrum_triton.quant.planes import row_bytes, to_planes
 from tests.test_quant_formats import assert_same_bits, random_blocks
 
 KINDS = pytest.mark.parametrize("kind", CODES)
@@ -27,6 +27,14 @@ def packed(kind, n, k, seed=0):
     return quantize_blocks(weights, FORMATS[kind])
 
 
+def planes_of(blocks, kind):
+    """Planes whose rows end in what is no number, where anything lies between them."""
+    planes = to_planes(blocks, kind)
+    for name, size in row_bytes(kind, planes.num_weights).items():
+        planes.tensors[name].view(torch.uint8)[:, size:] = 0xFF
+    return planes
+
+
 def error(got, a, blocks, kind):
     """Squared error over the squares of the float64 product."""
     want = a.double() @ dequantize_blocks(blocks, FORMATS[kind]).double().T
@@ -36,7 +44,7 @@ def error(got, a, blocks, kind):
 def check(kind, m, n, k, config=SMALL, dtype=torch.float16, seed=0):
     a = torch.randn(m, k, generator=seeded(seed + 1)).to(dtype)
     blocks = packed(kind, n, k, seed)
-    got = mma_quant(a, planes_of(blocks, kind), kind, config)
+    got = mma_quant(a, planes_of(blocks, kind), config)
     assert got.dtype == dtype and got.shape == (m, n)
     # The result's own rounding, and that of weights and of the mins' sums to float16.
     limit = {torch.float16: 1e-6, torch.bfloat16: 6e-6}[dtype]
@@ -52,7 +60,7 @@ def test_products_agree_with_float64(kind, late):
 
 
 @pytest.mark.parametrize(
-    ("kind", "m"), [(kind, m) for kind in ("Q4_K", "Q6_K", "Q5_0") for m in (1, 9, 17)]
+    ("kind", "m"), [(kind, m) for kind in ("Q4_K", "Q6_K", "Q3_K", "Q5_0") for m in (1, 9, 17)]
 )
 def test_any_number_of_tokens_and_odd_rows(kind, m):
     check(kind, m, 33, 256, SMALL._replace(words=16), torch.bfloat16, seed=m)
@@ -70,7 +78,7 @@ def test_k_that_is_no_multiple_of_a_step(kind, k):
     check(kind, 2, 5, k, SMALL._replace(words=16, parts=2))
 
 
-@pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q8_0"))
+@pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q3_K", "Q8_0"))
 @pytest.mark.parametrize("splits", (2, 3, 8))
 def test_split_k_is_summed_in_order(kind, splits):
     config = SMALL._replace(splits=splits)
@@ -84,17 +92,17 @@ def test_activations_of_any_magnitude(kind):
     planes = planes_of(blocks, kind)
     a = torch.randn(5, 256, generator=seeded(4))
     a = (a * torch.tensor([1e-36, 1e-9, 1.0, 1e9, 1e30])[:, None]).bfloat16()
-    got = mma_quant(a, planes, kind, SMALL)
+    got = mma_quant(a, planes, SMALL)
     for i in range(5):
         assert error(got[i : i + 1], a[i : i + 1], blocks, kind) < 1e-5
-    assert not mma_quant(torch.zeros_like(a), planes, kind, SMALL).any()
+    assert not mma_quant(torch.zeros_like(a), planes, SMALL).any()
 
 
 def test_a_lost_number_stays_lost():
     blocks = packed("Q4_K", 16, 256)
     a = torch.randn(3, 256).bfloat16()
     a[0, 7], a[1, 9] = torch.nan, torch.inf
-    got = mma_quant(a, planes_of(blocks, "Q4_K"), "Q4_K", SMALL)
+    got = mma_quant(a, planes_of(blocks, "Q4_K"), SMALL)
     assert not got[:2].isfinite().any() and got[2].isfinite().all()
 
 
@@ -107,7 +115,7 @@ def test_any_codes_and_scales_are_exact_before_d(kind):
         if scale is not None:
             blocks[:, scale.at], blocks[:, scale.at + 1] = bits & 255, bits >> 8
     a = torch.eye(256, dtype=torch.float16)[::5]
-    got = mma_quant(a, planes_of(blocks, kind), kind, SMALL)
+    got = mma_quant(a, planes_of(blocks, kind), SMALL)
     assert torch.equal(got.double(), a.double() @ dequantize_blocks(blocks, fmt).double().T)
 
 
@@ -169,13 +177,12 @@ def run_ptx(text, outputs, operands):
 @KINDS
 def test_ptx_unpacks_what_the_layout_says(kind):
     codes, fmt = CODES[kind], FORMATS[kind]
-    signed = codes.scales == "byte"
     for seed in range(4):
         blocks = random_blocks(fmt, 1, 1, seed=seed)
-        planes = {name: plane[0] for name, plane in planes_of(blocks, kind).items()}
+        planes = planes_of(blocks, kind)
         q = fmt.q.read(blocks).to(torch.float64).flatten()
-        words = (planes["words"].long() & 0xFFFFFFFF).tolist()
-        more = (planes["more"].long() & 0xFFFFFFFF).tolist() if "more" in planes else None
+        words = (planes.q[0].long() & 0xFFFFFFFF).tolist()
+        more = None if planes.h is None else (planes.h[0].long() & 0xFFFFFFFF).tolist()
         for pair in range(fmt.block_size // 16):
             if codes.bits == 8:
                 operands = [words[4 * pair + i] for i in (0, 2, 1, 3)]
@@ -190,8 +197,12 @@ def test_ptx_unpacks_what_the_layout_says(kind):
             scale = 1
             if codes.scales:
                 scale = (seed * 37 + pair * 11) % 63
-                scale = {"nibbles": scale % 16, "pair": scale, "byte": scale - 32}[codes.scales]
-                operands += [scale & 0xFF if signed else scale | 0x5A00] * 2
+                if codes.scales == "nibbles":
+                    scale %= 16
+                stored = scale - 32 & 0xFF if codes.scales == "byte" else scale
+                operands += [stored | 0x5A00] * 2  # what lies above the byte is not read
+                if codes.scales in ("byte", "packed"):
+                    scale -= 32
             got = run_ptx(codes.asm, 8, operands)
             for product in range(8):
                 h, n, o = product >> 2, product >> 1 & 1, product & 1
@@ -203,7 +214,10 @@ def test_ptx_unpacks_what_the_layout_says(kind):
 @pytest.mark.parametrize(
     ("kind", "config"),
     [(kind, Config(64, 16)) for kind in CODES]
-    + [(kind, Config(128, 64, words=16, late=False, warps=8)) for kind in ("Q4_K", "Q6_K", "Q5_0")]
+    + [
+        (kind, Config(128, 64, words=16, late=False, warps=8))
+        for kind in ("Q4_K", "Q6_K", "Q3_K", "Q5_0")
+    ]
     + [("Q4_K", Config(64, 8)), ("Q6_K", Config(64, 8)), ("Q5_K", Config(64, 8))],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )
@@ -211,9 +225,9 @@ def test_compiled_for_hopper(kind, config):
     """No spills, no conversions of integers, and pairs that are neighbours of K in a thread."""
     n, k = 128, 1024
     blocks = torch.zeros(n, FORMATS[kind].row_bytes(k), dtype=torch.uint8)
-    planes = {name: plane.to("meta") for name, plane in planes_of(blocks, kind).items()}
+    planes = to_planes(blocks, kind).to("meta")
     with record_launches(capability=(9, 0)) as launches:
-        mma_quant(torch.empty(64, k, dtype=torch.bfloat16, device="meta"), planes, kind, config)
+        mma_quant(torch.empty(64, k, dtype=torch.bfloat16, device="meta"), planes, config)
     compiled = compile_launch(launches[-1], TARGETS["sm_90"])
     assert compiled.spilled == 0
     # Nothing is written to shared memory but what is loaded: weights stay in their registers.
@@ -237,26 +251,26 @@ def test_planes_decode_to_the_formats_bits(kind, dtype):
     blocks = random_blocks(fmt, 5, 3, seed=6)
     k = fmt.row_weights(blocks.shape[1])
     want = dequantize_blocks(blocks, fmt).to(dtype)
-    got = dequantize_planes(planes_of(blocks, kind), kind, k, torch.empty(5, k, dtype=dtype))
+    got = dequantize_planes(planes_of(blocks, kind), torch.empty(5, k, dtype=dtype))
     assert_same_bits(got, want)
 
 
 def test_a_product_by_torch_some_rows_at_a_time():
     blocks = packed("Q5_K", 21, 256)
     a = torch.randn(6, 256).bfloat16()
-    got = product_by_torch(a, planes_of(blocks, "Q5_K"), "Q5_K", rows=8)
+    got = product_by_torch(a, planes_of(blocks, "Q5_K"), rows=8)
     assert error(got, a, blocks, "Q5_K") < 1e-5
 
 
-@pytest.mark.parametrize("kind", ("Q4_K", "Q5_0", "Q8_0"))
+@pytest.mark.parametrize("kind", ("Q4_K", "Q3_K", "Q5_0", "Q8_0"))
 @pytest.mark.parametrize("target", ("sm_80", "gfx942"))
 def test_compiled_elsewhere(kind, target):
-    planes = planes_of(torch.zeros(64, FORMATS[kind].row_bytes(512), dtype=torch.uint8), kind)
-    planes = {name: plane.to("meta") for name, plane in planes.items()}
+    blocks = torch.zeros(64, FORMATS[kind].row_bytes(512), dtype=torch.uint8)
+    planes = to_planes(blocks, kind).to("meta")
     with record_launches(capability=TARGETS[target].capability) as launches:
         a = torch.empty(16, 512, dtype=torch.bfloat16, device="meta")
-        mma_quant(a, planes, kind, Config(64, 16, stages=2, splits=2))
-        dequantize_planes(planes, kind, 512, torch.empty(64, 512, device="meta"))
+        mma_quant(a, planes, Config(64, 16, stages=2, splits=2))
+        dequantize_planes(planes, torch.empty(64, 512, device="meta"))
     for launch in launches:
         compiled = compile_launch(launch, TARGETS[target])
         assert compiled.spilled == 0

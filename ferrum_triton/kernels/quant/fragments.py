@@ -1,6 +1,6 @@
 """Weights in planes, unpacked into fragments of the tensor cores where they lie in registers.
 
-A row's weights lie in planes of int32 words (:mod:`ferrum_triton.kernels.quant.mma`). Two words of
+A row's weights lie in planes of int32 words (:mod:`ferrum_triton.quant.planes`). Two words of
 four-bit codes are 16 weights and give eight pairs of float16; so do one word of a two-bit plane and
 half a word of a one-bit plane. A pair takes two weights whose codes lie 16 bits apart in one word,
 so that one instruction masks both and sets the exponent that makes the bits a float16 of M + code::
@@ -113,15 +113,15 @@ def _codes(asm: _Asm, bits: int, first: int) -> list[int]:
     return places
 
 
-def _scaled(bits: int, offset: int, signed: bool, num_tiles: int) -> str:
+def _scaled(bits: int, offset: int, scales: str, num_tiles: int) -> str:
     """PTX: scale · (code - offset) to $0 .. $7; the operand after the words has the scale."""
     asm = _Asm()
     places = _codes(asm, bits, 8)
-    # As a byte under the exponent of 1024; a signed one plus 128.
+    # As a byte under the exponent of 1024; a signed one plus 128, and Q3_K's are stored plus 32.
     both = f"${8 + 2 * num_tiles}"
-    byte = asm.op("xor.b32", both, "0x80") if signed else both
+    byte = asm.op("xor.b32", both, "0x80") if scales == "byte" else both
     raw = asm.op("prmt.b32", byte, "0x64646464", "0x4040")
-    bias = asm.op("mov.b32", _half(1024 + 128 * signed))
+    bias = asm.op("mov.b32", _half(1024 + {"byte": 128, "packed": 32}.get(scales, 0)))
     scale = asm.op("sub.rn.f16x2", raw, bias)
     taken = {}
     for place in dict.fromkeys(places):
@@ -154,7 +154,9 @@ class Codes:
             5 and 3 have a plane of one bit above it, 6 one of two.
         offset: taken from every code. Codes of eight bits are signed instead.
         scales: integer scales of sub-blocks: "pair" (a byte each of scale and min, per 32 weights),
-            "byte" or "nibbles" (per 16 weights), or "" of formats of 32 weights, which have none.
+            "nibbles" (the same in one byte, per 16 weights), "byte" (signed, per 16 weights),
+            "packed" (Q3_K's of six bits, 32 taken from each) or "" of formats of 32 weights, which
+            have none.
         mins: whether weights have an offset of their own.
     """
 
@@ -168,8 +170,7 @@ class Codes:
         """PTX that unpacks two words."""
         num_tiles = 1 if self.bits in (2, 4) else 2
         if self.scales:
-            signed = self.scales == "byte"
-            return _scaled(self.bits, self.offset, signed, num_tiles)
+            return _scaled(self.bits, self.offset, self.scales, num_tiles)
         # 128 was added to signed bytes.
         return _plain(self.bits, 128 if self.bits == 8 else self.offset)
 
@@ -187,7 +188,7 @@ CODES = {
     "Q5_1": Codes(5, 0, "", mins=True),
     "Q8_0": Codes(8, 0, "", mins=False),
     "Q2_K": Codes(2, 0, "nibbles", mins=True),
-    "Q3_K": Codes(3, 4, "byte", mins=False),
+    "Q3_K": Codes(3, 4, "packed", mins=False),
     "Q4_K": Codes(4, 0, "pair", mins=True),
     "Q5_K": Codes(5, 0, "pair", mins=True),
     "Q6_K": Codes(6, 32, "byte", mins=False),
@@ -267,7 +268,8 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
         words: int32 [N, W] of four-bit codes; [N, W / 2] of two-bit codes; [N, 2 W] of bytes.
         more: the bits above, or 0: int32 [N, W / 2] of a two-bit plane; of a one-bit plane [N, W],
             shifted so that the four lowest bits of each byte are those of the word's pair.
-        scale: int32 [N, W / c], signed in its lowest byte; what lies above is not read.
+        scale: int32 [N, W / c], signed in its lowest byte, what lies above is not read; of codes of
+            three bits plus 32.
         ASM: PTX of :class:`Codes`, or "".
     """
     if BITS == 8:
@@ -300,7 +302,8 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
         if BITS == 3 or BITS == 5:
             more, _ = tl.split(tl.reshape(more, [more.shape[0], more.shape[1] // 2, 2]))
         if SCALED:
-            scale = spread((scale << 24) >> 24, w[0].shape[1])
+            signed = scale - 32 if BITS == 3 else (scale << 24) >> 24
+            scale = spread(signed, w[0].shape[1])
         t = (
             _pair(w, more, scale, 0, 0, 0, BITS, OFFSET),
             _pair(w, more, scale, 0, 0, 1, BITS, OFFSET),

@@ -1,15 +1,7 @@
 """Activations by weights in planes, on tensor cores: one program per tile of the product.
 
-A matrix W [n, k] is held as planes, [n, words] each, K in its natural order::
-
-    q4      int32 word j has weights 8 j .. 8 j + 7: byte b weight 8 j + b in its low half and
-            8 j + 4 + b in its high half
-    q2      int32 word j has weights 16 j .. 16 j + 15: weight 4 p + b at bits 2 p of byte b
-    q1      int32 word j has weights 32 j .. 32 j + 31: weight 4 p + b at bit p of byte b
-    q8      int32 word j has weights 4 j .. 4 j + 3
-    scales  of sub-blocks: Q4_K and Q5_K int16, scale | min << 8, per 32 weights; a byte per 16 of
-            the other formats of 256 weights
-    d       float16, or int32 d | m << 16 where there is m, per 256 or 32 weights
+A matrix W [n, k] is held as :class:`~ferrum_triton.quant.planes.Planes`. Of Q4_K and Q5_K the bytes
+of a scale and its min are read as one int16.
 
 Weights are the tensor cores' first operand, from registers, and tokens the second: a tile takes 64
 or 128 rows of W and 8 to 256 tokens. Words reach shared memory by the loop's pipeline and are
@@ -42,6 +34,7 @@ from ferrum_triton.kernels.quant.fragments import (
     times,
     unpack,
 )
+from ferrum_triton.quant.planes import Planes
 
 
 class Config(NamedTuple):
@@ -141,16 +134,17 @@ def _mma_quant_kernel(
     x_ptr,  # [m, padded k]
     sums_ptr,  # [m, padded k / 8]
     factor_ptr,  # [m]
-    words_ptr,  # [n, words]
-    more_ptr,  # [n, words]
-    scales_ptr,  # [n, sub-blocks]
-    d_ptr,  # [n, blocks]
+    q_ptr,  # int32 [n, words]
+    h_ptr,  # int32 [n, words]
+    s_ptr,  # uint8 [n, bytes]
+    t_ptr,  # uint8 [n, bytes]
+    d_ptr,  # float16 or int32 [n, blocks]
     stride_y_split,
     stride_y_token,
     stride_x_token,
-    stride_words_row,  # strides of planes in units of 16 bytes
-    stride_more_row,
-    stride_scales_row,
+    stride_q_row,  # strides of planes in units of 16 bytes
+    stride_h_row,
+    stride_s_row,
     stride_d_row,
     num_rows,
     num_words,  # of eight weights
@@ -168,6 +162,7 @@ def _mma_quant_kernel(
     LATE: tl.constexpr,
     SPLITS: tl.constexpr,
     WHOLE: tl.constexpr,  # K is whole steps
+    T: tl.constexpr,  # stride of t's rows, in words
     AHEAD: tl.constexpr,
 ):
     SCALED: tl.constexpr = SCALES != ""
@@ -181,19 +176,25 @@ def _mma_quant_kernel(
     # Tiles of planes: words, what lies above them, and scales.
     W_COLS: tl.constexpr = 2 * BLOCK_W if BITS == 8 else (BLOCK_W // 2 if BITS < 4 else BLOCK_W)
     w_col = tl.arange(0, W_COLS)[None, :]
-    w_rows = words_ptr + row[:, None] * stride_words_row * 4 + w_col
+    w_rows = q_ptr + row[:, None] * stride_q_row * 4 + w_col
     if BITS == 6:
         more_col = tl.arange(0, BLOCK_W // 2)[None, :]
-        more_rows = more_ptr + row[:, None] * stride_more_row * 4 + more_col
+        more_rows = h_ptr + row[:, None] * stride_h_row * 4 + more_col
     elif BITS == 5 or BITS == 3:
         more_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        more_rows = more_ptr + row[:, None] * stride_more_row * 4 + more_col
+        more_rows = h_ptr + row[:, None] * stride_h_row * 4 + more_col
     if SCALES == "pair":
         s_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        s_rows = scales_ptr + row[:, None] * stride_scales_row * 8 + s_col
+        s_rows = s_ptr.to(tl.pointer_type(tl.int16)) + row[:, None] * stride_s_row * 8 + s_col
+    elif SCALES == "packed":
+        # Two sub-blocks a column; the upper bits of all 16 of a block are in a word.
+        s_col = tl.arange(0, BLOCK_W // 4)[None, :]
+        s_rows = s_ptr + row[:, None] * stride_s_row * 16 + s_col
+        t_rows = t_ptr.to(tl.pointer_type(tl.int32)) + row[:, None] * T
     elif SCALED:
         s_col = tl.arange(0, BLOCK_W // 2)[None, :]
-        s_rows = scales_ptr + row[:, None] * stride_scales_row * 16 + s_col
+        S_TYPE: tl.constexpr = tl.int8 if SCALES == "byte" else tl.uint8
+        s_rows = s_ptr.to(tl.pointer_type(S_TYPE)) + row[:, None] * stride_s_row * 16 + s_col
     D_UNIT: tl.constexpr = 4 if MINS else 8
     d_rows = d_ptr + row * stride_d_row * D_UNIT
     if not SCALED:
@@ -213,7 +214,7 @@ def _mma_quant_kernel(
         # Weights were there before the kernel that arranges the activations was launched.
         ahead = begin * W_COLS + tl.arange(0, AHEAD) * 32
         ahead = tl.minimum(ahead, steps * W_COLS - 32)
-        _prefetch(words_ptr + (row * stride_words_row * 4)[:, None] + ahead[None, :])
+        _prefetch(q_ptr + (row * stride_q_row * 4)[:, None] + ahead[None, :])
         gdc_wait()
 
     # Too narrow for the compiler's pipeline where no product depends on them: a step ahead by hand.
@@ -245,6 +246,10 @@ def _mma_quant_kernel(
         elif SCALES == "nibbles":
             both = tl.load(s_rows + step * (BLOCK_W // 2)).to(tl.int32)
             scale, low = both & 15, both << 4  # a min as the low bits of the second byte
+        elif SCALES == "packed":
+            scale = tl.load(s_rows + step * (BLOCK_W // 4)).to(tl.int32)
+            upper = tl.load(t_rows + step * BLOCK_W // 32)
+            upper = upper >> (s_col + step * (BLOCK_W // 4)) % 8 * 4
         elif SCALES == "byte":
             scale = tl.load(s_rows + step * (BLOCK_W // 2)).to(tl.int32)
 
@@ -266,7 +271,8 @@ def _mma_quant_kernel(
         if BITS == 5 or BITS == 3:
             even, odd = _every_other_pair(words, BITS)
             if BITS == 3:
-                even_scale, odd_scale = _every_other_pair(scale, BITS)
+                even_scale = scale & 15 | upper << 4 & 48
+                odd_scale = scale >> 4 | upper << 2 & 48
             else:
                 even_scale, odd_scale = scale, scale
             t = _weights(
@@ -335,8 +341,7 @@ def _units(plane: Tensor | None) -> int:
 
 def mma_quant(
     a: Tensor,
-    planes: dict[str, Tensor],
-    kind: str,
+    planes: Planes,
     config: Config,
     *,
     arranged: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -346,15 +351,13 @@ def mma_quant(
 
     Args:
         a: [m, k], float16 or bfloat16.
-        planes: "words", "more", "scales" and "d", those the format has; rows at multiples of 16
-            bytes.
-        kind: W's format.
+        planes: W, of one matrix.
         config: of the launch.
         arranged: :func:`arrange` of a for the config's words, where several products share it;
             in halves for formats with a one-bit plane.
     """
-    codes = CODES[kind]
-    (num_tokens, k), num_rows = a.shape, planes["words"].shape[0]
+    codes = CODES[planes.kind]
+    (num_tokens, k), num_rows = a.shape, planes.shape[0]
     y = a.new_empty((num_tokens, num_rows)) if out is None else out
     if y.numel() == 0:
         return y
@@ -377,17 +380,18 @@ def mma_quant(
         x,
         sums,
         factor,
-        planes["words"],
-        planes.get("more"),
-        planes.get("scales"),
-        planes["d"],
+        planes.q,
+        planes.h,
+        planes.s,
+        planes.t,
+        planes.d,
         partial.stride(0) if splits > 1 else 0,
         partial.stride(-2),
         x.stride(0),
-        _units(planes["words"]),
-        _units(planes.get("more")),
-        _units(planes.get("scales")),
-        _units(planes["d"]),
+        _units(planes.q),
+        _units(planes.h),
+        _units(planes.s),
+        _units(planes.d),
         num_rows,
         k // 8,
         num_tokens,
@@ -404,6 +408,7 @@ def mma_quant(
         LATE=late,
         SPLITS=splits,
         WHOLE=k % (8 * config.words) == 0,
+        T=0 if planes.t is None else planes.t.stride(0) // 4,
         AHEAD=ahead,
         num_warps=config.warps,
         num_stages=config.stages,

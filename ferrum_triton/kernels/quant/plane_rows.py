@@ -1,8 +1,10 @@
 """Weights in planes, decoded: what large products multiply by through torch.
 
-The planes are those of :mod:`ferrum_triton.kernels.quant.mma`. Decoding takes float32 in the order
-of operations of :mod:`ferrum_triton.quant.formats`, so that results have its bits.
+Decoding takes float32 in the order of operations of :mod:`ferrum_triton.quant.formats`, so that
+results have its bits.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.fragments import CODES, spread
+from ferrum_triton.quant.planes import Planes
 
 # Rows decoded at a time before a product: their bfloat16 weights, at 4096 columns, leave room in an
 # L2 of 50 MB for what else the product reads.
@@ -38,15 +41,17 @@ def _two_halves(word):
 @kernel
 def _dequantize_planes_kernel(
     y_ptr,  # [n, k]
-    words_ptr,  # [n, words]
-    more_ptr,  # [n, words]
-    scales_ptr,  # [n, sub-blocks]
-    d_ptr,  # [n, blocks]
+    q_ptr,  # int32 [n, words]
+    h_ptr,  # int32 [n, words]
+    d_ptr,  # float16 or int32 [n, blocks]
+    s_ptr,  # uint8 [n, bytes]
+    t_ptr,  # uint8 [n, bytes]
     stride_y_row,
-    stride_words_row,
-    stride_more_row,
-    stride_scales_row,
+    stride_q_row,
+    stride_h_row,
     stride_d_row,
+    stride_s_row,
+    stride_t_row,
     num_rows,
     num_weights,
     BITS: tl.constexpr,
@@ -61,12 +66,12 @@ def _dequantize_planes_kernel(
     first = tl.program_id(1) * BLOCK_K
 
     LOW: tl.constexpr = BITS if BITS == 8 or BITS < 3 else (2 if BITS == 3 else 4)
-    words = words_ptr + row * stride_words_row
+    words = q_ptr + row * stride_q_row
     q = _codes_of(words, first, num_weights * LOW // 32, LOW, BLOCK_K)
     if BITS == 8:
         q = (q << 24) >> 24
     elif BITS != LOW:
-        more = more_ptr + row * stride_more_row
+        more = h_ptr + row * stride_h_row
         high = _codes_of(more, first, num_weights * (BITS - LOW) // 32, BITS - LOW, BLOCK_K)
         q = q | (high << LOW)
     q = (q - OFFSET).to(tl.float32)
@@ -86,13 +91,21 @@ def _dequantize_planes_kernel(
         SUB: tl.constexpr = 32 if SCALES == "pair" else 16
         sub = first // SUB + tl.arange(0, BLOCK_K // SUB)[None, :]
         mask = sub < num_weights // SUB
-        both = tl.load(scales_ptr + row * stride_scales_row + sub, mask=mask, other=0).to(tl.int32)
         if SCALES == "pair":
+            pairs = (s_ptr + row * stride_s_row).to(tl.pointer_type(tl.int16))
+            both = tl.load(pairs + sub, mask=mask, other=0).to(tl.int32)
             scale, low = both & 255, (both >> 8) & 255
         elif SCALES == "nibbles":
+            both = tl.load(s_ptr + row * stride_s_row + sub, mask=mask, other=0).to(tl.int32)
             scale, low = both & 15, (both >> 4) & 15
+        elif SCALES == "byte":
+            signed = (s_ptr + row * stride_s_row).to(tl.pointer_type(tl.int8))
+            scale = tl.load(signed + sub, mask=mask, other=0).to(tl.int32)
         else:
-            scale, low = both, both
+            scale = tl.load(s_ptr + row * stride_s_row + sub // 2, mask=mask, other=0).to(tl.int32)
+            high = tl.load(t_ptr + row * stride_t_row + sub // 4, mask=mask, other=0).to(tl.int32)
+            scale = (scale >> (sub % 2 * 4)) & 15 | ((high >> (sub % 4 * 2)) & 3) << 4
+            scale -= 32
         step = spread(d, BLOCK_K // SUB) * scale.to(tl.float32)
         w = spread(step, BLOCK_K) * q
         if MINS:
@@ -103,25 +116,19 @@ def _dequantize_planes_kernel(
     tl.store(y_ptr + n[:, None] * stride_y_row + k, w.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def dequantize_planes(planes: dict[str, Tensor], kind: str, k: int, out: Tensor) -> Tensor:
-    """Decode rows of planes, [n, k], to ``out`` in its dtype."""
-    codes = CODES[kind]
-    num_rows = planes["words"].shape[0]
-    strides = [
-        0 if planes.get(name) is None else planes[name].stride(0)
-        for name in ("words", "more", "scales", "d")
-    ]
+def dequantize_planes(planes: Planes, out: Tensor) -> Tensor:
+    """Decode a matrix in planes, [n, k], to ``out`` in its dtype."""
+    codes = CODES[planes.kind]
+    num_rows, k = planes.shape
+    tensors = (planes.q, planes.h, planes.d, planes.s, planes.t)
     block_n, block_k = 4, 512
     if out.numel():
         _dequantize_planes_kernel.launch(
             (triton.cdiv(num_rows, block_n), triton.cdiv(k, block_k)),
             out,
-            planes["words"],
-            planes.get("more"),
-            planes.get("scales"),
-            planes["d"],
+            *tensors,
             out.stride(0),
-            *strides,
+            *(0 if plane is None else plane.stride(0) for plane in tensors),
             num_rows,
             k,
             BITS=codes.bits,
@@ -137,20 +144,16 @@ def dequantize_planes(planes: dict[str, Tensor], kind: str, k: int, out: Tensor)
 
 
 def product_by_torch(
-    a: Tensor,
-    planes: dict[str, Tensor],
-    kind: str,
-    *,
-    rows: int = ROWS,
-    out: Tensor | None = None,
+    a: Tensor, planes: Planes, *, rows: int = ROWS, out: Tensor | None = None
 ) -> Tensor:
     """a Wᵀ for many rows of a: some rows of W at a time, decoded to a's dtype."""
-    num_rows, k = planes["words"].shape[0], a.shape[1]
+    num_rows, k = planes.shape
     y = a.new_empty((a.shape[0], num_rows)) if out is None else out
     weights = a.new_empty((min(rows, num_rows), k))
     for first in range(0, num_rows, rows):
-        part = {name: plane[first : first + rows] for name, plane in planes.items()}
-        some = weights[: part["words"].shape[0]]
-        dequantize_planes(part, kind, k, some)
-        torch.mm(a, some.T, out=y[:, first : first + rows])
+        last = min(first + rows, num_rows)
+        part = {name: plane[first:last] for name, plane in planes.tensors.items()}
+        some = weights[: last - first]
+        dequantize_planes(replace(planes, **part), some)
+        torch.mm(a, some.T, out=y[:, first:last])
     return y
