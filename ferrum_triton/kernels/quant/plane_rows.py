@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.fragments import CODES, spread
+from ferrum_triton.kernels.quant.planes import fp16_pair
 from ferrum_triton.quant.planes import Planes
 
 # Rows decoded at a time before a product: their bfloat16 weights, at 4096 columns, leave room in an
@@ -29,13 +30,6 @@ def _codes_of(ptr, first, num_words, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
     i = tl.arange(0, EACH)[None, None, :]
     codes = (words[:, :, None] >> (i % 4 * 8 + i // 4 * BITS)) & ((1 << BITS) - 1)
     return tl.reshape(codes, [words.shape[0], BLOCK_K])
-
-
-@triton.jit
-def _two_halves(word):
-    low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    high = ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
 
 
 @kernel
@@ -80,7 +74,7 @@ def _dequantize_planes_kernel(
     block = first // EACH + tl.arange(0, BLOCK_K // EACH)[None, :]
     d = tl.load(d_ptr + row * stride_d_row + block, mask=block < num_weights // EACH, other=0)
     if MINS:
-        d, m = _two_halves(d)
+        d, m = fp16_pair(d)
     else:
         d = d.to(tl.float32)
     if SCALES == "":

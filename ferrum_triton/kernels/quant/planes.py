@@ -242,7 +242,7 @@ def load_scales(d_ptr, s_ptr, t_ptr, group, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def _halves(word):
+def fp16_pair(word):
     """The two fp16 of an int32 as float32."""
     low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -277,7 +277,7 @@ def sub_scales(raw, group, KIND: tl.constexpr):
 def block_scales(raw, KIND: tl.constexpr):
     """d, and the minimum where there is one, as float32."""
     if KIND == "Q4_1" or KIND == "Q5_1" or KIND == "Q2_K" or KIND == "Q4_K" or KIND == "Q5_K":
-        d, m = _halves(raw[0])
+        d, m = fp16_pair(raw[0])
         scales = (d, m)
     else:
         scales = (raw[0].to(tl.float32),)
