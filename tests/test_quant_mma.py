@@ -7,6 +7,7 @@ import torch
 
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.fragments import CODES
+from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
 from ferrum_triton.kernels.quant.plane_rows import dequantize_planes, product_by_torch
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
@@ -64,6 +65,14 @@ def test_products_agree_with_float64(kind, late):
 )
 def test_any_number_of_tokens_and_odd_rows(kind, m):
     check(kind, m, 33, 256, SMALL._replace(words=16), torch.bfloat16, seed=m)
+
+
+@KINDS
+def test_the_same_planes_serve_few_and_many_tokens(kind):
+    planes = planes_of(packed(kind, 9, 256), kind)
+    a = torch.randn(2, 256, generator=seeded(2)).half()
+    few, many = gemv_planes(a, planes).double(), mma_quant(a, planes, SMALL).double()
+    assert ((few - many).square().sum() / few.square().sum()).item() < 2e-6
 
 
 @pytest.mark.parametrize("kind", ("Q4_K", "Q5_1"))
