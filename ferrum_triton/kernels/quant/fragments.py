@@ -1,0 +1,404 @@
+"""Weights in planes, unpacked into fragments of the tensor cores where they lie in registers.
+
+A row's weights lie in planes of int32 words (:mod:`ferrum_triton.quant.planes`). Two words of
+four-bit codes are 16 weights and give eight pairs of float16; so do one word of a two-bit plane and
+half a word of a one-bit plane. A pair takes two weights whose codes lie 16 bits apart in one word,
+so that one instruction masks both and sets the exponent that makes the bits a float16 of M + code::
+
+    weight 16 i + 8 h + 4 n + 2 e + o  is  element 2 i + e of product 4 h + 2 n + o
+
+(h: which word, n: which nibble, 2 e + o: which byte). The order of K within a sum is free, so the
+activations are brought into that order instead, once. One fused multiply-add then takes M off and
+applies the sub-block's integer scale: M is a power of two for each place of a code in its word, and
+small enough that (M + offset) · scale is a float16 too, so that scale · (code - offset) comes out
+rounded once; it is exact up to 2048, and so in every format but Q6_K and Q8_0 scaled.
+
+The words' elements need not be computed apart from each other: PTX sees two neighbours of K at a
+time (``pack=2``), which in an operand's layout one thread holds side by side.
+"""
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+import triton
+import triton.language as tl
+
+# An exponent whose float16 has a code's lowest bit at a place: 2^(10 - place).
+_MAGIC = {place: ((25 - place) << 10) * 0x10001 for place in range(7)}
+
+
+def _half(value: float) -> str:
+    """Two copies of a float16 that holds ``value``, as a PTX constant."""
+    return f"0x{int.from_bytes(struct.pack('<e', value), 'little') * 0x10001:08X}"
+
+
+class _Asm:
+    """Lines of PTX and the temporaries they use."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names = 0
+
+    def new(self) -> str:
+        self.names += 1
+        return f"t{self.names}"
+
+    def op(self, name: str, *args: str, to: str = "") -> str:
+        to = to or self.new()
+        self.lines.append(f"{name} {to}, {', '.join(args)};")
+        return to
+
+    def shifted(self, word: str, left: int) -> str:
+        """word << left, >> if that is negative."""
+        if left == 0:
+            return word
+        return self.op("shl.b32" if left > 0 else "shr.u32", word, str(abs(left)))
+
+    def merged(self, mask: int, word: str, other: str) -> str:
+        """word where mask has bits, other elsewhere."""
+        return self.op("lop3.b32", word, other, f"0x{mask:08X}", "0xE4")
+
+    def pairs(self, outs: tuple[str, str], word: str, place: int, bits: int) -> None:
+        """M + code of the codes at ``place`` in bytes 0 and 2, and in bytes 1 and 3."""
+        mask = ((1 << bits) - 1 << place) * 0x10001
+        for out, source in zip(outs, (word, self.shifted(word, -8)), strict=True):
+            self.op("lop3.b32", source, f"0x{mask:08X}", f"0x{_MAGIC[place]:08X}", "0xEA", to=out)
+
+    def text(self) -> str:
+        temporaries = ", ".join(f"t{i + 1}" for i in range(self.names))
+        return "{\n.reg .b32 " + temporaries + ";\n" + "\n".join(self.lines) + "\n}"
+
+
+def _codes(asm: _Asm, bits: int, first: int) -> list[int]:
+    """Write M + code to $0 .. $7; the place of each product's codes.
+
+    Args:
+        asm: where to.
+        bits: of a code; 8 are signed and come out as M + 128 + code.
+        first: operand. There are two of each tile: two words of four bits, or twice the word that
+            both share. Of eight bits the low and the high halves of two words of 64.
+    """
+    places = []
+    words, more = (f"${first}", f"${first + 1}"), f"${first + 2}"
+    for h in range(2):
+        for n in range(2):
+            p = 2 * h + n
+            outs = (f"${2 * p}", f"${2 * p + 1}")
+            place = 0
+            if bits == 8:
+                word = f"${first + h + 2 * n}"
+                for out, source in zip(outs, (word, asm.shifted(word, -8)), strict=True):
+                    asm.op("lop3.b32", source, "0x00FF00FF", "0x64806480", "0x6A", to=out)
+            elif bits == 6:
+                # Bits 2 .. 5 of a byte from the nibble, 6 and 7 from the two bits above.
+                nibble = asm.shifted(words[h], 2 - 4 * n)
+                word = asm.merged(0x3C3C3C3C, nibble, asm.shifted(more, 6 - 2 * p))
+                place = 2
+            elif bits == 5:
+                nibble = asm.shifted(words[h], -4 * n)
+                word = asm.merged(0x0F0F0F0F, nibble, asm.shifted(more, 4 - p))
+            elif bits == 4:
+                word, place = words[h], 4 * n
+            elif bits == 3:
+                # At place 4, where (M + 4) · scale is a float16.
+                low = asm.shifted(words[0], 4 - 2 * p)
+                word = asm.merged(0x30303030, low, asm.shifted(more, 6 - p))
+                place = 4
+            else:
+                word, place = words[0], 2 * p
+            if bits != 8:
+                asm.pairs(outs, word, place, bits)
+            places += [place, place]
+    return places
+
+
+def _scaled(bits: int, offset: int, scales: str, num_tiles: int) -> str:
+    """PTX: scale · (code - offset) to $0 .. $7; the operand after the words has the scale."""
+    asm = _Asm()
+    places = _codes(asm, bits, 8)
+    # As a byte under the exponent of 1024; a signed one plus 128, and Q3_K's are stored plus 32.
+    both = f"${8 + 2 * num_tiles}"
+    byte = asm.op("xor.b32", both, "0x80") if scales == "byte" else both
+    raw = asm.op("prmt.b32", byte, "0x64646464", "0x4040")
+    bias = asm.op("mov.b32", _half(1024 + {"byte": 128, "packed": 32}.get(scales, 0)))
+    scale = asm.op("sub.rn.f16x2", raw, bias)
+    taken = {}
+    for place in dict.fromkeys(places):
+        size = asm.op("mov.b32", _half(-(2 ** (10 - place) + offset)))
+        taken[place] = asm.op("mul.rn.f16x2", scale, size)
+    for i, place in enumerate(places):
+        asm.op("fma.rn.f16x2", f"${i}", scale, taken[place], to=f"${i}")
+    return asm.text()
+
+
+def _plain(bits: int, offset: int) -> str:
+    """PTX: code - offset to $0 .. $7."""
+    asm = _Asm()
+    places = _codes(asm, bits, 8)
+    sizes = {
+        place: asm.op("mov.b32", _half(2 ** (10 - place) + offset))
+        for place in dict.fromkeys(places)
+    }
+    for i, place in enumerate(places):
+        asm.op("sub.rn.f16x2", f"${i}", sizes[place], to=f"${i}")
+    return asm.text()
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What the kernels have to know of a format in planes.
+
+    Attributes:
+        bits: of a code. 4, 5 and 6 have a plane of four bits; 2 and 3 one of two; 8 one of bytes.
+            5 and 3 have a plane of one bit above it, 6 one of two.
+        offset: taken from every code. Codes of eight bits are signed instead.
+        scales: integer scales of sub-blocks: "pair" (a byte each of scale and min, per 32 weights),
+            "nibbles" (the same in one byte, per 16 weights), "byte" (signed, per 16 weights),
+            "packed" (Q3_K's of six bits, 32 taken from each) or "" of formats of 32 weights, which
+            have none.
+        mins: whether weights have an offset of their own.
+    """
+
+    bits: int
+    offset: int
+    scales: str
+    mins: bool
+
+    @cached_property
+    def asm(self) -> str:
+        """PTX that unpacks two words."""
+        num_tiles = 1 if self.bits in (2, 4) else 2
+        if self.scales:
+            return _scaled(self.bits, self.offset, self.scales, num_tiles)
+        # 128 was added to signed bytes.
+        return _plain(self.bits, 128 if self.bits == 8 else self.offset)
+
+    @cached_property
+    def constraints(self) -> str:
+        """Of its operands."""
+        tiles = (1 if self.bits in (2, 4) else 2) + bool(self.scales)
+        return ",".join(["=&r"] * 8 + ["r"] * (2 * tiles))
+
+
+CODES = {
+    "Q4_0": Codes(4, 8, "", mins=False),
+    "Q4_1": Codes(4, 0, "", mins=True),
+    "Q5_0": Codes(5, 16, "", mins=False),
+    "Q5_1": Codes(5, 0, "", mins=True),
+    "Q8_0": Codes(8, 0, "", mins=False),
+    "Q2_K": Codes(2, 0, "nibbles", mins=True),
+    "Q3_K": Codes(3, 4, "packed", mins=False),
+    "Q4_K": Codes(4, 0, "pair", mins=True),
+    "Q5_K": Codes(5, 0, "pair", mins=True),
+    "Q6_K": Codes(6, 32, "byte", mins=False),
+}
+
+# $0 .. $7 = $8 .. $15 times $16, plus $17 or minus $17 · $18.
+_TIMES = tl.constexpr("\n".join(f"mul.rn.f16x2 ${i}, ${8 + i}, $16;" for i in range(8)))
+_TIMES_PLUS = tl.constexpr("\n".join(f"fma.rn.f16x2 ${i}, ${8 + i}, $16, $17;" for i in range(8)))
+_TIMES_MINUS = tl.constexpr(
+    "{\n.reg .b32 low;\nmul.rn.f16x2 low, $17, $18;\nneg.f16x2 low, low;\n"
+    + "\n".join(f"fma.rn.f16x2 ${i}, ${8 + i}, $16, low;" for i in range(8))
+    + "\n}"
+)
+
+
+_EIGHT = tl.constexpr((tl.float16,) * 8)
+_SCALE_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 9))
+_LOW_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 10))
+_DIFFERENCE_CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 11))
+
+
+_BYTE = tl.constexpr(
+    "{\n.reg .b32 t, b;\nmov.b32 b, 0x64006400;\nprmt.b32 t, $1, 0x64646464, 0x4141;\n"
+    "sub.rn.f16x2 $0, t, b;\n}"
+)
+
+
+@triton.jit
+def spread(x, W: tl.constexpr):
+    """[N, W / c] -> [N, W], each element c times."""
+    each: tl.constexpr = W // x.shape[1]
+    return tl.reshape(
+        tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], each]), [x.shape[0], W]
+    )
+
+
+@triton.jit
+def _value(
+    words, more, scale, H: tl.constexpr, N: tl.constexpr, BYTE: tl.constexpr, BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
+    """scale · (code - OFFSET) of the codes at bit BYTE of each word, float16."""
+    P: tl.constexpr = 2 * H + N
+    if BITS == 8:
+        code = (words[H + 2 * N] << (24 - BYTE)) >> 24
+    elif BITS >= 4:
+        code = (words[H] >> (BYTE + 4 * N)) & 15
+        if BITS == 6:
+            code = code | (((more >> (BYTE + 2 * P)) & 3) << 4)
+        elif BITS == 5:
+            code = code | (((more >> (BYTE + P)) & 1) << 4)
+    else:
+        code = (words[0] >> (BYTE + 2 * P)) & 3
+        if BITS == 3:
+            code = code | (((more >> (BYTE + P)) & 1) << 2)
+    return (scale * (code - OFFSET)).to(tl.float16)
+
+
+@triton.jit
+def _pair(
+    words, more, scale, H: tl.constexpr, N: tl.constexpr, ODD: tl.constexpr, BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Product 4 H + 2 N + ODD without PTX: float16 [N, 2 x], from what has an element a pair."""
+    first = _value(words, more, scale, H, N, 8 * ODD, BITS, OFFSET)
+    second = _value(words, more, scale, H, N, 16 + 8 * ODD, BITS, OFFSET)
+    return tl.reshape(tl.join(first, second), [first.shape[0], 2 * first.shape[1]])
+
+
+@triton.jit
+def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
+           SCALED: tl.constexpr, ASM: tl.constexpr,
+           CONSTRAINTS: tl.constexpr):  # fmt: skip
+    """The eight products' weights, float16 [N, W], up to the block's scale.
+
+    Args:
+        words: int32 [N, W] of four-bit codes; [N, W / 2] of two-bit codes; [N, 2 W] of bytes.
+        more: the bits above, or 0: int32 [N, W / 2] of a two-bit plane; of a one-bit plane [N, W],
+            shifted so that the four lowest bits of each byte are those of the word's pair.
+        scale: int32 [N, W / c], signed in its lowest byte, what lies above is not read; of codes of
+            three bits plus 32.
+        ASM: PTX of :class:`Codes`, or "".
+    """
+    if BITS == 8:
+        halves = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
+    if ASM != "":
+        if BITS == 8:
+            args = halves
+        elif BITS == 6:
+            args = (words, spread(more, words.shape[1]))
+        elif BITS == 5:
+            args = (words, more)
+        elif BITS == 4:
+            args = (words,)
+        elif BITS == 3:
+            args = (spread(words, more.shape[1]), more)
+        else:
+            args = (spread(words, 2 * words.shape[1]),)
+        if SCALED:
+            args += (spread(scale, args[0].shape[1]),)
+        t = tl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2)
+    else:
+        if BITS == 8:
+            l0, l1 = tl.split(tl.reshape(halves[0], [words.shape[0], words.shape[1] // 4, 2]))
+            h0, h1 = tl.split(tl.reshape(halves[1], [words.shape[0], words.shape[1] // 4, 2]))
+            w = (l0, l1, h0, h1)
+        elif BITS >= 4:
+            w = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
+        else:
+            w = (words,)
+        if BITS == 3 or BITS == 5:
+            more, _ = tl.split(tl.reshape(more, [more.shape[0], more.shape[1] // 2, 2]))
+        if SCALED:
+            signed = scale - 32 if BITS == 3 else (scale << 24) >> 24
+            scale = spread(signed, w[0].shape[1])
+        t = (
+            _pair(w, more, scale, 0, 0, 0, BITS, OFFSET),
+            _pair(w, more, scale, 0, 0, 1, BITS, OFFSET),
+            _pair(w, more, scale, 0, 1, 0, BITS, OFFSET),
+            _pair(w, more, scale, 0, 1, 1, BITS, OFFSET),
+            _pair(w, more, scale, 1, 0, 0, BITS, OFFSET),
+            _pair(w, more, scale, 1, 0, 1, BITS, OFFSET),
+            _pair(w, more, scale, 1, 1, 0, BITS, OFFSET),
+            _pair(w, more, scale, 1, 1, 1, BITS, OFFSET),
+        )
+    return t
+
+
+@triton.jit
+def second_bytes(x, W: tl.constexpr, ASM: tl.constexpr):
+    """The second bytes of int32 [N, W / c] as float16 [N, W], each c times."""
+    if ASM != "":
+        y = tl.inline_asm_elementwise(
+            _BYTE, "=r,r,r", [spread(x, W)], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        y = spread(((x >> 8) & 255).to(tl.float16), W)
+    return y
+
+
+@triton.jit
+def times(t, mins, d, low, SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.constexpr):
+    """t · d, + low of formats of 32 weights, - mins · low of the others; float16 each.
+
+    Args:
+        t: of :func:`unpack`.
+        d: float16 [N, W].
+        low: float16 [N, W].
+    """
+    if ASM and MINS and SCALED:
+        t = tl.inline_asm_elementwise(
+            _TIMES_MINUS, _DIFFERENCE_CONSTRAINTS,
+            (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d, mins, low),
+            dtype=_EIGHT, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif ASM and MINS:
+        t = tl.inline_asm_elementwise(
+            _TIMES_PLUS, _LOW_CONSTRAINTS,
+            (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d, low),
+            dtype=_EIGHT, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif ASM:
+        t = tl.inline_asm_elementwise(
+            _TIMES, _SCALE_CONSTRAINTS,
+            (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d),
+            dtype=_EIGHT, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        if MINS and SCALED:
+            low = -(low * mins)
+        if MINS:
+            low = low.to(tl.float32)
+        t = (
+            _fused(t[0], d, low), _fused(t[1], d, low), _fused(t[2], d, low),
+            _fused(t[3], d, low), _fused(t[4], d, low), _fused(t[5], d, low),
+            _fused(t[6], d, low), _fused(t[7], d, low),
+        )  # fmt: skip
+    return t
+
+
+@triton.jit
+def _fused(t, d, low):
+    """t · d + low, rounded once, near enough: the product is exact in float32."""
+    return (t.to(tl.float32) * d.to(tl.float32) + low).to(tl.float16)
+
+
+@triton.jit
+def settled(x, ASM: tl.constexpr):
+    """x, float32, after no instruction at all.
+
+    A sum that a loop carries from product to product and nothing else reads is cut along K by the
+    compiler, to be overlapped; ptxas then waits after every part, for their operands are computed
+    between them. Read by something, the step's product stays whole and is waited for once.
+    """
+    if ASM != "":
+        x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return x
+
+
+@triton.jit
+def end_to_end(t, FIRST: tl.constexpr):
+    """Four products [N, W] as one of [N, 4 W], in registers."""
+    x = tl.join(tl.join(t[FIRST], t[FIRST + 2]), tl.join(t[FIRST + 1], t[FIRST + 3]))
+    return tl.reshape(tl.permute(x, (0, 2, 3, 1)), [x.shape[0], 4 * x.shape[1]])
+
+
+@triton.jit
+def all_end_to_end(t):
+    """The eight products [N, W] as one of [N, 8 W], in registers."""
+    first = tl.join(tl.join(t[0], t[2]), tl.join(t[1], t[3]))
+    second = tl.join(tl.join(t[4], t[6]), tl.join(t[5], t[7]))
+    x = tl.join(first, second)  # [N, W, 2, 2, 2]
+    return tl.reshape(tl.permute(x, (0, 4, 2, 3, 1)), [x.shape[0], 8 * x.shape[1]])

@@ -1,0 +1,287 @@
+"""A group of 32 weights of some rows times activations: exactly, and by activations of eight bits.
+
+Exactly, weights never become floats by an instruction of their own. Bits 0 to 23 of a float32 whose
+others are 0 mean that many 2^-149: masked where they lie, an integer q with s bits below it is the
+float q 2^(s - 149), and times an activation that was multiplied by 2^(UNIT - s) once for all rows
+the product is a q 2^(UNIT - 149). The sum is rounded as ever, since a fused multiply-add takes
+denormal factors as they are. So a weight costs a mask and a multiply-add. Offsets and minimums
+count by the group's sum of activations.
+
+With int8 activations four products are one ``dp4a``; offsets start the integers' sum.
+"""
+
+import triton
+import triton.language as tl
+
+from ferrum_triton.kernels.quant.planes import (
+    GROUP,
+    bits_of,
+    block_scales,
+    eight_words,
+    has_halves,
+    load_one,
+    load_words,
+    offset_of,
+    place_of,
+    shift_of,
+    sub_scales,
+)
+
+# Sums are of a q 2^-63. Activations up to 2^41 stay finite, and what a product loses below
+# float32's smallest number is less than 2^-86.
+UNIT = 86
+SMALL, LARGE = tl.constexpr(2.0**-63), tl.constexpr(2.0**63)
+
+
+@triton.jit
+def _float_pair(word, DTYPE: tl.constexpr):
+    """The two 16-bit floats of a word as float32."""
+    if DTYPE == tl.bfloat16:
+        low = (word << 16).to(tl.float32, bitcast=True)
+        high = (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _eight_activations(ptr, mask, VECTOR: tl.constexpr):
+    """Eight activations in a row as a tuple of float32 [threads]."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if VECTOR and dtype == tl.float32:
+        ints = ptr.to(tl.pointer_type(tl.int32))
+        words = load_words(ints, mask, 4, True, "") + load_words(ints + 4, mask, 4, True, "")
+        x = ()
+        for i in tl.static_range(8):
+            x += (words[i].to(tl.float32, bitcast=True),)
+    elif VECTOR:
+        words = load_words(ptr.to(tl.pointer_type(tl.int32)), mask, 4, True, "")
+        x = ()
+        for i in tl.static_range(4):
+            x += _float_pair(words[i], dtype)
+    else:
+        x = ()
+        for i in tl.static_range(8):
+            x += (load_one(ptr + i, mask).to(tl.float32),)
+    return x
+
+
+@triton.constexpr_function
+def power_of(e, i, kind):
+    return 2.0 ** (UNIT - place_of(e, i, kind))
+
+
+@triton.jit
+def _scaled_eight(x, E: tl.constexpr, KIND: tl.constexpr):
+    """Each times the power of two that its weight's place in the word asks for."""
+    y = ()
+    for i in tl.static_range(8):
+        y += (x[i] * power_of(E, i, KIND),)
+    return y
+
+
+@triton.jit
+def _dot_eight(acc, x, words, E: tl.constexpr, KIND: tl.constexpr):
+    """acc + sum of x times the integers of eight E."""
+    for i in tl.static_range(8):
+        word = words[i // 4]
+        if i % 4 == 3:
+            word = word >> 8  # out of the exponent's bits
+        integer = word & (((1 << bits_of(KIND)) - 1) << place_of(E, i, KIND))
+        acc = tl.fma(integer.to(tl.float32, bitcast=True), x[i], acc)
+    return acc
+
+
+@triton.jit
+def _sum_eight(x):
+    return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))
+
+
+@triton.jit
+def _group_value(total, dots, sums, raw, group, M: tl.constexpr, KIND: tl.constexpr):
+    """total[m] plus the group's product, from the dots of its integers.
+
+    Args:
+        dots: of all the group, [m], or of its two halves, [2 m].
+        sums: of the activations, likewise.
+    """
+    scales = block_scales(raw, KIND)
+    factors = sub_scales(raw, group, KIND)
+    new = ()
+    for m in tl.static_range(M):
+        if KIND == "Q4_0" or KIND == "Q5_0" or KIND == "Q8_0":
+            # sums hold the offset as a factor.
+            value = tl.fma(scales[0], dots[m] - sums[m], total[m])
+        elif KIND == "Q4_1" or KIND == "Q5_1":
+            value = tl.fma(scales[1], sums[m], tl.fma(scales[0], dots[m], total[m]))
+        elif KIND == "Q4_K" or KIND == "Q5_K":
+            scale = scales[0] * factors[0].to(tl.float32)
+            low = scales[1] * factors[1].to(tl.float32)
+            value = tl.fma(scale, dots[m], tl.fma(-low, sums[m], total[m]))
+        elif KIND == "Q2_K":
+            both = factors[0].to(tl.float32) * dots[m]
+            both = tl.fma(factors[1].to(tl.float32), dots[M + m], both)
+            low = factors[2].to(tl.float32) * sums[m]
+            low = tl.fma(factors[3].to(tl.float32), sums[M + m], low)
+            value = tl.fma(scales[0], both, tl.fma(-scales[1], low, total[m]))
+        else:  # Q3_K, Q6_K
+            both = factors[0].to(tl.float32) * (dots[m] - sums[m])
+            both = tl.fma(factors[1].to(tl.float32), dots[M + m] - sums[M + m], both)
+            value = tl.fma(scales[0], both, total[m])
+        new += (value,)
+    return new
+
+
+@triton.jit
+def add_group(
+    totals, none, rows, a_ptr, stride_a_token, group, mask,
+    KIND: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """totals[r][m] plus the products of each row's group; ``none`` is a 0 to start sums at."""
+    HALVES: tl.constexpr = has_halves(KIND)
+    OFFSET: tl.constexpr = offset_of(KIND)
+    zero = none.to(tl.float32, bitcast=True)
+    sums = ()  # of the halves, or of the group
+    kept = ()  # [r]: dots of the first half, [m]
+    dots = ()  # [r][m]
+    for e in tl.static_range(4):
+        scaled = ()
+        eights = ()
+        for m in tl.static_range(M):
+            at = a_ptr + m * stride_a_token + group * GROUP + 8 * e
+            x = _eight_activations(at, mask, VECTOR)
+            scaled += (_scaled_eight(x, e, KIND),)
+            eights += (_sum_eight(x) * (OFFSET * SMALL),)
+        if e == 0:
+            sums = eights
+        elif HALVES and e == 2:
+            sums += eights
+        else:
+            more = ()
+            for i in tl.static_range(len(sums)):
+                if HALVES and e == 3 and i < M:
+                    more += (sums[i],)
+                else:
+                    more += (sums[i] + eights[i % M],)
+            sums = more
+        if HALVES and e == 2:
+            kept = dots
+        new = ()
+        for r in tl.static_range(ROWS):
+            words = eight_words(rows[r][0], rows[r][1], e, KIND, False)
+            each = ()
+            for m in tl.static_range(M):
+                if e == 0 or (HALVES and e == 2):
+                    each += (_dot_eight(zero, scaled[m], words, e, KIND),)
+                else:
+                    each += (_dot_eight(dots[r][m], scaled[m], words, e, KIND),)
+            new += (each,)
+        dots = new
+    out = ()
+    for r in tl.static_range(ROWS):
+        if HALVES:
+            out += (_group_value(totals[r], kept[r] + dots[r], sums, rows[r][2], group, M, KIND),)
+        else:
+            out += (_group_value(totals[r], dots[r], sums, rows[r][2], group, M, KIND),)
+    return out
+
+
+@triton.jit
+def _dp4a(a, b, acc, ASM: tl.constexpr):
+    """acc + the products of the four int8 of a and of b."""
+    if ASM:
+        acc = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        for i in tl.static_range(4):
+            acc += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
+    return acc
+
+
+@triton.jit
+def _dot_eight_int8(acc, x, words, E: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """acc + the products of two words of activations with the integers of eight E."""
+    for i in tl.static_range(2):
+        word = words[i]
+        if KIND != "Q8_0":
+            word = (word >> shift_of(E, i, KIND)) & (((1 << bits_of(KIND)) - 1) * 0x01010101)
+        acc = _dp4a(word, x[i], acc, ASM)
+    return acc
+
+
+@triton.jit
+def _group_value_int8(
+    total, first, dots, steps, low_sums, high_sums, raw, group, M: tl.constexpr, KIND: tl.constexpr
+):
+    """total[m] plus the group's product, from the dots of its integers or of its halves'."""
+    scales = block_scales(raw, KIND)
+    factors = sub_scales(raw, group, KIND)
+    out = ()
+    for m in tl.static_range(M):
+        dot = dots[m]
+        scale = scales[0]
+        if KIND == "Q4_K" or KIND == "Q5_K":
+            scale = scale * factors[0].to(tl.float32)
+        elif KIND == "Q2_K" or KIND == "Q3_K" or KIND == "Q6_K":
+            dot = factors[0] * first[m] + factors[1] * dot
+        value = tl.fma(scale, steps[m] * dot.to(tl.float32), total[m])
+        if KIND == "Q2_K":
+            value = tl.fma(-scales[1] * factors[2].to(tl.float32), low_sums[m], value)
+            value = tl.fma(-scales[1] * factors[3].to(tl.float32), high_sums[m], value)
+        elif KIND == "Q4_K" or KIND == "Q5_K":
+            low = scales[1] * factors[1].to(tl.float32)
+            value = tl.fma(-low, low_sums[m] + high_sums[m], value)
+        elif KIND == "Q4_1" or KIND == "Q5_1":
+            value = tl.fma(scales[1], low_sums[m] + high_sums[m], value)
+        out += (value,)
+    return out
+
+
+@triton.jit
+def add_group_int8(
+    totals, none, rows, x_ptr, info_ptr, stride_x_token, stride_info_token, group, mask,
+    KIND: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """As :func:`add_group`, of activations as ``quantize_activations`` leaves them."""
+    HALVES: tl.constexpr = has_halves(KIND)
+    # Q8_0's integers are taken as they are stored; what has a minimum has no offset.
+    OFFSET: tl.constexpr = 0 if KIND == "Q8_0" or offset_of(KIND) == 1 else offset_of(KIND)
+    x, steps, lows, highs, low_sums, high_sums = (), (), (), (), (), ()
+    for m in tl.static_range(M):
+        at = x_ptr + m * stride_x_token + group * 8
+        x += (load_words(at, mask, 4, ASM, "") + load_words(at + 4, mask, 4, ASM, ""),)
+        info = load_words(info_ptr + m * stride_info_token + group * 2, mask, 2, ASM, "")
+        steps += (info[0].to(tl.float32, bitcast=True),)
+        lows += ((info[1] << 16) >> 16,)
+        highs += (info[1] >> 16,)
+        low_sums += (steps[m] * lows[m].to(tl.float32),)
+        high_sums += (steps[m] * highs[m].to(tl.float32),)
+    out = ()
+    for r in tl.static_range(ROWS):
+        first, dots = (), ()
+        for m in tl.static_range(M):
+            start = lows[m]
+            if not HALVES:
+                start = lows[m] + highs[m]
+            dots += (start * -OFFSET + none,)
+        for e in tl.static_range(4):
+            words = eight_words(rows[r][0], rows[r][1], e, KIND, True)
+            if HALVES and e == 2:
+                first = dots
+                dots = ()
+                for m in tl.static_range(M):
+                    dots += (highs[m] * -OFFSET + none,)
+            new = ()
+            for m in tl.static_range(M):
+                pair = (x[m][2 * e], x[m][2 * e + 1])
+                new += (_dot_eight_int8(dots[m], pair, words, e, KIND, ASM),)
+            dots = new
+        out += (
+            _group_value_int8(
+                totals[r], first, dots, steps, low_sums, high_sums, rows[r][2], group, M, KIND
+            ),
+        )
+    return out

@@ -1,0 +1,338 @@
+"""Reading planes (:mod:`ferrum_triton.quant.planes`): a thread takes 32 weights, in whole words.
+
+Every tensor here is [threads]: a thread loads 16, 8 or 4 bytes of each plane at once. PTX says so,
+as Triton's own loads can only in a layout that the activations would have to be moved to. Elsewhere
+(the interpreter, AMD) each word is loaded by itself. Words are kept in tuples.
+
+An eight is eight weights in a row, of which a group has four. ``eight_words`` gives its integers as
+the bytes of two words::
+
+    format          first word         second word        bits below, above
+    Q4_0 .. Q4_K    w                  w                  0 and 4, others
+    Q2_K            w                  w                  4(e % 2) and 2 more, others
+    Q5_0 .. Q6_K    low | high << 4    the same           0, others
+    Q8_0            w ^ 0x80 each      the same           0, none
+"""
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(32)  # weights a thread takes at a time
+
+
+@triton.constexpr_function
+def shift_of(e, word, kind):
+    """Bits below the integers in word 0 or 1 of eight ``e``."""
+    if kind == "Q2_K":
+        return 4 * (e % 2) + 2 * word
+    return 4 * word if kind in ("Q4_0", "Q4_1", "Q4_K") else 0
+
+
+@triton.constexpr_function
+def bits_of(kind):
+    """Bits of an integer."""
+    bits = {"Q8_0": 8, "Q6_K": 6, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q3_K": 3, "Q2_K": 2}
+    return bits.get(kind, 4)
+
+
+@triton.constexpr_function
+def place_of(e, i, kind):
+    """Bits below integer ``i`` of eight ``e`` once those of byte 3 are moved down to byte 2."""
+    return 8 * min(i % 4, 2) + shift_of(e, i // 4, kind)
+
+
+@triton.constexpr_function
+def offset_of(kind):
+    """What formats without a minimum take from every integer ``eight_words`` gives; else 1."""
+    return {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32, "Q3_K": 4}.get(kind, 1)
+
+
+@triton.constexpr_function
+def has_halves(kind):
+    """Whether each half of a group has a scale of its own."""
+    return kind in ("Q2_K", "Q3_K", "Q6_K")
+
+
+@triton.constexpr_function
+def words_of(plane, kind):
+    """Words a group has in the plane of low ("q") or high ("h") bits."""
+    if plane == "h":
+        return 2 if kind == "Q6_K" else 1
+    return {"Q8_0": 8, "Q2_K": 2, "Q3_K": 2}.get(kind, 4)
+
+
+@triton.constexpr_function
+def load_asm(count, hint, masked):
+    """PTX that loads ``count`` words at once, 0 where masked off."""
+    words = ", ".join(f"${i}" for i in range(count))
+    load = f"ld.global{hint}.v{count}.b32 {{{words}}}, [${count}];"
+    if not masked:
+        return load
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
+    return f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {load} }}"
+
+
+@triton.constexpr_function
+def load_constraints(count, masked):
+    return ",".join(["=r"] * count + ["l"] + ["r"] * masked)
+
+
+@triton.jit
+def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr):
+    """COUNT int32 words that follow each other, as a tuple; 0 where masked off.
+
+    Args:
+        ptr: int32 pointers [threads], for ASM at multiples of 4 COUNT bytes.
+        mask: [threads], or None.
+        ASM: load them at once, by PTX, where COUNT is 2 or 4.
+        HINT: of that PTX, to the caches.
+
+    Not pure, so that loads stay on their side of a wait for the launch before.
+    """
+    if ASM:
+        if mask is None:
+            args = [ptr.to(tl.int64)]
+        else:
+            args = [ptr.to(tl.int64), mask.to(tl.int32)]
+        if COUNT == 4:
+            words = tl.inline_asm_elementwise(
+                load_asm(4, HINT, mask is not None),
+                load_constraints(4, mask is not None),
+                args,
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            words = tl.inline_asm_elementwise(
+                load_asm(2, HINT, mask is not None),
+                load_constraints(2, mask is not None),
+                args,
+                dtype=(tl.int32, tl.int32),
+                is_pure=False,
+                pack=1,
+            )
+    else:
+        words = ()
+        for i in tl.static_range(COUNT):
+            words += (load_one(ptr + i, mask),)
+    return words
+
+
+@triton.jit
+def load_one(ptr, mask):
+    """What ``ptr`` points at, 0 where masked off."""
+    if mask is None:
+        x = tl.load(ptr)
+    else:
+        x = tl.load(ptr, mask=mask, other=0)
+    return x
+
+
+@triton.jit
+def tied_zero(rows, zero):
+    """``zero`` [threads], 0, as if it depended on every load of the rows.
+
+    The assembler would move loads of scales down to where they are used, and their time would add
+    to that of the weights, which is over by then; barriers do not keep it from that. Sums that
+    start here do. ``zero`` has to be what no compiler knows to be 0.
+    """
+    bits = rows[0][0][0]
+    for r in tl.static_range(len(rows)):
+        q, h, raw = rows[r]
+        bits |= q[0] | q[len(q) - 1]
+        for i in tl.static_range(len(h)):
+            bits |= h[i]
+        for i in tl.static_range(len(raw)):
+            bits |= _bits(raw[i])
+    return bits & zero
+
+
+@triton.jit
+def _bits(x):
+    if x.dtype == tl.float16:
+        x = x.to(tl.int16, bitcast=True)
+    return x.to(tl.int32)
+
+
+@triton.jit
+def load_group(
+    q_ptr, h_ptr, mask, KIND: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr
+):  # fmt: skip
+    """The words of 32 weights: (those of the low bits, those of the high bits).
+
+    Args:
+        q_ptr: the group's first word in the plane of low bits, [threads].
+        h_ptr: likewise of high bits, where KIND has them.
+    """
+    if KIND == "Q8_0":
+        q = load_words(q_ptr, mask, 4, ASM, HINT) + load_words(q_ptr + 4, mask, 4, ASM, HINT)
+    elif KIND == "Q2_K" or KIND == "Q3_K":
+        q = load_words(q_ptr, mask, 2, ASM, HINT)
+    else:
+        q = load_words(q_ptr, mask, 4, ASM, HINT)
+    if KIND == "Q6_K":
+        h = load_words(h_ptr, mask, 2, ASM, HINT)
+    elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K" or KIND == "Q3_K":
+        h = (load_one(h_ptr, mask),)
+    else:
+        h = ()
+    return q, h
+
+
+@triton.jit
+def _shifted(w, LEFT: tl.constexpr):
+    """w << LEFT, or >> -LEFT: what comes in from above is masked off later."""
+    if LEFT > 0:
+        w = w << LEFT
+    if LEFT < 0:
+        w = w >> -LEFT
+    return w
+
+
+@triton.jit
+def eight_words(q, h, E: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr):
+    """The integers of eight E, four a word; ``shift_of`` bits lie below and foreign bits above.
+
+    SIGNED: leave Q8_0's as they are, two's complement; else they are 128 more.
+    """
+    if KIND == "Q2_K":
+        first = q[E // 2]
+        second = first
+    elif KIND == "Q3_K":
+        first = _merged(_shifted(q[E // 2], -4 * (E % 2)), h[0], 0x03030303, 2 - 2 * E)
+        second = _merged(_shifted(q[E // 2], -4 * (E % 2) - 2), h[0], 0x03030303, 1 - 2 * E)
+    elif KIND == "Q6_K":
+        first = _merged(q[E], h[E // 2], 0x0F0F0F0F, 4 - 4 * (E % 2))
+        second = _merged(q[E] >> 4, h[E // 2], 0x0F0F0F0F, 2 - 4 * (E % 2))
+    elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K":
+        first = _merged(q[E], h[0], 0x0F0F0F0F, 4 - 2 * E)
+        second = _merged(q[E] >> 4, h[0], 0x0F0F0F0F, 3 - 2 * E)
+    elif KIND == "Q8_0":
+        first, second = q[2 * E], q[2 * E + 1]
+        if not SIGNED:
+            flip: tl.constexpr = -0x7F7F7F80  # 0x80808080
+            first, second = first ^ flip, second ^ flip
+    else:
+        first = q[E]
+        second = first
+    return first, second
+
+
+@triton.jit
+def _merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr):
+    """Bits of ``low`` where LOW has them, above them those of ``high``, moved there."""
+    return (low & LOW) | (_shifted(high, LEFT) & ~LOW)
+
+
+@triton.jit
+def load_scales(d_ptr, s_ptr, t_ptr, group, mask, KIND: tl.constexpr):
+    """A group's scales as they are stored, from the pointers to the row's: (d, s, t)."""
+    if KIND == "Q2_K" or KIND == "Q3_K" or KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K":
+        d = load_one(d_ptr + group // 8, mask)
+        if KIND == "Q3_K":
+            s = load_one(s_ptr + group, mask)
+            t = load_one(t_ptr + group // 2, mask)
+            raw = (d, s, t)
+        else:
+            raw = (d, load_one(s_ptr.to(tl.pointer_type(tl.uint16)) + group, mask))
+    else:
+        raw = (load_one(d_ptr + group, mask),)
+    return raw
+
+
+@triton.jit
+def fp16_pair(word):
+    """The two fp16 of an int32 as float32."""
+    low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def sub_scales(raw, group, KIND: tl.constexpr):
+    """The integers of a group's sub-blocks: scales, then minimums where there are."""
+    if KIND == "Q4_K" or KIND == "Q5_K":
+        s = raw[1].to(tl.int32)
+        integers = (s & 0xFF, s >> 8)
+    elif KIND == "Q6_K":
+        s = raw[1].to(tl.int16, bitcast=True).to(tl.int32)
+        integers = ((s << 24) >> 24, s >> 8)
+    elif KIND == "Q2_K":
+        s = raw[1].to(tl.int32)
+        integers = (s & 0xF, (s >> 8) & 0xF, (s >> 4) & 0xF, s >> 12)
+    elif KIND == "Q3_K":
+        s = raw[1].to(tl.int32)
+        t = raw[2].to(tl.int32) >> (group % 2 * 4)
+        integers = (
+            ((s & 0xF) | ((t & 3) << 4)) - 32,
+            ((s >> 4) | ((t & 12) << 2)) - 32,
+        )
+    else:
+        integers = ()
+    return integers
+
+
+@triton.jit
+def block_scales(raw, KIND: tl.constexpr):
+    """d, and the minimum where there is one, as float32."""
+    if KIND == "Q4_1" or KIND == "Q5_1" or KIND == "Q2_K" or KIND == "Q4_K" or KIND == "Q5_K":
+        d, m = fp16_pair(raw[0])
+        scales = (d, m)
+    else:
+        scales = (raw[0].to(tl.float32),)
+    return scales
+
+
+@triton.jit
+def load_rows(
+    q_ptr, h_ptr, d_ptr, s_ptr, t_ptr, group, mask,
+    Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr, T: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    """What a thread needs of each row for its group: ROWS tuples (low, high, scales).
+
+    Strides are constants: rows differ by an immediate of the load's address.
+    """
+    rows = ()
+    for r in tl.static_range(ROWS):
+        h_at = h_ptr
+        if h_ptr is not None:
+            h_at = h_ptr + r * H + group * words_of("h", KIND)
+        s_at = s_ptr
+        if s_ptr is not None:
+            s_at = s_ptr + r * S
+        t_at = t_ptr
+        if t_ptr is not None:
+            t_at = t_ptr + r * T
+        q, h = load_group(q_ptr + r * Q + group * words_of("q", KIND), h_at, mask, KIND, ASM, HINT)
+        raw = load_scales(d_ptr + r * D, s_at, t_at, group, mask, KIND)
+        rows += ((q, h, raw),)
+    return rows
+
+
+@triton.jit
+def summed(values, COUNT: tl.constexpr, PADDED: tl.constexpr):
+    """The sum over threads of each of COUNT tensors [threads]: [PADDED], a power of two.
+
+    Laid side by side in each thread first, so that there is one exchange for all of them.
+    """
+    if PADDED == 1:
+        total = tl.sum(values[0], axis=0, keep_dims=True)
+    else:
+        zero = tl.zeros_like(values[0])
+        parts = ()
+        for i in tl.static_range(PADDED):
+            if i < COUNT:
+                parts += (values[i],)
+            else:
+                parts += (zero,)
+        # The first half beside the second, so that the first new axis tells them apart; and so on.
+        for _ in tl.static_range(6):
+            if len(parts) > 1:
+                joined = ()
+                for i in tl.static_range(len(parts) // 2):
+                    joined += (tl.join(parts[i], parts[i + len(parts) // 2]),)
+                parts = joined
+        total = tl.reshape(tl.sum(parts[0], axis=0), (PADDED,))
+    return total

@@ -1,0 +1,286 @@
+"""Products with weights in planes: the values, the PTX that unpacks them, and what is compiled."""
+
+import re
+
+import pytest
+import torch
+
+from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant.fragments import CODES
+from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
+from ferrum_triton.kernels.quant.mma import Config, mma_quant
+from ferrum_triton.kernels.quant.plane_rows import dequantize_planes, product_by_torch
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
+from ferrum_triton.quant.planes import row_bytes, to_planes
+from tests.test_quant_formats import assert_same_bits, random_blocks
+
+KINDS = pytest.mark.parametrize("kind", CODES)
+SMALL = Config(rows=32, tokens=16)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def packed(kind, n, k, seed=0):
+    weights = torch.randn(n, k, generator=seeded(seed)) * k**-0.5
+    return quantize_blocks(weights, FORMATS[kind])
+
+
+def planes_of(blocks, kind):
+    """Planes whose rows end in what is no number, where anything lies between them."""
+    planes = to_planes(blocks, kind)
+    for name, size in row_bytes(kind, planes.num_weights).items():
+        planes.tensors[name].view(torch.uint8)[:, size:] = 0xFF
+    return planes
+
+
+def error(got, a, blocks, kind):
+    """Squared error over the squares of the float64 product."""
+    want = a.double() @ dequantize_blocks(blocks, FORMATS[kind]).double().T
+    return ((got.double() - want).square().sum() / want.square().sum()).item()
+
+
+def check(kind, m, n, k, config=SMALL, dtype=torch.float16, seed=0):
+    a = torch.randn(m, k, generator=seeded(seed + 1)).to(dtype)
+    blocks = packed(kind, n, k, seed)
+    got = mma_quant(a, planes_of(blocks, kind), config)
+    assert got.dtype == dtype and got.shape == (m, n)
+    # The result's own rounding, and that of weights and of the mins' sums to float16.
+    limit = {torch.float16: 1e-6, torch.bfloat16: 6e-6}[dtype]
+    assert error(got, a, blocks, kind) < limit
+
+
+@pytest.mark.parametrize(
+    ("kind", "late"),
+    [(kind, late) for kind in CODES for late in (True, False) if late or CODES[kind].scales],
+)
+def test_products_agree_with_float64(kind, late):
+    check(kind, 3, 37, 512, SMALL._replace(late=late))
+
+
+@pytest.mark.parametrize(
+    ("kind", "m"), [(kind, m) for kind in ("Q4_K", "Q6_K", "Q3_K", "Q5_0") for m in (1, 9, 17)]
+)
+def test_any_number_of_tokens_and_odd_rows(kind, m):
+    check(kind, m, 33, 256, SMALL._replace(words=16), torch.bfloat16, seed=m)
+
+
+@KINDS
+def test_the_same_planes_serve_few_and_many_tokens(kind):
+    planes = planes_of(packed(kind, 9, 256), kind)
+    a = torch.randn(2, 256, generator=seeded(2)).half()
+    few, many = gemv_planes(a, planes).double(), mma_quant(a, planes, SMALL).double()
+    assert ((few - many).square().sum() / few.square().sum()).item() < 2e-6
+
+
+@pytest.mark.parametrize("kind", ("Q4_K", "Q5_1"))
+def test_many_tokens(kind):
+    check(kind, 65, 70, 256, SMALL._replace(rows=64, parts=2), torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CODES if FORMATS[kind].block_size == 32])
+@pytest.mark.parametrize("k", (32, 288))
+def test_k_that_is_no_multiple_of_a_step(kind, k):
+    check(kind, 2, 5, k)
+    check(kind, 2, 5, k, SMALL._replace(words=16, parts=2))
+
+
+@pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q3_K", "Q8_0"))
+@pytest.mark.parametrize("splits", (2, 3, 8))
+def test_split_k_is_summed_in_order(kind, splits):
+    config = SMALL._replace(splits=splits)
+    check(kind, 3, 20, 1280, config)
+
+
+@pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q5_1"))
+def test_activations_of_any_magnitude(kind):
+    """float16 fragments take bfloat16 rows far beyond float16's range, and far below."""
+    blocks = packed(kind, 16, 256)
+    planes = planes_of(blocks, kind)
+    a = torch.randn(5, 256, generator=seeded(4))
+    a = (a * torch.tensor([1e-36, 1e-9, 1.0, 1e9, 1e30])[:, None]).bfloat16()
+    got = mma_quant(a, planes, SMALL)
+    for i in range(5):
+        assert error(got[i : i + 1], a[i : i + 1], blocks, kind) < 1e-5
+    assert not mma_quant(torch.zeros_like(a), planes, SMALL).any()
+
+
+def test_a_lost_number_stays_lost():
+    blocks = packed("Q4_K", 16, 256)
+    a = torch.randn(3, 256).bfloat16()
+    a[0, 7], a[1, 9] = torch.nan, torch.inf
+    got = mma_quant(a, planes_of(blocks, "Q4_K"), SMALL)
+    assert not got[:2].isfinite().any() and got[2].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ("Q4_K", "Q5_K", "Q2_K", "Q3_K"))
+def test_any_codes_and_scales_are_exact_before_d(kind):
+    """With one activation at a time, d = 1 and no m, whole numbers up to 2048 come out as such."""
+    fmt = FORMATS[kind]
+    blocks = random_blocks(fmt, 16, 1, seed=3)
+    for scale, bits in ((fmt.d, 0x3C00), (fmt.m, 0)):
+        if scale is not None:
+            blocks[:, scale.at], blocks[:, scale.at + 1] = bits & 255, bits >> 8
+    a = torch.eye(256, dtype=torch.float16)[::5]
+    got = mma_quant(a, planes_of(blocks, kind), SMALL)
+    assert torch.equal(got.double(), a.double() @ dequantize_blocks(blocks, fmt).double().T)
+
+
+# What the interpreter cannot run: the PTX, by a model of the few instructions it has, against the
+# definition of the layout.
+
+
+def _half2(word):
+    return (
+        torch.tensor([word & 0xFFFF, word >> 16], dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.float16)
+    )
+
+
+def _word(halves):
+    low, high = (int(v) & 0xFFFF for v in halves.view(torch.int16))
+    return low | high << 16
+
+
+def run_ptx(text, outputs, operands):
+    """Outputs of the PTX of an inline assembly on integers, 32 bits each."""
+    registers = {f"${outputs + i}": value for i, value in enumerate(operands)}
+
+    def value(name):
+        return registers[name] if name in registers else int(name, 0)
+
+    def prmt(a, b, selector):
+        table = (a | b << 32).to_bytes(8, "little")
+        return int.from_bytes(bytes(table[selector >> 4 * i & 7] for i in range(4)), "little")
+
+    def lop3(a, b, c, table):
+        return sum(
+            (table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | c >> i & 1) & 1) << i
+            for i in range(32)
+        )
+
+    def float16(f):
+        return lambda *args: _word(f(*(_half2(x).double() for x in args)).half())
+
+    instructions = {
+        "mov.b32": lambda a: a,
+        "shl.b32": lambda a, n: a << n & 0xFFFFFFFF,
+        "shr.u32": lambda a, n: a >> n,
+        "xor.b32": lambda a, b: a ^ b,
+        "prmt.b32": prmt,
+        "lop3.b32": lop3,
+        "sub.rn.f16x2": float16(lambda a, b: a - b),
+        "mul.rn.f16x2": float16(lambda a, b: a * b),
+        "fma.rn.f16x2": float16(lambda a, b, c: a * b + c),
+    }
+    for line in re.findall(r"^(?!\.reg)([a-z].*);$", text, re.MULTILINE):
+        name, rest = line.split(" ", 1)
+        to, *args = (arg.strip() for arg in rest.split(","))
+        registers[to] = instructions[name](*map(value, args))
+    return [_half2(registers[f"${i}"]) for i in range(outputs)]
+
+
+@KINDS
+def test_ptx_unpacks_what_the_layout_says(kind):
+    codes, fmt = CODES[kind], FORMATS[kind]
+    for seed in range(4):
+        blocks = random_blocks(fmt, 1, 1, seed=seed)
+        planes = planes_of(blocks, kind)
+        q = fmt.q.read(blocks).to(torch.float64).flatten()
+        words = (planes.q[0].long() & 0xFFFFFFFF).tolist()
+        more = None if planes.h is None else (planes.h[0].long() & 0xFFFFFFFF).tolist()
+        for pair in range(fmt.block_size // 16):
+            if codes.bits == 8:
+                operands = [words[4 * pair + i] for i in (0, 2, 1, 3)]
+            elif codes.bits >= 4:
+                operands = words[2 * pair : 2 * pair + 2]
+            else:
+                operands = [words[pair]] * 2
+            if codes.bits == 6:
+                operands += [more[pair]] * 2
+            elif codes.bits in (5, 3):
+                operands += [more[pair // 2] >> 4 * (pair % 2)] * 2
+            scale = 1
+            if codes.scales:
+                scale = (seed * 37 + pair * 11) % 63
+                if codes.scales == "nibbles":
+                    scale %= 16
+                stored = scale - 32 & 0xFF if codes.scales == "byte" else scale
+                operands += [stored | 0x5A00] * 2  # what lies above the byte is not read
+                if codes.scales in ("byte", "packed"):
+                    scale -= 32
+            got = run_ptx(codes.asm, 8, operands)
+            for product in range(8):
+                h, n, o = product >> 2, product >> 1 & 1, product & 1
+                first = 16 * pair + 8 * h + 4 * n + o
+                want = (scale * q[[first, first + 2]]).half()
+                assert torch.equal(got[product], want), (pair, product)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [(kind, Config(64, 16)) for kind in CODES]
+    + [
+        (kind, Config(128, 64, words=16, late=False, warps=8))
+        for kind in ("Q4_K", "Q6_K", "Q3_K", "Q5_0")
+    ]
+    + [("Q4_K", Config(64, 8)), ("Q6_K", Config(64, 8)), ("Q5_K", Config(64, 8))],
+    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
+)
+def test_compiled_for_hopper(kind, config):
+    """No spills, no conversions of integers, and pairs that are neighbours of K in a thread."""
+    n, k = 128, 1024
+    blocks = torch.zeros(n, FORMATS[kind].row_bytes(k), dtype=torch.uint8)
+    planes = to_planes(blocks, kind).to("meta")
+    with record_launches(capability=(9, 0)) as launches:
+        mma_quant(torch.empty(64, k, dtype=torch.bfloat16, device="meta"), planes, config)
+    compiled = compile_launch(launches[-1], TARGETS["sm_90"])
+    assert compiled.spilled == 0
+    # Nothing is written to shared memory but what is loaded: weights stay in their registers.
+    assert not re.search(r"ttg.local_alloc %", compiled.asm["ttgir"])
+    assert "cvt.rn.f16.s" not in compiled.asm["ptx"] and "cvt.rn.f16.u" not in compiled.asm["ptx"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", compiled.asm["ttgir"], re.MULTILINE))
+    unpacking = re.findall(
+        r"elementwise_inline_asm .*packed_element = 2.*? : tensor<\w+, ([^<>]*(?:<\{[^}]*\}>)?)>",
+        compiled.asm["ttgir"],
+    )
+    assert unpacking
+    for layout in unpacking:
+        text = layouts.get(layout, layout)
+        assert re.search(r"register = \[\[0, 1\]|kWidth = [24]", text), text
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_planes_decode_to_the_formats_bits(kind, dtype):
+    fmt = FORMATS[kind]
+    blocks = random_blocks(fmt, 5, 3, seed=6)
+    k = fmt.row_weights(blocks.shape[1])
+    want = dequantize_blocks(blocks, fmt).to(dtype)
+    got = dequantize_planes(planes_of(blocks, kind), torch.empty(5, k, dtype=dtype))
+    assert_same_bits(got, want)
+
+
+def test_a_product_by_torch_some_rows_at_a_time():
+    blocks = packed("Q5_K", 21, 256)
+    a = torch.randn(6, 256).bfloat16()
+    got = product_by_torch(a, planes_of(blocks, "Q5_K"), rows=8)
+    assert error(got, a, blocks, "Q5_K") < 1e-5
+
+
+@pytest.mark.parametrize("kind", ("Q4_K", "Q3_K", "Q5_0", "Q8_0"))
+@pytest.mark.parametrize("target", ("sm_80", "gfx942"))
+def test_compiled_elsewhere(kind, target):
+    blocks = torch.zeros(64, FORMATS[kind].row_bytes(512), dtype=torch.uint8)
+    planes = to_planes(blocks, kind).to("meta")
+    with record_launches(capability=TARGETS[target].capability) as launches:
+        a = torch.empty(16, 512, dtype=torch.bfloat16, device="meta")
+        mma_quant(a, planes, Config(64, 16, stages=2, splits=2))
+        dequantize_planes(planes, torch.empty(64, 512, device="meta"))
+    for launch in launches:
+        compiled = compile_launch(launch, TARGETS[target])
+        assert compiled.spilled == 0
+        assert compiled.shared <= TARGETS[target].shared_limit

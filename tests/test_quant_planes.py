@@ -1,0 +1,251 @@
+"""Packed weights in planes: their layout, the way back, and products with them."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ferrum_triton import InputError
+from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant.gemv_planes import gemv_planes, quantize_activations
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.quant import FORMATS, dequantize_blocks
+from ferrum_triton.quant.planes import PLANE_KINDS, from_planes, to_planes
+from ferrum_triton.testing import assert_close
+from tests.test_quant_formats import random_blocks
+from tests.test_quant_ops import packed, seeded
+
+KINDS = pytest.mark.parametrize("kind", PLANE_KINDS)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """On the CPU kernels are interpreted."""
+    return request.param
+
+
+def blocks_for(kind, num_rows, k, seed=0):
+    return packed(kind, num_rows, k // FORMATS[kind].block_size, seed)
+
+
+@KINDS
+@pytest.mark.parametrize("shape", [(0, 2), (1, 1), (7, 3), (2, 3, 2)])
+def test_planes_hold_every_bit_of_the_file(kind, shape):
+    blocks = random_blocks(FORMATS[kind], *shape, seed=3)
+    planes = to_planes(blocks, kind, chunk_bytes=300)
+    assert planes.shape == (*shape[:-1], shape[-1] * FORMATS[kind].block_size)
+    assert all(
+        plane.stride(-2) * plane.element_size() % 16 == 0 for plane in planes.tensors.values()
+    )
+    assert torch.equal(from_planes(planes, chunk_bytes=300), blocks)
+
+
+@KINDS
+def test_each_bit_alone_comes_back(kind):
+    """One bit of the block set at a time, and one clear."""
+    bits = torch.eye(8 * FORMATS[kind].block_bytes, dtype=torch.uint8).unflatten(-1, (-1, 8))
+    ones = (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    blocks = torch.cat([ones, ~ones])
+    planes = to_planes(blocks, kind)
+    assert torch.equal(from_planes(planes), blocks)
+    assert sum(int(p.view(torch.uint8).ne(0).sum()) for p in to_planes(ones, kind).tensors.values())
+    assert torch.equal(from_planes(planes.clone().to("cpu")), blocks)
+
+
+@KINDS
+def test_integers_lie_where_the_layout_says(kind):
+    """Weight i = 4 (n j + p) + b of a word of n fours is bits 8 b + p · bits of word j."""
+    fmt = FORMATS[kind]
+    blocks = random_blocks(fmt, 3, 2, seed=4)
+    planes = to_planes(blocks, kind)
+    codes = fmt.q.read(blocks.unflatten(-1, (2, fmt.block_bytes))).flatten(-2).int() + fmt.q.offset
+    low = fmt.q.low[0].bits
+    want = [(planes.q, low, codes & (1 << low) - 1)]
+    if planes.h is not None:
+        want.append((planes.h, fmt.q.high.bits, codes >> low))
+    i = torch.arange(codes.shape[-1])
+    for plane, bits, values in want:
+        fours = 8 // bits
+        words = plane[:, i // (4 * fours)].long()
+        got = words >> (8 * (i % 4) + bits * (i // 4 % fours)) & (1 << bits) - 1
+        assert torch.equal(got.int(), values & (1 << bits) - 1)
+
+
+@KINDS
+def test_planes_take_little_more_than_the_file(kind):
+    blocks = random_blocks(FORMATS[kind], 2, 4096 // FORMATS[kind].block_size)
+    assert to_planes(blocks, kind).nbytes <= 1.03 * blocks.numel()
+
+
+def test_formats_without_planes_are_refused():
+    with pytest.raises(InputError, match="MXFP4"):
+        to_planes(torch.zeros(1, 17, dtype=torch.uint8), "MXFP4")
+    with pytest.raises(InputError):
+        to_planes(torch.zeros(1, 19, dtype=torch.uint8), "Q4_0")
+
+
+def rounded(quantised):
+    """The activations that ``quantize_activations`` left, in float64."""
+    steps = quantised.info[..., 0].contiguous().view(torch.float32).double()
+    q = quantised.q.double().unflatten(-1, (-1, 32))
+    return (steps[..., None] * q).flatten(-2)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("m", "n", "k", "options"),
+    [
+        (1, 1, 256, {}),
+        (1, 5, 1280, {"rows": 4, "num_warps": 1, "prefetch": True}),
+        (3, 3, 512, {"rows": 8, "num_warps": 2, "tied": False}),
+        (8, 2, 256, {}),
+    ],
+)
+def test_products_are_the_definitions(device, kind, m, n, k, options):
+    """Rows that fill no tile, threads past the row's end, counts that are no power of two."""
+    blocks = blocks_for(kind, n, k, seed=5)
+    weights = dequantize_blocks(blocks, FORMATS[kind]).double() * k**-0.5
+    planes = to_planes(blocks, kind).to(device)
+    a = torch.randn(m, k, generator=seeded(6)) * k**-0.5
+    want = a.double() @ (weights * k**0.5).T
+    assert_close(gemv_planes(a.to(device), planes, **options), want, name="exact")
+    quantised = quantize_activations(a.to(device))
+    want = rounded(quantised).cpu() @ (weights * k**0.5).T
+    assert_close(gemv_planes(quantised, planes, **options), want, name="int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "Q5_1"])
+def test_narrow_activations(device, kind, dtype):
+    blocks = blocks_for(kind, 3, 512, seed=7)
+    a = torch.randn(2, 512, generator=seeded(8)).to(dtype).to(device)
+    planes = to_planes(blocks, kind).to(device)
+    want = a.cpu().double() @ dequantize_blocks(blocks, FORMATS[kind]).double().T
+    for got in (gemv_planes(a, planes), gemv_planes(quantize_activations(a), planes)):
+        assert got.dtype == dtype
+    assert_close(gemv_planes(a, planes), want)
+
+
+@KINDS
+def test_largest_and_smallest_integers(device, kind):
+    """Rows of all ones and all zeros but the fp16 scales: integers and sub-scales at their ends."""
+    fmt = FORMATS[kind]
+    blocks = torch.zeros(4, 256 // fmt.block_size, fmt.block_bytes, dtype=torch.uint8)
+    blocks[1], blocks[2], blocks[3] = 0xFF, 0x55, 0x80
+    for half in (fmt.d, fmt.m):
+        if half is not None:
+            half.write(blocks, torch.full((4, blocks.shape[1], 1), 2.0**-9))
+    blocks = blocks.flatten(-2)
+    a = torch.rand(1, 256, generator=seeded(9)) + 0.5
+    want = a.double() @ dequantize_blocks(blocks, fmt).double().T
+    got = gemv_planes(a.to(device), to_planes(blocks, kind).to(device)).cpu().double()
+    # Positive activations: what rounding is relative to are the integers before their offset.
+    assert (got - want).abs().max() <= 1e-6 * want.abs().max()
+
+
+def test_rows_of_activations_may_lie_anywhere(device):
+    """Strided, and at addresses no wide load can start at; what lies between is NaN."""
+    blocks = blocks_for("Q4_K", 4, 512, seed=10)
+    planes = to_planes(blocks, "Q4_K").to(device)
+    a = torch.randn(2, 512, generator=seeded(11)).to(torch.float16)
+    wide = torch.full((3, 531), float("nan"), dtype=a.dtype, device=device)
+    wide[:2, 3:515] = a.to(device)
+    want = a.double() @ dequantize_blocks(blocks, FORMATS["Q4_K"]).double().T
+    assert_close(gemv_planes(wide[:2, 3:515], planes), want)
+    out = torch.full((2, 9), float("nan"), dtype=a.dtype, device=device)
+    gemv_planes(a.to(device), planes, out=out[:, 2:6])
+    assert_close(out[:, 2:6], want)
+    assert out[:, :2].isnan().all() and out[:, 6:].isnan().all()
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 256), (2, 0, 256), (2, 3, 0)])
+def test_nothing_to_multiply(device, m, n, k):
+    planes = to_planes(torch.zeros(n, k // 256 * 144, dtype=torch.uint8), "Q4_K").to(device)
+    a = torch.ones(m, k, device=device)
+    for x in (a, quantize_activations(a)):
+        assert torch.equal(gemv_planes(x, planes).cpu(), torch.zeros(m, n))
+
+
+def test_quantised_activations(device):
+    """Within half a step of what they were, the largest at 127; zeros, and what is not finite."""
+    a = torch.randn(3, 160, generator=seeded(12))
+    a[0, :32] = 0
+    a[1, 40], a[2, 100] = float("nan"), float("inf")
+    got = quantize_activations(a.to(device))
+    q, info = got.q.cpu().unflatten(-1, (-1, 32)), got.info.cpu()
+    steps = info[..., 0].contiguous().view(torch.float32)
+    assert steps[0, 0] == 0 and not q[0, 0].any()
+    bad = steps.isfinite().logical_not().nonzero().tolist()
+    assert bad == [[1, 1], [2, 3]]
+    groups = a.unflatten(-1, (-1, 32))
+    fine = steps.isfinite() & (steps > 0)
+    assert torch.equal(
+        q[fine].abs().amax(-1), torch.full((int(fine.sum()),), 127, dtype=torch.int8)
+    )
+    off = (q * steps[..., None] - groups)[fine].abs() / steps[fine][:, None]
+    assert off.max() <= 0.5 + 1e-4
+    sums = q.unflatten(-1, (2, 16)).int().sum(-1)
+    assert torch.equal((info[..., 1] << 16 >> 16)[fine], sums[..., 0][fine])
+    assert torch.equal((info[..., 1] >> 16)[fine], sums[..., 1][fine])
+
+
+def launch_for(kind, int8):
+    blocks = torch.zeros(64, 4096 // FORMATS[kind].block_size * FORMATS[kind].block_bytes)
+    planes = to_planes(blocks.to(torch.uint8), kind).to("meta")
+    a = torch.empty(1, 4096, dtype=torch.bfloat16, device="meta")
+    with record_launches((9, 0)) as launches:
+        gemv_planes(quantize_activations(a) if int8 else a, planes, rows=4, num_warps=2)
+    return launches[-1]
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "Q6_K", "Q3_K"])
+@pytest.mark.parametrize("int8", [False, True], ids=["exact", "int8"])
+def test_weights_are_read_in_wide_words_and_not_converted(kind, int8):
+    """Wide loads, no spill, no denormals flushed, and fewer conversions than one in eight."""
+    launch = launch_for(kind, int8)
+    compiled = compile_launch(launch, TARGETS["sm_90"])
+    ptx = compiled.asm["ptx"]
+    assert compiled.spilled == 0
+    assert ".ftz" not in ptx
+    loads = re.findall(r"ld\.global\.L1::no_allocate\S*\.v(\d)\.b32", ptx)
+    words = {"Q8_0": 8, "Q2_K": 2, "Q3_K": 2, "Q6_K": 4 + 2}.get(kind, 4)
+    assert sum(map(int, loads)) == 4 * words  # of the four rows of a program
+    assert max(map(int, loads)) == min(words, 4)
+    assert len(re.findall(r"cvt\.rn\.f32\.[su]", ptx)) <= 4 * 32 // 8
+    assert len(re.findall(r"dp4a", ptx)) == (32 if int8 else 0)
+
+
+def test_no_ptx_for_other_makers():
+    launch = launch_for("Q6_K", False)
+    plain = replace(launch, meta=launch.meta | {"ASM": False, "VECTOR": False})
+    compiled = compile_launch(plain, TARGETS["gfx942"])
+    assert compiled.spilled == 0
+    # Denormal weights have to be taken as they are.
+    assert re.search(r"\.amdhsa_float_denorm_mode_32 3", compiled.asm["amdgcn"])
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["exact", "int8"])
+def test_a_chained_launch_waits_after_its_weights_and_before_its_activations(int8):
+    launch = launch_for("Q4_K", int8)
+    meta = {"CHAINED": True, "THREADS": 128, "num_warps": 4, "launch_pdl": True}
+    ptx = compile_launch(replace(launch, meta=launch.meta | meta), TARGETS["sm_90"]).asm["ptx"]
+    before, after = ptx.split("griddepcontrol.wait;")
+    weights = r"ld\.global\.L1::no_allocate"
+    assert len(re.findall(weights, before)) == 4 and not re.findall(weights, after)
+    assert not re.findall(r"ld\.global\.v[24]", before) and re.findall(r"ld\.global\.v4", after)
+
+
+@pytest.mark.gpu
+def test_a_chain_of_launches(device="cuda"):
+    """Each product takes what the launch before it wrote."""
+    planes = to_planes(blocks_for("Q6_K", 4096, 4096, seed=13), "Q6_K").to(device)
+    planes = replace(planes, d=planes.d * 0.015)
+    a = torch.randn(2, 4096, generator=seeded(14)).to(device)
+    for _ in range(3):
+        want = gemv_planes(quantize_activations(gemv_planes(a, planes)), planes)
+        got = gemv_planes(a, planes, chained=True)
+        quantised = quantize_activations(got, chained=True)
+        got = gemv_planes(quantised, planes, chained=True)
+        assert torch.equal(got, want)
+        a = got
