@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.registry import OPS, Op
 from ferrum_triton.testing import CODES, TensorFactory, assert_close
 
@@ -88,6 +89,13 @@ def place(value: Tensor, layout: str, own_rows: bool = False) -> Buffer:
         target.copy_(base)
         inside.as_strided(shape, strides, guard).fill_(False)
     return Buffer(tensor, flat, inside, flat.clone())
+
+
+def layouts_of(arguments: dict[str, Any], name: str, layout: st.SearchStrategy[str]) -> Any:
+    """Those an argument is drawn in: rows in planes start at multiples of 16 bytes."""
+    kind = arguments.get(name.replace("blocks", "kind"), "")
+    aligned = name.endswith("blocks") and str(kind) in PLANE_FORMATS
+    return st.sampled_from(("plain", "expanded")) if aligned else layout
 
 
 def place_far_apart(value: Tensor, dim: int) -> Tensor:

@@ -20,6 +20,7 @@ from tests.harness import (
     clone,
     draw_axes,
     expected,
+    layouts_of,
     place,
     place_far_apart,
     sample,
@@ -41,7 +42,9 @@ def test_matches_reference(op, backend_name, data, seed):
     layout = st.sampled_from(LAYOUTS[:2] if op.name in CONTIGUOUS_ONLY else LAYOUTS)
     own_rows = (*op.mutates, *DISTINCT_ROWS.get(op.name, ()))
     buffers = {
-        name: place(value, data.draw(layout, label=name), own_rows=name in own_rows)
+        name: place(
+            value, data.draw(layouts_of(arguments, name, layout), label=name), name in own_rows
+        )
         for name, value in tensors(arguments).items()
     }
     arguments |= {name: buffer.tensor for name, buffer in buffers.items()}

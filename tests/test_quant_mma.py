@@ -9,10 +9,10 @@ from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.fragments import CODES
 from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
-from ferrum_triton.kernels.quant.plane_rows import dequantize_planes, product_by_torch
+from ferrum_triton.kernels.quant.plane_rows import decode_planes, product_by_torch
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
-from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
-from ferrum_triton.quant.planes import row_bytes, to_planes
+from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
+from ferrum_triton.quant.planes import PLANE_FORMATS
 from tests.test_quant_formats import assert_same_bits, random_blocks
 
 KINDS = pytest.mark.parametrize("kind", CODES)
@@ -28,12 +28,20 @@ def packed(kind, n, k, seed=0):
     return quantize_blocks(weights, FORMATS[kind])
 
 
+def form_of(kind):
+    return PLANE_FORMATS[f"{kind}:planes"]
+
+
 def planes_of(blocks, kind):
-    """Planes whose rows end in what is no number, where anything lies between them."""
+    """Planes whose rows end in what is no number, where anything may lie between them."""
     planes = to_planes(blocks, kind)
-    for name, size in row_bytes(kind, planes.num_weights).items():
-        planes.tensors[name].view(torch.uint8)[:, size:] = 0xFF
+    num_blocks = blocks.shape[-1] // FORMATS[kind].block_bytes
+    planes[:, num_blocks * form_of(kind).block_bytes :] = 0xFF
     return planes
+
+
+def multiply(a, planes, kind, config):
+    return mma_quant(a, planes, f"{kind}:planes", config)
 
 
 def error(got, a, blocks, kind):
@@ -45,7 +53,7 @@ def error(got, a, blocks, kind):
 def check(kind, m, n, k, config=SMALL, dtype=torch.float16, seed=0):
     a = torch.randn(m, k, generator=seeded(seed + 1)).to(dtype)
     blocks = packed(kind, n, k, seed)
-    got = mma_quant(a, planes_of(blocks, kind), config)
+    got = multiply(a, planes_of(blocks, kind), kind, config)
     assert got.dtype == dtype and got.shape == (m, n)
     # The result's own rounding, and that of weights and of the mins' sums to float16.
     limit = {torch.float16: 1e-6, torch.bfloat16: 6e-6}[dtype]
@@ -71,7 +79,8 @@ def test_any_number_of_tokens_and_odd_rows(kind, m):
 def test_the_same_planes_serve_few_and_many_tokens(kind):
     planes = planes_of(packed(kind, 9, 256), kind)
     a = torch.randn(2, 256, generator=seeded(2)).half()
-    few, many = gemv_planes(a, planes).double(), mma_quant(a, planes, SMALL).double()
+    few = gemv_planes(a, planes, f"{kind}:planes").double()
+    many = multiply(a, planes, kind, SMALL).double()
     assert ((few - many).square().sum() / few.square().sum()).item() < 2e-6
 
 
@@ -101,17 +110,17 @@ def test_activations_of_any_magnitude(kind):
     planes = planes_of(blocks, kind)
     a = torch.randn(5, 256, generator=seeded(4))
     a = (a * torch.tensor([1e-36, 1e-9, 1.0, 1e9, 1e30])[:, None]).bfloat16()
-    got = mma_quant(a, planes, SMALL)
+    got = multiply(a, planes, kind, SMALL)
     for i in range(5):
         assert error(got[i : i + 1], a[i : i + 1], blocks, kind) < 1e-5
-    assert not mma_quant(torch.zeros_like(a), planes, SMALL).any()
+    assert not multiply(torch.zeros_like(a), planes, kind, SMALL).any()
 
 
 def test_a_lost_number_stays_lost():
     blocks = packed("Q4_K", 16, 256)
     a = torch.randn(3, 256).bfloat16()
     a[0, 7], a[1, 9] = torch.nan, torch.inf
-    got = mma_quant(a, planes_of(blocks, "Q4_K"), SMALL)
+    got = multiply(a, planes_of(blocks, "Q4_K"), "Q4_K", SMALL)
     assert not got[:2].isfinite().any() and got[2].isfinite().all()
 
 
@@ -124,7 +133,7 @@ def test_any_codes_and_scales_are_exact_before_d(kind):
         if scale is not None:
             blocks[:, scale.at], blocks[:, scale.at + 1] = bits & 255, bits >> 8
     a = torch.eye(256, dtype=torch.float16)[::5]
-    got = mma_quant(a, planes_of(blocks, kind), SMALL)
+    got = multiply(a, planes_of(blocks, kind), kind, SMALL)
     assert torch.equal(got.double(), a.double() @ dequantize_blocks(blocks, fmt).double().T)
 
 
@@ -190,8 +199,14 @@ def test_ptx_unpacks_what_the_layout_says(kind):
         blocks = random_blocks(fmt, 1, 1, seed=seed)
         planes = planes_of(blocks, kind)
         q = fmt.q.read(blocks).to(torch.float64).flatten()
-        words = (planes.q[0].long() & 0xFFFFFFFF).tolist()
-        more = None if planes.h is None else (planes.h[0].long() & 0xFFFFFFFF).tolist()
+        offsets, sizes = form_of(kind).offsets(fmt.block_size), form_of(kind).plane_bytes
+        q_words, *h_words = (
+            planes[0, offsets[plane] : offsets[plane] + sizes[plane]].view(torch.int32)
+            for plane in ("q", "h")
+            if plane in sizes
+        )
+        words = (q_words.long() & 0xFFFFFFFF).tolist()
+        more = (h_words[0].long() & 0xFFFFFFFF).tolist() if h_words else None
         for pair in range(fmt.block_size // 16):
             if codes.bits == 8:
                 operands = [words[4 * pair + i] for i in (0, 2, 1, 3)]
@@ -236,7 +251,7 @@ def test_compiled_for_hopper(kind, config):
     blocks = torch.zeros(n, FORMATS[kind].row_bytes(k), dtype=torch.uint8)
     planes = to_planes(blocks, kind).to("meta")
     with record_launches(capability=(9, 0)) as launches:
-        mma_quant(torch.empty(64, k, dtype=torch.bfloat16, device="meta"), planes, config)
+        multiply(torch.empty(64, k, dtype=torch.bfloat16, device="meta"), planes, kind, config)
     compiled = compile_launch(launches[-1], TARGETS["sm_90"])
     assert compiled.spilled == 0
     # Nothing is written to shared memory but what is loaded: weights stay in their registers.
@@ -260,14 +275,15 @@ def test_planes_decode_to_the_formats_bits(kind, dtype):
     blocks = random_blocks(fmt, 5, 3, seed=6)
     k = fmt.row_weights(blocks.shape[1])
     want = dequantize_blocks(blocks, fmt).to(dtype)
-    got = dequantize_planes(planes_of(blocks, kind), torch.empty(5, k, dtype=dtype))
+    got = torch.empty(5, k, dtype=dtype)
+    decode_planes(got, planes_of(blocks, kind), None, f"{kind}:planes")
     assert_same_bits(got, want)
 
 
 def test_a_product_by_torch_some_rows_at_a_time():
     blocks = packed("Q5_K", 21, 256)
     a = torch.randn(6, 256).bfloat16()
-    got = product_by_torch(a, planes_of(blocks, "Q5_K"), rows=8)
+    got = product_by_torch(a, planes_of(blocks, "Q5_K"), "Q5_K:planes", rows=8)
     assert error(got, a, blocks, "Q5_K") < 1e-5
 
 
@@ -278,8 +294,8 @@ def test_compiled_elsewhere(kind, target):
     planes = to_planes(blocks, kind).to("meta")
     with record_launches(capability=TARGETS[target].capability) as launches:
         a = torch.empty(16, 512, dtype=torch.bfloat16, device="meta")
-        mma_quant(a, planes, Config(64, 16, stages=2, splits=2))
-        dequantize_planes(planes, torch.empty(64, 512, device="meta"))
+        multiply(a, planes, kind, Config(64, 16, stages=2, splits=2))
+        decode_planes(torch.empty(64, 512, device="meta"), planes, None, f"{kind}:planes")
     for launch in launches:
         compiled = compile_launch(launch, TARGETS[target])
         assert compiled.spilled == 0

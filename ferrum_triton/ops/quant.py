@@ -1,47 +1,53 @@
 """Weights in GGUF's packed blocks: decoding them, looking rows up, multiplying by them.
 
-``kind`` names the format (:data:`ferrum_triton.quant.FORMATS`); packed rows are read as the file
-stores them. A row of K weights has K / block_size blocks; it may start at any byte.
+``kind`` names the format (:data:`ferrum_triton.quant.FORMATS`), and packed rows are read as the
+file stores them: a row of K weights has K / block_size blocks and may start at any byte. With
+``":planes"`` behind the name they are in planes (:mod:`ferrum_triton.quant.planes`), which kernels
+read faster; on CUDA such rows start at multiples of 16 bytes.
 """
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.ops.precision import widen
-from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
+from ferrum_triton.quant import FORMATS, dequantize_rows, quantize_rows
+from ferrum_triton.quant.kinds import KINDS, file_kind, format_of
+from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.registry import Case, Op, op
 
-KINDS = tuple(FORMATS)
 MAX_GEMV_ROWS = 8
 
 
-def _product_cases(*num_tokens: int) -> list[Case]:
-    return [
-        Case(
-            f"{kind.lower()}/n14336k4096/m{m}",
-            torch.bfloat16,
-            {"kind": kind, "m": m, "n": 14336, "num_blocks": 4096 // fmt.block_size},
-        )
-        for kind, fmt in FORMATS.items()
-        for m in num_tokens
-    ]
+SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
+
+
+def case_name(kind: str) -> str:
+    """``kind`` in a case's id: ``q4_K`` in planes, ``file/q4_K`` as files store it."""
+    name = file_kind(kind)
+    family, _, rest = name.partition("_")
+    name = f"{family.lower()}_{rest}" if rest in ("0", "1", "K") else name.lower()
+    return name if kind in PLANE_FORMATS else f"file/{name}"
+
+
+def _product_case(kind: str, m: int, n: int, k: int) -> Case:
+    axes = {"kind": kind, "m": m, "n": n, "num_blocks": k // format_of(kind).block_size}
+    return Case(f"{case_name(kind)}/n{n}k{k}/m{m}", torch.bfloat16, axes)
 
 
 def pack_sample(make, kind: str, num_rows: int, num_blocks: int) -> Tensor:
     """Rows of random weights, packed; their products with normal activations are of order 1."""
-    fmt = FORMATS[kind]
-    k = num_blocks * fmt.block_size
-    return quantize_blocks(make.randn(num_rows, k, scale=k**-0.5), fmt)
+    k = num_blocks * format_of(kind).block_size
+    return quantize_rows(make.randn(num_rows, k, scale=k**-0.5), kind)
 
 
 def check_kind(
     op: Op, blocks: Tensor, kind: str, blocks_name: str = "blocks", kind_name: str = "kind"
 ) -> None:
-    if kind not in FORMATS:
-        op.reject(kind_name, repr(kind), ", ".join(FORMATS))
-    block_bytes = FORMATS[kind].block_bytes
-    if blocks.shape[-1] % block_bytes:
-        allowed = f"rows of whole {kind} blocks, {block_bytes} bytes each"
+    if kind not in KINDS:
+        op.reject(kind_name, repr(kind), ", ".join(KINDS))
+    fmt = format_of(kind)
+    if not fmt.is_row(blocks.shape[-1]):
+        allowed = f"rows of whole {kind} blocks, {fmt.block_bytes} bytes each"
         op.reject(blocks_name, f"of shape {list(blocks.shape)}", allowed)
 
 
@@ -52,7 +58,7 @@ def _check_dtype(op: Op, dtype: torch.dtype) -> None:
 
 def _check_product(op: Op, a: Tensor, blocks: Tensor, kind: str) -> None:
     check_kind(op, blocks, kind)
-    k = FORMATS[kind].row_weights(blocks.shape[-1])
+    k = format_of(kind).row_weights(blocks.shape[-1])
     if a.shape[-1] != k:
         op.reject("a", f"of shape {list(a.shape)}", f"[m, {k}], the weights in a row of blocks")
 
@@ -62,11 +68,11 @@ def _check_product(op: Op, a: Tensor, blocks: Tensor, kind: str) -> None:
     axes={"kind": KINDS, "num_rows": (0, 1, 2, 5), "num_blocks": (1, 2, 3, 9)},
     bench=[
         Case(
-            f"{kind.lower()}/n4096k4096",
+            f"{case_name(kind)}/n4096k4096",
             torch.bfloat16,
-            {"kind": kind, "num_rows": 4096, "num_blocks": 4096 // fmt.block_size},
+            {"kind": kind, "num_rows": 4096, "num_blocks": 4096 // format_of(kind).block_size},
         )
-        for kind, fmt in FORMATS.items()
+        for kind in KINDS
     ],
 )
 def dequantize(blocks: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
@@ -82,7 +88,7 @@ def dequantize(blocks: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
     Source: the decoders in :mod:`ferrum_triton.quant.formats`.
     """
-    return dequantize_blocks(blocks, FORMATS[kind]).to(dtype)
+    return dequantize_rows(blocks, kind).to(dtype)
 
 
 @dequantize.rule
@@ -131,7 +137,7 @@ def embedding_lookup_quant(blocks: Tensor, ids: Tensor, kind: str, dtype: torch.
         [..., K] in ``dtype``.
     """
     known = (ids >= 0) & (ids < blocks.shape[0])
-    rows = dequantize_blocks(blocks[torch.where(known, ids, 0).long()], FORMATS[kind])
+    rows = dequantize_rows(blocks[torch.where(known, ids, 0).long()], kind)
     return torch.where(known[..., None], rows, 0.0).to(dtype)
 
 
@@ -155,13 +161,13 @@ def _(make, kind, num_tokens, vocab_size, num_blocks):
 
 @embedding_lookup_quant.traffic
 def _(blocks, ids, kind, dtype):
-    k = FORMATS[kind].row_weights(blocks.shape[1])
+    k = format_of(kind).row_weights(blocks.shape[1])
     return ids.numel() * (ids.element_size() + blocks.shape[1] + k * dtype.itemsize)
 
 
 def _product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     wide = widen(a)
-    weights = dequantize_blocks(blocks, FORMATS[kind]).to(wide.dtype)
+    weights = dequantize_rows(blocks, kind).to(wide.dtype)
     return (wide @ weights.T).to(a.dtype)
 
 
@@ -173,7 +179,8 @@ def _product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
         "n": (1, 2, 9),
         "num_blocks": (1, 3, 18),
     },
-    bench=_product_cases(1, 4),
+    bench=[_product_case(kind, 1, n, k) for kind in PLANE_FORMATS for n, k in SHAPES]
+    + [_product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (1, 4)],
 )
 def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for few rows of a, where reading W takes the time.
@@ -203,7 +210,7 @@ def _(a, blocks, kind):
 def _(make, kind, m, n, num_blocks):
     blocks = pack_sample(make, kind, n, num_blocks)
     return {
-        "a": make.randn(m, num_blocks * FORMATS[kind].block_size),
+        "a": make.randn(m, num_blocks * format_of(kind).block_size),
         "blocks": blocks,
         "kind": kind,
     }
@@ -217,7 +224,9 @@ def _(make, kind, m, n, num_blocks):
         "n": (1, 5, 70),
         "num_blocks": (1, 2, 5),
     },
-    bench=_product_cases(16, 2048),
+    bench=[_product_case("Q4_K:planes", m, 28672, 4096) for m in (2, 4, 8, 16, 32, 64, 256, 4096)]
+    + [_product_case("Q6_K:planes", m, 28672, 4096) for m in (8, 64, 4096)]
+    + [_product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)],
 )
 def gemm_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for any number of rows of a.
@@ -245,7 +254,7 @@ def _(a, blocks, kind):
 def _(make, kind, m, n, num_blocks):
     blocks = pack_sample(make, kind, n, num_blocks)
     return {
-        "a": make.randn(m, num_blocks * FORMATS[kind].block_size),
+        "a": make.randn(m, num_blocks * format_of(kind).block_size),
         "blocks": blocks,
         "kind": kind,
     }

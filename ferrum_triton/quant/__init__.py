@@ -2,7 +2,9 @@
 
 from ferrum_triton.quant.encode import quantize_blocks
 from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
+from ferrum_triton.quant.kinds import dequantize_rows, quantize_rows
 from ferrum_triton.quant.load import load_quant, load_quant_experts, load_quant_fused
+from ferrum_triton.quant.planes import from_planes, to_planes
 from ferrum_triton.quant.tensor import FusedTensor, QuantizedTensor
 
 __all__ = [
@@ -11,8 +13,12 @@ __all__ = [
     "FusedTensor",
     "QuantizedTensor",
     "dequantize_blocks",
+    "dequantize_rows",
+    "from_planes",
     "load_quant",
     "load_quant_experts",
     "load_quant_fused",
     "quantize_blocks",
+    "quantize_rows",
+    "to_planes",
 ]

@@ -58,9 +58,13 @@ class BlockFormat:
             )
         return num_weights // self.block_size * self.block_bytes
 
+    def is_row(self, row_bytes: int) -> bool:
+        """Whether a row can have ``row_bytes`` bytes."""
+        return row_bytes % self.block_bytes == 0
+
     def row_weights(self, row_bytes: int) -> int:
         """Weights in a row of ``row_bytes`` bytes, a multiple of the block's bytes."""
-        if row_bytes % self.block_bytes:
+        if not self.is_row(row_bytes):
             allowed = f"a multiple of {self.block_bytes}, the block bytes of {self.name}"
             advice = "The row is truncated, or of another format."
             raise InputError(

@@ -1,27 +1,26 @@
-"""Packed weights laid out for kernels: the file's bits in planes, one kind of number each.
+"""Packed rows laid out for kernels: the file's bits in planes, one kind of number each.
 
 GGUF blocks mix integers, scales and pieces of integers at offsets that wide loads cannot start at.
-Here a matrix [rows, K] becomes a few planes of one row each a row of weights, K in its own order,
-every bit of the file in exactly one place:
+Here a row holds the same bits, each in exactly one place, as up to five planes end to end, K in its
+own order in each:
 
 * ``q`` and ``h``: the low bits of the weights' integers and, where the format keeps them apart, the
-  bits above. 8, 4, 2 or 1 bits each, in int32 words of four bytes: byte b of a word holds weights
+  bits above. 8, 4, 2 or 1 bits each, in words of four bytes: byte b of a word holds weights
   4p + b, p = 0, 1, ..., the first lowest. So a shift and a mask give four neighbours as bytes.
-* ``d``: fp16 for each block, or an int32 of the two fp16 (d below, minimum above) where there are
-  two.
 * ``s``: sub-scales as bytes. Q4_K, Q5_K: scale and minimum of each 32 weights, unpacked from six
   bits. Q6_K: one int8 for each 16. Q2_K: the file's byte for each 16. Q3_K: the low nibbles of two
   sub-blocks in a byte, the first lower, and their upper two bits in ``t``, four in a byte.
+* ``d``: fp16 for each block, or two fp16 (d below, minimum above) where there are two.
 
-Rows start at multiples of 16 bytes; K is never padded. The integers are those the file stores,
+Rows are filled up to multiples of 16 bytes with zeros. The integers are those the file stores,
 before any offset is taken from them; which bits they are is told by
-:data:`~ferrum_triton.quant.FORMATS`.
+:data:`~ferrum_triton.quant.FORMATS`. A kind of this layout is named ``"Q4_K:planes"``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,126 +29,136 @@ from ferrum_triton.errors import InputError
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
 from ferrum_triton.quant.layout import Integers, Run
 
-PLANE_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 ROW_ALIGN = 16
+SUFFIX = ":planes"
 # Bytes of blocks repacked at a time: codes take up to eight times their room while they are moved.
 CHUNK_BYTES = 32 << 20
 
-_DTYPES = {"q": torch.int32, "h": torch.int32, "s": torch.uint8, "t": torch.uint8}
 
-
-@dataclass(frozen=True, eq=False)
-class Planes:
-    """A weight matrix, or a stack of one for each expert, in planes.
+@dataclass(frozen=True)
+class PlaneFormat:
+    """A block format whose rows are in planes.
 
     Attributes:
-        kind: a name in :data:`PLANE_KINDS`.
-        num_weights: K.
-        q: int32 [..., rows, words], the weights' low bits.
-        d: float16 or int32 [..., rows, blocks], scales of the blocks.
-        h: int32 [..., rows, words], the weights' high bits.
-        s: uint8 [..., rows, bytes], sub-scales.
-        t: uint8 [..., rows, bytes], upper bits of Q3_K's sub-scales.
+        file: the format as a file has it.
+        plane_bytes: bytes of a block in each plane, in the order of the planes.
     """
 
-    kind: str
-    num_weights: int
-    q: Tensor
-    d: Tensor
-    h: Tensor | None = None
-    s: Tensor | None = None
-    t: Tensor | None = None
+    file: BlockFormat
+    plane_bytes: dict[str, int]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.q.shape[:-1], self.num_weights)
+    def name(self) -> str:
+        return self.file.name + SUFFIX
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        named = {name: getattr(self, name) for name in "qdhst"}
-        return {name: plane for name, plane in named.items() if plane is not None}
+    def block_size(self) -> int:
+        return self.file.block_size
 
     @property
-    def nbytes(self) -> int:
-        return sum(plane.numel() * plane.element_size() for plane in self.tensors.values())
+    def block_bytes(self) -> int:
+        """Bytes of a block in all planes."""
+        return sum(self.plane_bytes.values())
 
-    def to(self, device: torch.device | str) -> Planes:
-        return replace(self, **{name: plane.to(device) for name, plane in self.tensors.items()})
+    def row_bytes(self, num_weights: int) -> int:
+        """Bytes of a row of ``num_weights`` weights, a multiple of the block size."""
+        num_blocks = self.file.row_bytes(num_weights) // self.file.block_bytes
+        return -(-num_blocks * self.block_bytes // ROW_ALIGN) * ROW_ALIGN
 
-    def clone(self) -> Planes:
-        return replace(self, **{name: plane.clone() for name, plane in self.tensors.items()})
+    def is_row(self, row_bytes: int) -> bool:
+        """Whether a row can have ``row_bytes`` bytes."""
+        # A block is larger than what fills a row up.
+        return row_bytes == self.row_bytes(row_bytes // self.block_bytes * self.block_size)
+
+    def row_weights(self, row_bytes: int) -> int:
+        """Weights in a row of ``row_bytes`` bytes.
+
+        Raises:
+            InputError: no row of whole blocks has as many bytes.
+        """
+        if not self.is_row(row_bytes):
+            allowed = f"whole blocks of {self.block_bytes}, filled up to a multiple of {ROW_ALIGN}"
+            advice = "The row is truncated, or of another format."
+            raise InputError(
+                "PlaneFormat.row_weights", "row_bytes", str(row_bytes), allowed, advice
+            )
+        return row_bytes // self.block_bytes * self.block_size
+
+    def offsets(self, num_weights: int) -> dict[str, int]:
+        """Where each plane of a row begins, in bytes."""
+        num_blocks, at, offsets = num_weights // self.block_size, 0, {}
+        for plane, each in self.plane_bytes.items():
+            offsets[plane] = at
+            at += num_blocks * each
+        return offsets
 
 
-def row_bytes(kind: str, num_weights: int) -> dict[str, int]:
-    """Bytes of a row in each plane, before they are rounded up to ``ROW_ALIGN``."""
-    fmt = FORMATS[kind]
-    blocks = num_weights // fmt.block_size
-    sizes = {"q": num_weights * fmt.q.low[0].bits // 8, "d": blocks * (4 if fmt.m else 2)}
+def _plane_bytes(fmt: BlockFormat) -> dict[str, int]:
+    sizes = {"q": fmt.block_size * fmt.q.low[0].bits // 8}
     if fmt.q.high:
-        sizes["h"] = num_weights * fmt.q.high.bits // 8
-    if kind == "Q3_K":
-        sizes |= {"s": blocks * 8, "t": blocks * 4}
+        sizes["h"] = fmt.block_size * fmt.q.high.bits // 8
+    if fmt.name == "Q3_K":
+        sizes |= {"s": 8, "t": 4}
     elif fmt.scales:
-        sizes["s"] = blocks * 16
-    return sizes
+        sizes["s"] = 16
+    return sizes | {"d": 4 if fmt.m else 2}
 
 
-def to_planes(blocks: Tensor, kind: str, chunk_bytes: int = CHUNK_BYTES) -> Planes:
+PLANE_FORMATS: dict[str, PlaneFormat] = {
+    kind + SUFFIX: PlaneFormat(fmt, _plane_bytes(fmt))
+    for kind, fmt in FORMATS.items()
+    if fmt.values is None
+}
+
+
+def to_planes(blocks: Tensor, kind: str, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
     """Lay packed rows out in planes, on their own device, some rows at a time.
 
     Args:
-        blocks: uint8 [..., rows, row_bytes] as in a GGUF file.
-        kind: their format.
+        blocks: uint8 [..., row_bytes] as in a GGUF file.
+        kind: their format, as in :data:`~ferrum_triton.quant.FORMATS`.
         chunk_bytes: of ``blocks`` at a time.
+
+    Returns:
+        uint8 [..., row_bytes of ``kind + ":planes"``].
 
     Raises:
         InputError: the format has no planes, or a row is no whole number of blocks.
     """
-    fmt = _format(kind)
-    k = fmt.row_weights(blocks.shape[-1])
+    form = _form(kind)
+    fmt = form.file
+    num_blocks = fmt.row_weights(blocks.shape[-1]) // fmt.block_size
     flat = blocks.reshape(math.prod(blocks.shape[:-1]), blocks.shape[-1])
-    dtypes = _DTYPES | {"d": torch.int32 if fmt.m else torch.float16}
-    sizes = row_bytes(kind, k)
-    planes = {}
-    for name, size in sizes.items():
-        padded = -(-size // ROW_ALIGN) * ROW_ALIGN
-        shape = (len(flat), padded // dtypes[name].itemsize)
-        planes[name] = torch.zeros(shape, dtype=dtypes[name], device=blocks.device)
+    used = num_blocks * form.block_bytes
+    planes = flat.new_empty(len(flat), form.row_bytes(num_blocks * fmt.block_size))
+    planes[:, used:] = 0
     for first, last in _chunks(len(flat), blocks.shape[-1], chunk_bytes):
-        rows = flat[first:last].unflatten(-1, (k // fmt.block_size, fmt.block_bytes))
-        for name, plane in _split(rows, fmt).items():
-            planes[name][first:last].view(torch.uint8)[:, : sizes[name]] = plane
-    lead = blocks.shape[:-1]
-    return Planes(kind, k, **{name: p.view(*lead, p.shape[1]) for name, p in planes.items()})
+        rows = flat[first:last].unflatten(-1, (num_blocks, fmt.block_bytes))
+        each = _split(rows, fmt)
+        torch.cat([each[name] for name in form.plane_bytes], -1, out=planes[first:last, :used])
+    return planes.view(*blocks.shape[:-1], planes.shape[1])
 
 
-def from_planes(planes: Planes, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
-    """The file's bytes again: uint8 [..., rows, row_bytes]."""
-    fmt, k = _format(planes.kind), planes.num_weights
-    num_blocks = k // fmt.block_size
-    bytes_of = {
-        name: _rows_of_bytes(plane)[:, :size]
-        for (name, size) in row_bytes(planes.kind, k).items()
-        for plane in [planes.tensors[name]]
-    }
-    num_rows, row = len(bytes_of["q"]), num_blocks * fmt.block_bytes
-    flat = bytes_of["q"].new_zeros(num_rows, row)
-    for first, last in _chunks(num_rows, row, chunk_bytes):
+def from_planes(planes: Tensor, kind: str, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
+    """The file's bytes again: uint8 [..., row_bytes] from what :func:`to_planes` made of them."""
+    form = _form(kind)
+    fmt = form.file
+    num_blocks = form.row_weights(planes.shape[-1]) // fmt.block_size
+    rows = planes.reshape(math.prod(planes.shape[:-1]), planes.shape[-1])
+    flat = rows.new_zeros(len(rows), num_blocks * fmt.block_bytes)
+    sizes = [num_blocks * each for each in form.plane_bytes.values()]
+    for first, last in _chunks(len(rows), planes.shape[-1], chunk_bytes):
+        parts = rows[first:last, : sum(sizes)].split(sizes, -1)
         blocks = flat[first:last].unflatten(-1, (num_blocks, fmt.block_bytes))
-        _join(blocks, {name: plane[first:last] for name, plane in bytes_of.items()}, fmt)
-    return flat.view(*planes.shape[:-1], row)
+        _join(blocks, dict(zip(form.plane_bytes, parts, strict=True)), fmt)
+    return flat.view(*planes.shape[:-1], flat.shape[1])
 
 
-def _rows_of_bytes(plane: Tensor) -> Tensor:
-    rows = plane.reshape(math.prod(plane.shape[:-1]), plane.shape[-1])
-    return rows.view(torch.uint8)
-
-
-def _format(kind: str) -> BlockFormat:
-    if kind not in PLANE_KINDS:
-        allowed = ", ".join(PLANE_KINDS)
+def _form(kind: str) -> PlaneFormat:
+    if kind + SUFFIX not in PLANE_FORMATS:
+        allowed = ", ".join(form.file.name for form in PLANE_FORMATS.values())
         raise InputError("to_planes", "kind", repr(kind), allowed, "Keep it as the file has it.")
-    return FORMATS[kind]
+    return PLANE_FORMATS[kind + SUFFIX]
 
 
 def _chunks(num_rows: int, row: int, chunk_bytes: int) -> list[tuple[int, int]]:
@@ -185,19 +194,14 @@ def _split(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
     A block is a whole number of words in every plane but one of single bits of 32 weights, where it
     is one: rows are the blocks' pieces end to end.
     """
+    sizes = _plane_bytes(fmt)
     bits = fmt.q.low[0].bits
-    planes = {
-        "q": _packed(
-            _low_codes(fmt.q, blocks), _plane(bits, fmt.block_size), fmt.block_size * bits // 8
-        )
-    }
+    planes = {"q": _packed(_low_codes(fmt.q, blocks), _plane(bits, fmt.block_size), sizes["q"])}
     d = blocks[..., fmt.d.at : fmt.d.at + 2]
     planes["d"] = torch.cat([d, blocks[..., fmt.m.at : fmt.m.at + 2]], -1) if fmt.m else d
     if fmt.q.high:
-        high = fmt.q.high.bits
-        planes["h"] = _packed(
-            fmt.q.high.read(blocks), _plane(high, fmt.block_size), fmt.block_size * high // 8
-        )
+        run = _plane(fmt.q.high.bits, fmt.block_size)
+        planes["h"] = _packed(fmt.q.high.read(blocks), run, sizes["h"])
     if fmt.name == "Q3_K":
         assert fmt.scales and fmt.scales.high
         planes["s"] = _packed(_low_codes(fmt.scales, blocks), _LOW_SCALES, 8)

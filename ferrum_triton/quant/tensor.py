@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
-from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
+from ferrum_triton.quant.formats import BlockFormat
+from ferrum_triton.quant.kinds import KINDS, dequantize_rows, file_kind, format_of
+from ferrum_triton.quant.planes import PLANE_FORMATS, SUFFIX, PlaneFormat, from_planes, to_planes
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,8 +21,10 @@ class QuantizedTensor:
     """Packed rows and the name of their format.
 
     Attributes:
-        blocks: uint8 [rows, row_bytes], or [experts, rows, row_bytes], as stored in a GGUF file.
-        kind: a name in :data:`~ferrum_triton.quant.FORMATS`.
+        blocks: uint8 [rows, row_bytes], or [experts, rows, row_bytes], as stored in a GGUF file,
+            or in planes (:mod:`ferrum_triton.quant.planes`).
+        kind: a name in :data:`~ferrum_triton.quant.FORMATS`; with ``":planes"`` behind it for the
+            latter.
 
     Raises:
         InputError: the kind is unknown, or blocks has another dtype or rank, or holds no whole
@@ -31,24 +35,23 @@ class QuantizedTensor:
     kind: str
 
     def __post_init__(self) -> None:
-        if self.kind not in FORMATS:
-            _reject(
-                "kind", repr(self.kind), ", ".join(FORMATS), "Convert the file to one of these."
-            )
+        if self.kind not in KINDS:
+            advice = "Convert the file to one of these."
+            _reject("kind", repr(self.kind), ", ".join(KINDS), advice)
         blocks = self.blocks
         if blocks.dtype != torch.uint8:
             _reject("blocks", str(blocks.dtype), "uint8", "View the stored bytes as uint8.")
         if blocks.dim() not in (2, 3):
             allowed = "[rows, row_bytes] or [experts, rows, row_bytes]"
             _reject("blocks", f"of shape {list(blocks.shape)}", allowed, "Reshape it.")
-        if blocks.shape[-1] % self.format.block_bytes:
+        if not self.format.is_row(blocks.shape[-1]):
             allowed = f"rows of whole {self.kind} blocks, {self.format.block_bytes} bytes each"
             advice = "The tensor is truncated, or of another format."
             _reject("blocks", f"of shape {list(blocks.shape)}", allowed, advice)
 
     @property
-    def format(self) -> BlockFormat:
-        return FORMATS[self.kind]
+    def format(self) -> BlockFormat | PlaneFormat:
+        return format_of(self.kind)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,9 +66,22 @@ class QuantizedTensor:
         """The same weights on ``device``."""
         return replace(self, blocks=self.blocks.to(device))
 
+    def in_planes(self) -> QuantizedTensor:
+        """The same weights in planes, as the fastest kernels take them; formats without stay."""
+        if self.kind + SUFFIX not in PLANE_FORMATS:
+            return self
+        return QuantizedTensor(to_planes(self.blocks, self.kind), self.kind + SUFFIX)
+
+    def as_in_file(self) -> QuantizedTensor:
+        """The same weights as a GGUF file stores them, to the bit."""
+        if self.kind not in PLANE_FORMATS:
+            return self
+        kind = file_kind(self.kind)
+        return QuantizedTensor(from_planes(self.blocks, kind), kind)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Decode with torch: the reference. ``backend.dequantize`` does it by kernel."""
-        return dequantize_blocks(self.blocks, self.format).to(dtype)
+        return dequantize_rows(self.blocks, self.kind).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

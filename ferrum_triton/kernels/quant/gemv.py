@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
+from ferrum_triton.kernels.quant.plane_products import product_of_planes
 from ferrum_triton.ops import quant as ops
+from ferrum_triton.quant.planes import PLANE_FORMATS
 
 NUM_WARPS = 4
 
@@ -69,6 +71,8 @@ def _gemv_quant_kernel(
 
 @ops.gemv_quant.impl("triton")
 def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+    if kind in PLANE_FORMATS:
+        return product_of_planes(a, blocks, kind, out)
     layout = LAYOUTS[kind]
     num_tokens, num_rows = a.shape[0], blocks.shape[0]
     shape = (num_tokens, num_rows)

@@ -6,7 +6,6 @@ differ by an immediate of their loads' addresses.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -16,8 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.jit import capability, kernel
 from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group, add_group_int8
-from ferrum_triton.kernels.quant.planes import load_rows, summed, tied_zero
-from ferrum_triton.quant.planes import Planes
+from ferrum_triton.kernels.quant.planes import load_rows, place, summed, tied_zero
+from ferrum_triton.quant.kinds import file_kind, format_of
 
 # Weights are read once: they leave the first-level cache to the activations.
 STREAM = ".L1::no_allocate.L2::256B"
@@ -28,20 +27,16 @@ def _gemv_planes_kernel(
     y_ptr,  # [m, n]
     a_ptr,  # [m, k], or int32 [m, k / 4] of four int8 each
     info_ptr,  # int32 [m, groups, 2] of int8 activations
-    q_ptr,  # int32 [n, words]
-    h_ptr,  # int32 [n, words]
-    d_ptr,  # fp16 or int32 [n, blocks]
-    s_ptr,  # uint8 [n, bytes]
-    t_ptr,  # uint8 [n, bytes]
+    planes_ptr,  # [n, row_bytes]
     stride_y_token,
     stride_a_token,
     stride_info_token,
     num_rows,
-    Q: tl.constexpr,  # strides of the planes' rows
-    H: tl.constexpr,
-    D: tl.constexpr,
+    ROW: tl.constexpr,  # stride of rows of planes, in bytes
+    H: tl.constexpr,  # where the planes of a row begin, in bytes; q is the first
     S: tl.constexpr,
     T: tl.constexpr,
+    D: tl.constexpr,
     GROUPS: tl.constexpr,  # of 32 in a row
     KIND: tl.constexpr,
     M: tl.constexpr,
@@ -62,14 +57,7 @@ def _gemv_planes_kernel(
     thread = tl.arange(0, THREADS)
     EVEN: tl.constexpr = GROUPS % THREADS == 0
     STEPS: tl.constexpr = (GROUPS + THREADS - 1) // THREADS
-    q_ptr += first * Q
-    d_ptr += first * D
-    if h_ptr is not None:
-        h_ptr += first * H
-    if s_ptr is not None:
-        s_ptr += first * S
-    if t_ptr is not None:
-        t_ptr += first * T
+    planes_ptr += first * ROW
 
     start = tl.zeros([THREADS], tl.float32)
     totals = ()
@@ -81,9 +69,8 @@ def _gemv_planes_kernel(
 
     if PREFETCH:
         rows = load_rows(
-            q_ptr, h_ptr, d_ptr, s_ptr, t_ptr, thread, thread < GROUPS,
-            Q, H, D, S, T, KIND, ROWS, ASM, HINT,
-        )  # fmt: skip
+            planes_ptr, thread, thread < GROUPS, ROW, H, S, T, D, KIND, ROWS, ASM, HINT
+        )
     for step in range(STEPS):
         group = step * THREADS + thread
         mask = group < GROUPS
@@ -92,14 +79,10 @@ def _gemv_planes_kernel(
         if PREFETCH:
             ahead = group + THREADS
             later = load_rows(
-                q_ptr, h_ptr, d_ptr, s_ptr, t_ptr, ahead, ahead < GROUPS,
-                Q, H, D, S, T, KIND, ROWS, ASM, HINT,
-            )  # fmt: skip
+                planes_ptr, ahead, ahead < GROUPS, ROW, H, S, T, D, KIND, ROWS, ASM, HINT
+            )
         else:
-            rows = load_rows(
-                q_ptr, h_ptr, d_ptr, s_ptr, t_ptr, group, mask,
-                Q, H, D, S, T, KIND, ROWS, ASM, HINT,
-            )  # fmt: skip
+            rows = load_rows(planes_ptr, group, mask, ROW, H, S, T, D, KIND, ROWS, ASM, HINT)
         if CHAINED:
             if step == 0:
                 gdc_wait()
@@ -220,7 +203,8 @@ def quantize_activations(a: Tensor, *, chained: bool = False) -> Int8Activations
 
 def gemv_planes(
     a: Tensor | Int8Activations,
-    planes: Planes,
+    planes: Tensor,
+    kind: str,
     *,
     out: Tensor | None = None,
     rows: int | None = None,
@@ -237,7 +221,8 @@ def gemv_planes(
     Args:
         a: [m, K] in float32, float16 or bfloat16, magnitudes below 2^41; or what
             ``quantize_activations`` made of it.
-        planes: W.
+        planes: uint8 [n, row_bytes], W's rows in planes.
+        kind: their kind, such as ``"Q4_K:planes"``.
         out: [m, n] to write to.
         rows: of W a program, a power of two; measured choice if None.
         num_warps: of a program, likewise.
@@ -256,8 +241,9 @@ def gemv_planes(
         out = torch.empty(num_tokens, num_rows, dtype=a.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tensors, constants = _arguments(planes)
-    best_rows, best_warps = _tile_of(constants["GROUPS"], num_tokens)
+    num_weights = format_of(kind).row_weights(planes.shape[1])
+    offsets = place(planes, kind, num_weights)
+    best_rows, best_warps = _tile_of(num_weights // 32, num_tokens)
     rows = min(rows or best_rows, 1 << (num_rows.bit_length() - 1))
     warps = num_warps or best_warps
     if asm is None:
@@ -269,12 +255,15 @@ def gemv_planes(
         out,
         x,
         info,
-        *tensors,
+        planes,
         out.stride(0),
         x.stride(0),
         0 if info is None else info.stride(0),
         num_rows,
-        **constants,
+        ROW=planes.stride(0),
+        **offsets,
+        GROUPS=num_weights // 32,
+        KIND=file_kind(kind),
         M=num_tokens,
         ROWS=rows,
         SUMS=triton.next_power_of_2(rows * num_tokens),
@@ -290,16 +279,6 @@ def gemv_planes(
         **({"launch_pdl": True} if chained else {}),
     )
     return out
-
-
-def _arguments(planes: Planes) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """The planes' pointers, and the constants that follow of kind and K."""
-    tensors = (planes.q, planes.h, planes.d, planes.s, planes.t)
-    strides = {
-        name: 0 if plane is None else plane.stride(-2)
-        for name, plane in zip("QHDST", tensors, strict=True)
-    }
-    return tensors, strides | {"GROUPS": planes.num_weights // 32, "KIND": planes.kind}
 
 
 def _tile_of(num_groups: int, num_tokens: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Activations by weights in planes, on tensor cores: one program per tile of the product.
 
-A matrix W [n, k] is held as :class:`~ferrum_triton.quant.planes.Planes`. Of Q4_K and Q5_K the bytes
-of a scale and its min are read as one int16.
+Rows of W [n, k] are in planes (:mod:`ferrum_triton.quant.planes`). Of Q4_K and Q5_K the bytes of a
+scale and its min are read as one int16.
 
 Weights are the tensor cores' first operand, from registers, and tokens the second: a tile takes 64
 or 128 rows of W and 8 to 256 tokens. Words reach shared memory by the loop's pipeline and are
@@ -34,7 +34,9 @@ from ferrum_triton.kernels.quant.fragments import (
     times,
     unpack,
 )
-from ferrum_triton.quant.planes import Planes
+from ferrum_triton.kernels.quant.planes import place
+from ferrum_triton.quant.kinds import file_kind
+from ferrum_triton.quant.planes import ROW_ALIGN
 
 
 class Config(NamedTuple):
@@ -134,18 +136,15 @@ def _mma_quant_kernel(
     x_ptr,  # [m, padded k]
     sums_ptr,  # [m, padded k / 8]
     factor_ptr,  # [m]
-    q_ptr,  # int32 [n, words]
-    h_ptr,  # int32 [n, words]
-    s_ptr,  # uint8 [n, bytes]
-    t_ptr,  # uint8 [n, bytes]
-    d_ptr,  # float16 or int32 [n, blocks]
+    planes_ptr,  # [n, row_bytes]
     stride_y_split,
     stride_y_token,
     stride_x_token,
-    stride_q_row,  # strides of planes in units of 16 bytes
-    stride_h_row,
-    stride_s_row,
-    stride_d_row,
+    stride_row,  # of planes, in units of 16 bytes
+    h_at,  # where the planes of a row begin, in bytes; q is the first
+    s_at,
+    t_at,
+    d_at,
     num_rows,
     num_words,  # of eight weights
     num_tokens,
@@ -162,7 +161,6 @@ def _mma_quant_kernel(
     LATE: tl.constexpr,
     SPLITS: tl.constexpr,
     WHOLE: tl.constexpr,  # K is whole steps
-    T: tl.constexpr,  # stride of t's rows, in words
     AHEAD: tl.constexpr,
 ):
     SCALED: tl.constexpr = SCALES != ""
@@ -174,29 +172,35 @@ def _mma_quant_kernel(
     row, token = tl.minimum(n, num_rows - 1), tl.minimum(m, num_tokens - 1)
 
     # Tiles of planes: words, what lies above them, and scales.
+    q_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
+    h_ptr = (planes_ptr + h_at).to(tl.pointer_type(tl.int32))
+    s_ptr = planes_ptr + s_at
+    D_TYPE: tl.constexpr = tl.int32 if MINS else tl.float16
+    d_ptr = (planes_ptr + d_at).to(tl.pointer_type(D_TYPE))
     W_COLS: tl.constexpr = 2 * BLOCK_W if BITS == 8 else (BLOCK_W // 2 if BITS < 4 else BLOCK_W)
     w_col = tl.arange(0, W_COLS)[None, :]
-    w_rows = q_ptr + row[:, None] * stride_q_row * 4 + w_col
+    w_rows = q_ptr + row[:, None] * stride_row * 4 + w_col
     if BITS == 6:
         more_col = tl.arange(0, BLOCK_W // 2)[None, :]
-        more_rows = h_ptr + row[:, None] * stride_h_row * 4 + more_col
+        more_rows = h_ptr + row[:, None] * stride_row * 4 + more_col
     elif BITS == 5 or BITS == 3:
         more_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        more_rows = h_ptr + row[:, None] * stride_h_row * 4 + more_col
+        more_rows = h_ptr + row[:, None] * stride_row * 4 + more_col
     if SCALES == "pair":
         s_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        s_rows = s_ptr.to(tl.pointer_type(tl.int16)) + row[:, None] * stride_s_row * 8 + s_col
+        s_rows = s_ptr.to(tl.pointer_type(tl.int16)) + row[:, None] * stride_row * 8 + s_col
     elif SCALES == "packed":
         # Two sub-blocks a column; the upper bits of all 16 of a block are in a word.
         s_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        s_rows = s_ptr + row[:, None] * stride_s_row * 16 + s_col
-        t_rows = t_ptr.to(tl.pointer_type(tl.int32)) + row[:, None] * T
+        s_rows = s_ptr + row[:, None] * stride_row * 16 + s_col
+        t_ptr = (planes_ptr + t_at).to(tl.pointer_type(tl.int32))
+        t_rows = t_ptr + row[:, None] * stride_row * 4
     elif SCALED:
         s_col = tl.arange(0, BLOCK_W // 2)[None, :]
         S_TYPE: tl.constexpr = tl.int8 if SCALES == "byte" else tl.uint8
-        s_rows = s_ptr.to(tl.pointer_type(S_TYPE)) + row[:, None] * stride_s_row * 16 + s_col
+        s_rows = s_ptr.to(tl.pointer_type(S_TYPE)) + row[:, None] * stride_row * 16 + s_col
     D_UNIT: tl.constexpr = 4 if MINS else 8
-    d_rows = d_ptr + row * stride_d_row * D_UNIT
+    d_rows = d_ptr + row * stride_row * D_UNIT
     if not SCALED:
         d_col = tl.arange(0, BLOCK_W // 4)[None, :]
         d_rows = d_rows[:, None] + d_col
@@ -214,7 +218,7 @@ def _mma_quant_kernel(
         # Weights were there before the kernel that arranges the activations was launched.
         ahead = begin * W_COLS + tl.arange(0, AHEAD) * 32
         ahead = tl.minimum(ahead, steps * W_COLS - 32)
-        _prefetch(q_ptr + (row * stride_q_row * 4)[:, None] + ahead[None, :])
+        _prefetch(q_ptr + (row * stride_row * 4)[:, None] + ahead[None, :])
         gdc_wait()
 
     # Too narrow for the compiler's pipeline where no product depends on them: a step ahead by hand.
@@ -334,14 +338,10 @@ def _add_splits_kernel(
     tl.store(y_ptr + token * stride_y_token + n, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _units(plane: Tensor | None) -> int:
-    """A plane's row stride in units of 16 bytes."""
-    return 0 if plane is None else plane.stride(0) * plane.element_size() // 16
-
-
 def mma_quant(
     a: Tensor,
-    planes: Planes,
+    planes: Tensor,
+    kind: str,
     config: Config,
     *,
     arranged: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -351,16 +351,18 @@ def mma_quant(
 
     Args:
         a: [m, k], float16 or bfloat16.
-        planes: W, of one matrix.
+        planes: uint8 [n, row_bytes], W's rows in planes.
+        kind: their kind, such as ``"Q4_K:planes"``.
         config: of the launch.
         arranged: :func:`arrange` of a for the config's words, where several products share it;
             in halves for formats with a one-bit plane.
     """
-    codes = CODES[planes.kind]
+    codes = CODES[file_kind(kind)]
     (num_tokens, k), num_rows = a.shape, planes.shape[0]
     y = a.new_empty((num_tokens, num_rows)) if out is None else out
     if y.numel() == 0:
         return y
+    offsets = place(planes, kind, k)
     halves = 2 if codes.bits in (3, 5) else 1
     ahead = config.ahead if capability(a.device) >= (9, 0) else 0
     x, sums, factor = arrange(a, config.words, halves, ahead > 0) if arranged is None else arranged
@@ -380,18 +382,15 @@ def mma_quant(
         x,
         sums,
         factor,
-        planes.q,
-        planes.h,
-        planes.s,
-        planes.t,
-        planes.d,
+        planes,
         partial.stride(0) if splits > 1 else 0,
         partial.stride(-2),
         x.stride(0),
-        _units(planes.q),
-        _units(planes.h),
-        _units(planes.s),
-        _units(planes.d),
+        planes.stride(0) // ROW_ALIGN,
+        offsets["H"],
+        offsets["S"],
+        offsets["T"],
+        offsets["D"],
         num_rows,
         k // 8,
         num_tokens,
@@ -408,7 +407,6 @@ def mma_quant(
         LATE=late,
         SPLITS=splits,
         WHOLE=k % (8 * config.words) == 0,
-        T=0 if planes.t is None else planes.t.stride(0) // 4,
         AHEAD=ahead,
         num_warps=config.warps,
         num_stages=config.stages,

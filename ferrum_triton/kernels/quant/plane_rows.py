@@ -4,8 +4,6 @@ Decoding takes float32 in the order of operations of :mod:`ferrum_triton.quant.f
 results have its bits.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -13,8 +11,9 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.fragments import CODES, spread
-from ferrum_triton.kernels.quant.planes import fp16_pair
-from ferrum_triton.quant.planes import Planes
+from ferrum_triton.kernels.quant.planes import fp16_pair, place
+from ferrum_triton.quant.kinds import file_kind
+from ferrum_triton.quant.planes import ROW_ALIGN
 
 # Rows decoded at a time before a product: their bfloat16 weights, at 4096 columns, leave room in an
 # L2 of 50 MB for what else the product reads.
@@ -33,19 +32,17 @@ def _codes_of(ptr, first, num_words, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @kernel
-def _dequantize_planes_kernel(
+def _decode_planes_kernel(
     y_ptr,  # [n, k]
-    q_ptr,  # int32 [n, words]
-    h_ptr,  # int32 [n, words]
-    d_ptr,  # float16 or int32 [n, blocks]
-    s_ptr,  # uint8 [n, bytes]
-    t_ptr,  # uint8 [n, bytes]
+    planes_ptr,  # [table_rows, row_bytes]
+    ids_ptr,  # [n], the rows of planes to decode; None for all in order
     stride_y_row,
-    stride_q_row,
-    stride_h_row,
-    stride_d_row,
-    stride_s_row,
-    stride_t_row,
+    stride_row,  # of planes, in units of 16 bytes
+    h_at,  # where the planes of a row begin, in bytes; q is the first
+    s_at,
+    t_at,
+    d_at,
+    table_rows,
     num_rows,
     num_weights,
     BITS: tl.constexpr,
@@ -56,23 +53,31 @@ def _dequantize_planes_kernel(
     BLOCK_K: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, num_rows - 1)[:, None]
+    row = tl.minimum(n, num_rows - 1)
+    known = n < num_rows
+    if ids_ptr is not None:
+        row = tl.load(ids_ptr + row).to(tl.int64)
+        known = (row >= 0) & (row < table_rows)
+        row = tl.where(known, row, 0)
     first = tl.program_id(1) * BLOCK_K
+    row_ptr = (planes_ptr + row * stride_row * 16)[:, None]
 
     LOW: tl.constexpr = BITS if BITS == 8 or BITS < 3 else (2 if BITS == 3 else 4)
-    words = q_ptr + row * stride_q_row
+    words = row_ptr.to(tl.pointer_type(tl.int32))
     q = _codes_of(words, first, num_weights * LOW // 32, LOW, BLOCK_K)
     if BITS == 8:
         q = (q << 24) >> 24
     elif BITS != LOW:
-        more = h_ptr + row * stride_h_row
+        more = (row_ptr + h_at).to(tl.pointer_type(tl.int32))
         high = _codes_of(more, first, num_weights * (BITS - LOW) // 32, BITS - LOW, BLOCK_K)
         q = q | (high << LOW)
     q = (q - OFFSET).to(tl.float32)
 
     EACH: tl.constexpr = 32 if SCALES == "" else 256
     block = first // EACH + tl.arange(0, BLOCK_K // EACH)[None, :]
-    d = tl.load(d_ptr + row * stride_d_row + block, mask=block < num_weights // EACH, other=0)
+    D_TYPE: tl.constexpr = tl.int32 if MINS else tl.float16
+    d_row = (row_ptr + d_at).to(tl.pointer_type(D_TYPE))
+    d = tl.load(d_row + block, mask=block < num_weights // EACH, other=0)
     if MINS:
         d, m = fp16_pair(d)
     else:
@@ -86,18 +91,18 @@ def _dequantize_planes_kernel(
         sub = first // SUB + tl.arange(0, BLOCK_K // SUB)[None, :]
         mask = sub < num_weights // SUB
         if SCALES == "pair":
-            pairs = (s_ptr + row * stride_s_row).to(tl.pointer_type(tl.int16))
+            pairs = (row_ptr + s_at).to(tl.pointer_type(tl.int16))
             both = tl.load(pairs + sub, mask=mask, other=0).to(tl.int32)
             scale, low = both & 255, (both >> 8) & 255
         elif SCALES == "nibbles":
-            both = tl.load(s_ptr + row * stride_s_row + sub, mask=mask, other=0).to(tl.int32)
+            both = tl.load(row_ptr + s_at + sub, mask=mask, other=0).to(tl.int32)
             scale, low = both & 15, (both >> 4) & 15
         elif SCALES == "byte":
-            signed = (s_ptr + row * stride_s_row).to(tl.pointer_type(tl.int8))
+            signed = (row_ptr + s_at).to(tl.pointer_type(tl.int8))
             scale = tl.load(signed + sub, mask=mask, other=0).to(tl.int32)
         else:
-            scale = tl.load(s_ptr + row * stride_s_row + sub // 2, mask=mask, other=0).to(tl.int32)
-            high = tl.load(t_ptr + row * stride_t_row + sub // 4, mask=mask, other=0).to(tl.int32)
+            scale = tl.load(row_ptr + s_at + sub // 2, mask=mask, other=0).to(tl.int32)
+            high = tl.load(row_ptr + t_at + sub // 4, mask=mask, other=0).to(tl.int32)
             scale = (scale >> (sub % 2 * 4)) & 15 | ((high >> (sub % 4 * 2)) & 3) << 4
             scale -= 32
         step = spread(d, BLOCK_K // SUB) * scale.to(tl.float32)
@@ -107,22 +112,32 @@ def _dequantize_planes_kernel(
 
     k = first + tl.arange(0, BLOCK_K)[None, :]
     mask = (n < num_rows)[:, None] & (k < num_weights)
+    w = tl.where(known[:, None], w, 0.0)
     tl.store(y_ptr + n[:, None] * stride_y_row + k, w.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def dequantize_planes(planes: Planes, out: Tensor) -> Tensor:
-    """Decode a matrix in planes, [n, k], to ``out`` in its dtype."""
-    codes = CODES[planes.kind]
-    num_rows, k = planes.shape
-    tensors = (planes.q, planes.h, planes.d, planes.s, planes.t)
+def decode_planes(y: Tensor, planes: Tensor, ids: Tensor | None, kind: str) -> None:
+    """Decode to y [n, k]: all rows in planes [n, row_bytes], or those that ids [n] names.
+
+    An id of no row gives zeros.
+    """
+    codes = CODES[file_kind(kind)]
+    num_rows, k = y.shape
+    offsets = place(planes, kind, k)
     block_n, block_k = 4, 512
-    if out.numel():
-        _dequantize_planes_kernel.launch(
+    if y.numel():
+        _decode_planes_kernel.launch(
             (triton.cdiv(num_rows, block_n), triton.cdiv(k, block_k)),
-            out,
-            *tensors,
-            out.stride(0),
-            *(0 if plane is None else plane.stride(0) for plane in tensors),
+            y,
+            planes,
+            ids,
+            y.stride(0),
+            planes.stride(0) // ROW_ALIGN,
+            offsets["H"],
+            offsets["S"],
+            offsets["T"],
+            offsets["D"],
+            planes.shape[0],
             num_rows,
             k,
             BITS=codes.bits,
@@ -134,20 +149,18 @@ def dequantize_planes(planes: Planes, out: Tensor) -> Tensor:
             num_warps=4,
             enable_fp_fusion=False,  # weights with the bits of their definition
         )
-    return out
 
 
 def product_by_torch(
-    a: Tensor, planes: Planes, *, rows: int = ROWS, out: Tensor | None = None
+    a: Tensor, planes: Tensor, kind: str, *, rows: int = ROWS, out: Tensor | None = None
 ) -> Tensor:
     """a Wᵀ for many rows of a: some rows of W at a time, decoded to a's dtype."""
-    num_rows, k = planes.shape
+    num_rows = planes.shape[0]
     y = a.new_empty((a.shape[0], num_rows)) if out is None else out
-    weights = a.new_empty((min(rows, num_rows), k))
+    weights = a.new_empty((min(rows, num_rows), a.shape[1]))
     for first in range(0, num_rows, rows):
         last = min(first + rows, num_rows)
-        part = {name: plane[first:last] for name, plane in planes.tensors.items()}
         some = weights[: last - first]
-        dequantize_planes(replace(planes, **part), some)
+        decode_planes(some, planes[first:last], None, kind)
         torch.mm(a, some.T, out=y[:, first:last])
     return y

@@ -16,6 +16,10 @@ the bytes of two words::
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.errors import InputError
+from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
 GROUP = tl.constexpr(32)  # weights a thread takes at a time
 
@@ -51,6 +55,12 @@ def offset_of(kind):
 def has_halves(kind):
     """Whether each half of a group has a scale of its own."""
     return kind in ("Q2_K", "Q3_K", "Q6_K")
+
+
+@triton.constexpr_function
+def has_minimum(kind):
+    """Whether a block has a minimum beside d."""
+    return kind in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 
 
 @triton.constexpr_function
@@ -276,7 +286,7 @@ def sub_scales(raw, group, KIND: tl.constexpr):
 @triton.jit
 def block_scales(raw, KIND: tl.constexpr):
     """d, and the minimum where there is one, as float32."""
-    if KIND == "Q4_1" or KIND == "Q5_1" or KIND == "Q2_K" or KIND == "Q4_K" or KIND == "Q5_K":
+    if has_minimum(KIND):
         d, m = fp16_pair(raw[0])
         scales = (d, m)
     else:
@@ -285,28 +295,37 @@ def block_scales(raw, KIND: tl.constexpr):
 
 
 @triton.jit
+def pointers(
+    row_ptr, H: tl.constexpr, S: tl.constexpr, T: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr
+):
+    """Where the planes (q, h, s, t, d) of the row at ``row_ptr`` begin, from their offsets."""
+    q = row_ptr.to(tl.pointer_type(tl.int32))
+    h = (row_ptr + H).to(tl.pointer_type(tl.int32))
+    if has_minimum(KIND):
+        d = (row_ptr + D).to(tl.pointer_type(tl.int32))
+    else:
+        d = (row_ptr + D).to(tl.pointer_type(tl.float16))
+    return q, h, row_ptr + S, row_ptr + T, d
+
+
+@triton.jit
 def load_rows(
-    q_ptr, h_ptr, d_ptr, s_ptr, t_ptr, group, mask,
-    Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr, T: tl.constexpr,
+    row_ptr, group, mask, ROW: tl.constexpr,
+    H: tl.constexpr, S: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
     KIND: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """What a thread needs of each row for its group: ROWS tuples (low, high, scales).
 
-    Strides are constants: rows differ by an immediate of the load's address.
+    The stride ROW and the planes' offsets are constants: rows differ by an immediate of the load's
+    address.
     """
     rows = ()
     for r in tl.static_range(ROWS):
-        h_at = h_ptr
-        if h_ptr is not None:
-            h_at = h_ptr + r * H + group * words_of("h", KIND)
-        s_at = s_ptr
-        if s_ptr is not None:
-            s_at = s_ptr + r * S
-        t_at = t_ptr
-        if t_ptr is not None:
-            t_at = t_ptr + r * T
-        q, h = load_group(q_ptr + r * Q + group * words_of("q", KIND), h_at, mask, KIND, ASM, HINT)
-        raw = load_scales(d_ptr + r * D, s_at, t_at, group, mask, KIND)
+        q_ptr, h_ptr, s_ptr, t_ptr, d_ptr = pointers(row_ptr + r * ROW, H, S, T, D, KIND)
+        q_ptr += group * words_of("q", KIND)
+        h_ptr += group * words_of("h", KIND)
+        q, h = load_group(q_ptr, h_ptr, mask, KIND, ASM, HINT)
+        raw = load_scales(d_ptr, s_ptr, t_ptr, group, mask, KIND)
         rows += ((q, h, raw),)
     return rows
 
@@ -336,3 +355,18 @@ def summed(values, COUNT: tl.constexpr, PADDED: tl.constexpr):
                 parts = joined
         total = tl.reshape(tl.sum(parts[0], axis=0), (PADDED,))
     return total
+
+
+def place(planes: Tensor, kind: str, num_weights: int) -> dict[str, int]:
+    """The stride of rows and the offsets of their planes, in bytes, as kernels name them.
+
+    Raises:
+        InputError: rows do not start at multiples of 16 bytes.
+    """
+    apart = any(stride % ROW_ALIGN for stride in planes.stride()[:-1])
+    if planes.numel() and (apart or planes.data_ptr() % ROW_ALIGN):
+        got = f"of strides {list(planes.stride())} bytes at address {planes.data_ptr():#x}"
+        advice = "Copy it: .clone(memory_format=torch.contiguous_format)."
+        raise InputError(kind, "blocks", got, f"rows at multiples of {ROW_ALIGN} bytes", advice)
+    offsets = PLANE_FORMATS[kind].offsets(num_weights)
+    return {plane.upper(): offsets.get(plane, 0) for plane in "hstd"}

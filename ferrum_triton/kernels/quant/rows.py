@@ -7,8 +7,11 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
+from ferrum_triton.kernels.quant.plane_rows import decode_planes
 from ferrum_triton.kernels.rows import as_rows
 from ferrum_triton.ops import quant as ops
+from ferrum_triton.quant.kinds import format_of
+from ferrum_triton.quant.planes import PLANE_FORMATS
 
 # Lanes one program decodes, 16 a thread.
 TILE_LANES, NUM_WARPS = 2048, 4
@@ -57,6 +60,9 @@ def _decode_rows_kernel(
 
 
 def _decode_rows(y: Tensor, blocks: Tensor, ids: Tensor | None, kind: str) -> None:
+    if kind in PLANE_FORMATS:
+        decode_planes(y, blocks, ids, kind)
+        return
     layout = LAYOUTS[kind]
     num_rows, num_weights = y.shape
     num_groups = groups_of(num_weights, kind)
@@ -87,8 +93,7 @@ def _decode_rows(y: Tensor, blocks: Tensor, ids: Tensor | None, kind: str) -> No
 def dequantize(
     blocks: Tensor, kind: str, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> Tensor:
-    layout = LAYOUTS[kind]
-    num_weights = blocks.shape[-1] // layout["BLOCK_BYTES"] * layout["BLOCK_SIZE"]
+    num_weights = format_of(kind).row_weights(blocks.shape[-1])
     shape = (*blocks.shape[:-1], num_weights)
     y = torch.empty(shape, dtype=dtype, device=blocks.device) if out is None else out
     if y.numel() == 0:
@@ -102,8 +107,7 @@ def dequantize(
 def embedding_lookup_quant(
     blocks: Tensor, ids: Tensor, kind: str, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> Tensor:
-    layout = LAYOUTS[kind]
-    num_weights = blocks.shape[-1] // layout["BLOCK_BYTES"] * layout["BLOCK_SIZE"]
+    num_weights = format_of(kind).row_weights(blocks.shape[-1])
     shape = (*ids.shape, num_weights)
     y = torch.empty(shape, dtype=dtype, device=blocks.device) if out is None else out
     if y.numel() == 0:

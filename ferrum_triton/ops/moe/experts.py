@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS, compute_ids_tpe
 from ferrum_triton.ops.precision import widen
-from ferrum_triton.ops.quant import KINDS, check_kind, pack_sample
+from ferrum_triton.ops.quant import check_kind, pack_sample
 from ferrum_triton.quant import FORMATS, dequantize_blocks
 from ferrum_triton.registry import Case, Op, op
 
@@ -25,6 +25,7 @@ SIZES = {
 
 # Gate and up, or down, of a Qwen3-30B-A3B layer.
 LAYER = {"num_experts": 128, "top_k": 8}
+KINDS = tuple(FORMATS)
 # What files of experts hold most.
 BENCH_KINDS = ("Q4_K", "Q6_K", "MXFP4")
 
@@ -49,6 +50,8 @@ def _cases(kinds: tuple[str, ...], *num_tokens: int) -> list[Case]:
 
 
 def _check_stack(of_op: Op, a: Tensor, blocks: Tensor, kind: str, prefix: str = "") -> None:
+    if kind not in KINDS:
+        of_op.reject(f"{prefix}kind", repr(kind), ", ".join(KINDS))
     check_kind(of_op, blocks, kind, f"{prefix}blocks", f"{prefix}kind")
     k = FORMATS[kind].row_weights(blocks.shape[-1])
     if a.shape[-1] != k:

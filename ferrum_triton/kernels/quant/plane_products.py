@@ -1,0 +1,58 @@
+"""Products with rows in planes: which kernel takes how many activations.
+
+One or two activations take as long as W is read: :func:`gemv_planes`. More fill tensor cores, W
+as their tall operand: :func:`mma_quant`, whose tile grows with them. From MANY on decoding W costs
+less than what cuBLAS gains over it. float32 activations are never rounded: few of them take the
+first way, and more a product by torch.
+"""
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
+from ferrum_triton.kernels.quant.mma import Config, mma_quant
+from ferrum_triton.kernels.quant.plane_rows import product_by_torch
+from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.quant.kinds import file_kind
+
+FEW, MANY = 2, 512
+# Programs enough for 132 processors, of at least so many steps of the loop each.
+PROGRAMS, STEPS = 200, 4
+
+# The least time of those of bench.quant_configs at n 28672 and k 4096 on an H200, by the most
+# tokens they are for.
+_TILES = {
+    8: Config(64, 8, ahead=4),
+    16: Config(64, 16, parts=2, stages=3, registers=128),
+    32: Config(128, 32, late=False, warps=8, stages=3, registers=128),
+    64: Config(128, 64, words=16, late=False, warps=8, stages=3, registers=128),
+    128: Config(64, 128, words=16, late=False, stages=3),
+    MANY: Config(128, 256, words=16, late=False, warps=8, stages=3),
+}
+
+
+def choose_config(kind: str, num_tokens: int, num_rows: int, num_weights: int) -> Config:
+    """How ``mma_quant`` takes so many tokens by W [num_rows, num_weights]."""
+    # Q3_K's pairs do not stay in registers for the instruction of 8 tokens.
+    least = 16 if kind == "Q3_K" else 8
+    fitting = (tokens for tokens in _TILES if max(num_tokens, least) <= tokens)
+    config = _TILES[next(fitting, MANY)]
+    if kind == "Q8_0":  # twice the bytes a stage
+        config = config._replace(stages=max(config.stages - 1, 2))
+    tiles = cdiv(num_rows, config.rows) * cdiv(num_tokens, config.tokens)
+    steps, splits = cdiv(num_weights, 8 * config.words), 1
+    while tiles * splits < PROGRAMS and steps // (2 * splits) >= STEPS:
+        splits *= 2
+    return config._replace(splits=splits)
+
+
+def product_of_planes(a: Tensor, planes: Tensor, kind: str, out: Tensor | None) -> Tensor:
+    """y[m, n] = Σₖ a[m, k] · W[n, k] for W's rows in planes."""
+    num_tokens, num_weights = a.shape
+    is_wide = a.dtype == torch.float32
+    if num_tokens <= (8 if is_wide else FEW):
+        return gemv_planes(a, planes, kind, out=out)
+    if is_wide or num_tokens >= MANY:
+        return product_by_torch(a, planes, kind, out=out)
+    config = choose_config(file_kind(kind), num_tokens, planes.shape[0], num_weights)
+    return mma_quant(a, planes, kind, config, out=out)

@@ -1,0 +1,33 @@
+"""Packed rows by the kind that ops know them by: a format of GGUF, or one in planes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ferrum_triton.quant.encode import quantize_blocks
+from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
+from ferrum_triton.quant.planes import PLANE_FORMATS, PlaneFormat, from_planes, to_planes
+
+KINDS = (*FORMATS, *PLANE_FORMATS)
+
+
+def format_of(kind: str) -> BlockFormat | PlaneFormat:
+    """The format that ``kind``, one of :data:`KINDS`, names."""
+    return FORMATS[kind] if kind in FORMATS else PLANE_FORMATS[kind]
+
+
+def file_kind(kind: str) -> str:
+    """``kind`` as a file names it: ``"Q4_K"`` for ``"Q4_K:planes"``."""
+    return PLANE_FORMATS[kind].file.name if kind in PLANE_FORMATS else kind
+
+
+def dequantize_rows(rows: Tensor, kind: str) -> Tensor:
+    """Decode uint8 [..., row_bytes] to float32 [..., K], with the bits of ggml's reference."""
+    stored = from_planes(rows, file_kind(kind)) if kind in PLANE_FORMATS else rows
+    return dequantize_blocks(stored, FORMATS[file_kind(kind)])
+
+
+def quantize_rows(weights: Tensor, kind: str) -> Tensor:
+    """Pack float [..., K], a multiple of the block size, to uint8 [..., row_bytes]."""
+    stored = quantize_blocks(weights, FORMATS[file_kind(kind)])
+    return to_planes(stored, file_kind(kind)) if kind in PLANE_FORMATS else stored
