@@ -19,8 +19,7 @@ FEW, MANY = 2, 512
 # Programs enough for 132 processors, of at least so many steps of the loop each.
 PROGRAMS, STEPS = 200, 4
 
-# The least time of those of bench.quant_configs at n 28672 and k 4096 on an H200, by the most
-# tokens they are for.
+# The fastest of bench.quant_tiles at n 28672 and k 4096, by the most tokens they are for.
 _TILES = {
     8: Config(64, 8, ahead=4),
     16: Config(64, 16, parts=2, stages=3, registers=128),
@@ -39,6 +38,11 @@ def choose_config(kind: str, num_tokens: int, num_rows: int, num_weights: int) -
     config = _TILES[next(fitting, MANY)]
     if kind == "Q8_0":  # twice the bytes a stage
         config = config._replace(stages=max(config.stages - 1, 2))
+    return spread_over(config, num_tokens, num_rows, num_weights)
+
+
+def spread_over(config: Config, num_tokens: int, num_rows: int, num_weights: int) -> Config:
+    """``config``, K split until there are enough programs."""
     tiles = cdiv(num_rows, config.rows) * cdiv(num_tokens, config.tokens)
     steps, splits = cdiv(num_weights, 8 * config.words), 1
     while tiles * splits < PROGRAMS and steps // (2 * splits) >= STEPS:

@@ -1,0 +1,210 @@
+"""Times the tiles in which products with weights in planes may run.
+
+    python -m bench.quant_tiles [--kinds Q4_K Q6_K] [--tokens 8 64] [--shapes 28672x4096]
+
+Every tile of TILES and GEMV_TILES is compiled first, in as many processes as there are processors,
+and those that spill are left out. The others are checked against float64 and timed with a cold
+cache. What :mod:`ferrum_triton.kernels.quant.plane_products` chooses was the fastest here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.timing import copies_of, device_us
+from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
+from ferrum_triton.kernels.quant.mma import Config, mma_quant
+from ferrum_triton.kernels.quant.plane_products import spread_over
+from ferrum_triton.kernels.quant.plane_rows import product_by_torch
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.quant import FORMATS, dequantize_blocks, to_planes
+from ferrum_triton.quant.planes import PLANE_FORMATS
+
+EARLY: dict[str, Any] = {"late": False, "words": 16}
+# By the fewest tokens they are timed for.
+TILES = {
+    3: [
+        Config(64, 8, ahead=4),
+        Config(64, 8, warps=2, ahead=4),
+        Config(32, 8, warps=1, ahead=4),
+        Config(64, 8, stages=3, ahead=8),
+        Config(128, 8, ahead=4),
+    ],
+    9: [
+        Config(64, 16, parts=2, stages=3, registers=128),
+        Config(64, 16, parts=2, stages=3, registers=128, ahead=4),
+        Config(128, 16, warps=8, registers=128, ahead=4),
+        Config(64, 16, stages=3, registers=128, ahead=4),
+    ],
+    17: [
+        Config(128, 32, late=False, warps=8, stages=3, registers=128),
+        Config(64, 32, **EARLY),
+        Config(128, 32, late=False, warps=8, stages=3, registers=128, ahead=4),
+        Config(128, 32, warps=8, stages=3),
+        Config(128, 32, warps=8, stages=3, parts=2),
+        Config(64, 32, stages=3, parts=2),
+        Config(64, 32, stages=3, late=False),
+        Config(256, 32, warps=8, stages=3, **EARLY),
+        Config(256, 32, warps=8, stages=4, **EARLY),
+    ],
+    33: [
+        Config(128, 64, warps=8, stages=3, registers=128, **EARLY),
+        Config(256, 64, warps=8, stages=3, **EARLY),
+        Config(256, 64, warps=8, stages=4, **EARLY),
+        Config(128, 64, warps=8, stages=3),
+        Config(128, 64, warps=8, stages=2),
+        Config(128, 64, warps=8, stages=2, parts=2),
+        Config(128, 64, warps=8, stages=2, late=False),
+    ],
+    65: [
+        Config(64, 128, stages=3, **EARLY),
+        Config(128, 128, warps=8, stages=3, **EARLY),
+        Config(256, 128, warps=8, stages=3, **EARLY),
+        Config(128, 64, warps=8, stages=3, registers=128, **EARLY),
+    ],
+    129: [
+        Config(128, 256, warps=8, stages=3, **EARLY),
+        Config(128, 256, warps=8, stages=4, **EARLY),
+        Config(64, 256, warps=4, stages=3, **EARLY),
+        Config(64, 128, stages=3, **EARLY),
+    ],
+}
+
+
+class GemvTile(NamedTuple):
+    """Rows of W a program, its warps, whether a step is loaded ahead, and launches overlap."""
+
+    rows: int
+    num_warps: int
+    prefetch: bool = False
+    chained: bool = False
+
+
+GEMV_TILES = [
+    GemvTile(rows, warps, prefetch, chained)
+    for rows, warps in ((4, 2), (4, 4), (8, 2), (8, 4), (4, 1), (4, 8), (2, 2), (2, 4))
+    for prefetch in (False, True)
+    for chained in (False, True)
+]
+
+
+class Job(NamedTuple):
+    """One tile at one size."""
+
+    kind: str
+    n: int
+    k: int
+    m: int
+    tile: Config | GemvTile
+
+
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """What is asked for."""
+    listed = []
+    for kind in options.kinds:
+        for shape in options.shapes:
+            n, k = map(int, shape.split("x"))
+            for m in options.tokens:
+                tiles: list[Config | GemvTile] = [*GEMV_TILES] if m <= 2 else []
+                for tile in TILES[max(least for least in TILES if least <= m)] if m > 2 else []:
+                    splits = spread_over(tile, m, n, k).splits
+                    for each in {splits, max(splits // 2, 1), min(2 * splits, 8)}:
+                        tiles.append(tile._replace(splits=each))
+                listed += [Job(kind, n, k, m, tile) for tile in tiles]
+    return listed
+
+
+def run(job: Job, a: Tensor, planes: Tensor) -> Tensor:
+    """The product of a [m, k] and planes [n, row_bytes] in the job's tile."""
+    kind = f"{job.kind}:planes"
+    if isinstance(job.tile, GemvTile):
+        return gemv_planes(a, planes, kind, **job.tile._asdict())
+    return mma_quant(a, planes, kind, job.tile)
+
+
+def compile_job(job: Job) -> str:
+    """Compile into Triton's cache; what keeps the tile from being timed."""
+    row_bytes = PLANE_FORMATS[f"{job.kind}:planes"].row_bytes(job.k)
+    a = torch.empty(job.m, job.k, dtype=torch.bfloat16, device="meta")
+    with record_launches((9, 0)) as launches:
+        run(job, a, torch.empty(job.n, row_bytes, dtype=torch.uint8, device="meta"))
+    try:
+        used = [compile_launch(launch, TARGETS["sm_90"]) for launch in launches]
+        for launch in launches:
+            launch.kernel.jit.warmup(*launch.args, grid=launch.grid, **launch.meta)
+    except Exception as error:  # a tile the compiler fails at is reported as such
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+    spilled = max(each.spilled for each in used)
+    shared = max(each.shared for each in used)
+    if spilled or shared > TARGETS["sm_90"].shared_limit:
+        return f"spills {spilled} bytes, wants {shared} of shared memory"
+    return ""
+
+
+def error(job: Job, got: Tensor, a: Tensor, blocks: Tensor) -> float:
+    """Squared error over the squares, of some rows in float64."""
+    rows = torch.linspace(0, job.n - 1, 96, device=a.device).long()
+    want = a.double() @ dequantize_blocks(blocks[rows], FORMATS[job.kind]).double().T
+    return ((got[:, rows].double() - want).square().sum() / want.square().sum()).item()
+
+
+def random_rows(kind: str, n: int, k: int) -> Tensor:
+    """Random bytes whose scales keep weights near 1."""
+    fmt = FORMATS[kind]
+    rows = torch.randint(0, 256, (n, fmt.row_bytes(k)), dtype=torch.uint8, device="cuda")
+    each = rows.unflatten(-1, (-1, fmt.block_bytes))
+    for scale in (fmt.d, fmt.m):
+        if scale is not None:
+            scale.write(each, torch.rand(*each.shape[:2], 1, device="cuda") * 1e-3 + 1e-4)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", nargs="+", default=["Q4_K", "Q6_K"])
+    parser.add_argument("--shapes", nargs="+", default=["28672x4096"], metavar="NxK")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256])
+    parser.add_argument("--all", action="store_true", help="print more than the three fastest")
+    options = parser.parse_args()
+    listed = jobs(options)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max((os.cpu_count() or 2) - 2, 1), mp_context=context) as pool:
+        failures = dict(zip(listed, pool.map(compile_job, listed, chunksize=2), strict=True))
+    sizes: dict[tuple[str, int, int, int], list[Job]] = {job[:4]: [] for job in listed}
+    for job in listed:
+        sizes[job[:4]].append(job)
+    weights: dict[tuple[str, int, int], Tensor] = {}
+    for (kind, n, k, m), some in sizes.items():
+        if (kind, n, k) not in weights:
+            weights = {(kind, n, k): random_rows(kind, n, k)}
+        blocks = weights[kind, n, k]
+        planes, a = to_planes(blocks, kind), torch.randn(m, k, device="cuda").bfloat16()
+        sets = copies_of({"a": a, "planes": planes}, planes.numel())
+        times = []
+        for job in some:
+            if failures[job]:
+                print(f"  {job.tile}: {failures[job]}")
+            elif not (wrong := error(job, run(job, a, planes), a, blocks)) < 6e-6:
+                print(f"  {job.tile}: WRONG, error {wrong:.1e}")
+            else:
+                times.append((device_us(partial(run, job), sets), job.tile))
+        if m > 128:
+            us = device_us(partial(product_by_torch, kind=f"{kind}:planes"), sets)
+            times.append((us, "product_by_torch"))
+        times.sort(key=lambda entry: entry[0])
+        print(f"{kind} {n}x{k} m{m}, {planes.numel() / 1e6:.1f} MB", flush=True)
+        for us, tile in times[: None if options.all else 4]:
+            print(f"  {us:8.2f} us {planes.numel() / us / 1e6:5.2f} TB/s {tile}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
