@@ -188,15 +188,16 @@ class _Loader:
         self.source, self.config, self.dtype = source, config, dtype
         self.device = backend.device
         self.keep_packed = backend.provider_of("gemm_quant") != "reference"
+        self.in_planes = self.device.type == "cuda"
         self.progress, self.loaded = progress, 0
 
     def load(self) -> LlamaWeights:
         config = self.config
-        table = (config.vocab_size, config.hidden_size)
-        embedding = self.matrix("token_embd.weight", table)
+        shape = (config.vocab_size, config.hidden_size)
+        embedding = self.table("token_embd.weight", shape)
         layers = tuple(self.layer(i) for i in range(config.num_layers))
         final_norm = self.vector("output_norm.weight", config.hidden_size)
-        head = embedding if config.tie_embeddings else self.matrix("output.weight", table)
+        head = embedding if config.tie_embeddings else self.table("output.weight", shape)
         factors = None
         if "rope_freqs.weight" in self.source:
             factors = self.vector("rope_freqs.weight", config.rope.dim // 2).cpu()
@@ -244,9 +245,18 @@ class _Loader:
             pairs = zip(names, sizes.values(), strict=True)
             bias = torch.cat([self.vector(f"{name}.bias", size) for name, size in pairs])
         fused = FusedTensor.of(parts)
+        if self.in_planes:
+            fused = fused.in_planes()
         return Linear(fused if len(fused.parts) > 1 else fused.parts[0], bias)
 
+    def table(self, name: str, shape: tuple[int, int]) -> Matrix:
+        """A matrix that no other is stacked on."""
+        matrix = self.matrix(name, shape)
+        lay_out = self.in_planes and isinstance(matrix, QuantizedTensor)
+        return matrix.in_planes() if lay_out else matrix
+
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+        """As it is stored, on the device, or decoded where packed weights are not kept."""
         stored = self.fetch(name, shape)
         if isinstance(stored, QuantizedTensor):
             if self.keep_packed:

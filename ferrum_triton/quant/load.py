@@ -1,8 +1,10 @@
 """Packed weights from raw bytes, which must be exactly as many as their sizes say.
 
 ``data`` is any bytes-like object (bytes, a slice of a mapped file) or a uint8 tensor, in the order
-of a GGUF file: experts, rows, blocks of a row. Nothing is repacked. On its own device the result is
-a view of ``data``, which must then stay as it is.
+of a GGUF file: experts, rows, blocks of a row. On the CPU nothing is repacked: the result is a view
+of ``data``, which must then stay as it is. Weights that go to a GPU are laid out there in planes
+(:mod:`ferrum_triton.quant.planes`), some megabytes at a time; ``planes=False`` leaves them as the
+file has them, and ``planes=True`` lays them out on any device.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ Device: TypeAlias = torch.device | str | None
 
 
 def load_quant(
-    kind: str, data: Any, num_rows: int, num_cols: int, device: Device = None
+    kind: str,
+    data: Any,
+    num_rows: int,
+    num_cols: int,
+    device: Device = None,
+    *,
+    planes: bool | None = None,
 ) -> QuantizedTensor:
     """A matrix W [num_rows, num_cols]: ``gemm_quant`` computes a · Wᵀ.
 
@@ -32,16 +40,25 @@ def load_quant(
         data: num_rows · FORMATS[kind].row_bytes(num_cols) bytes.
         num_rows, num_cols: of the decoded matrix; num_cols is a multiple of the block size.
         device: where the weights go; None leaves them where they are.
+        planes: lay them out in planes; None does so on a GPU, for kinds that have them.
 
     Raises:
         InputError: the kind is unknown, the sizes are negative or no whole number of blocks, or
             the bytes are of another number; the message names which.
     """
-    return _load("load_quant", "data", kind, data, (num_rows,), num_cols, device)
+    weight = _load("load_quant", "data", kind, data, (num_rows,), num_cols, device)
+    return weight.in_planes() if _wants_planes(weight, planes) else weight
 
 
 def load_quant_experts(
-    kind: str, data: Any, num_experts: int, num_rows: int, num_cols: int, device: Device = None
+    kind: str,
+    data: Any,
+    num_experts: int,
+    num_rows: int,
+    num_cols: int,
+    device: Device = None,
+    *,
+    planes: bool | None = None,
 ) -> QuantizedTensor:
     """A stack W [num_experts, num_rows, num_cols], as the ops ending in ``_moe_id`` take.
 
@@ -49,11 +66,16 @@ def load_quant_experts(
         InputError: as :func:`load_quant`.
     """
     sizes = (num_experts, num_rows)
-    return _load("load_quant_experts", "data", kind, data, sizes, num_cols, device)
+    weight = _load("load_quant_experts", "data", kind, data, sizes, num_cols, device)
+    return weight.in_planes() if _wants_planes(weight, planes) else weight
 
 
 def load_quant_fused(
-    parts: Sequence[tuple[str, Any, int]], num_cols: int, device: Device = None
+    parts: Sequence[tuple[str, Any, int]],
+    num_cols: int,
+    device: Device = None,
+    *,
+    planes: bool | None = None,
 ) -> FusedTensor:
     """Matrices of several kinds over the same columns, stacked along their rows.
 
@@ -62,6 +84,7 @@ def load_quant_fused(
             joined.
         num_cols: of all parts.
         device: where the weights go; None leaves them where they are.
+        planes: as in :func:`load_quant`.
 
     Raises:
         InputError: there are no parts, or as :func:`load_quant`; the part's number is named.
@@ -69,12 +92,17 @@ def load_quant_fused(
     op = "load_quant_fused"
     if not parts:
         _reject(op, "parts", "empty", "at least one part", "Pass (kind, data, rows) of each.")
-    return FusedTensor.of(
+    weight = FusedTensor.of(
         [
             _load(op, f"parts[{i}]", kind, data, (rows,), num_cols, device)
             for i, (kind, data, rows) in enumerate(parts)
         ]
     )
+    return weight.in_planes() if _wants_planes(weight, planes) else weight
+
+
+def _wants_planes(weight: QuantizedTensor | FusedTensor, planes: bool | None) -> bool:
+    return weight.device.type == "cuda" if planes is None else planes
 
 
 def _load(

@@ -110,7 +110,10 @@ class FusedTensor:
 
     @classmethod
     def of(cls, parts: Sequence[Tensor | QuantizedTensor]) -> FusedTensor:
-        """Stack ``parts``, copying neighbours of one format into one, which is one product."""
+        """Stack ``parts``, copying neighbours of one format into one, which is one product.
+
+        Parts in planes stay apart: join them as the file has them.
+        """
         joined: list[Tensor | QuantizedTensor] = []
         for part in cls(tuple(parts)).parts:
             both = _joined(joined[-1], part) if joined else None
@@ -139,6 +142,11 @@ class FusedTensor:
         """The same weights on ``device``."""
         return FusedTensor(tuple(part.to(device) for part in self.parts))
 
+    def in_planes(self) -> FusedTensor:
+        """The same weights, packed parts in planes where there are."""
+        parts = (p if isinstance(p, Tensor) else p.in_planes() for p in self.parts)
+        return FusedTensor(tuple(parts))
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[rows, K] in ``dtype``, decoded with torch."""
         return torch.cat(
@@ -151,7 +159,7 @@ def _joined(
 ) -> Tensor | QuantizedTensor | None:
     """The two as one matrix, or None where their formats differ."""
     if isinstance(above, QuantizedTensor) and isinstance(below, QuantizedTensor):
-        if above.kind == below.kind:
+        if above.kind == below.kind and above.kind not in PLANE_FORMATS:
             return QuantizedTensor(torch.cat((above.blocks, below.blocks)), above.kind)
     elif isinstance(above, Tensor) and isinstance(below, Tensor) and above.dtype == below.dtype:
         return torch.cat((above, below))
