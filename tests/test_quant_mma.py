@@ -12,7 +12,7 @@ from ferrum_triton.kernels.quant.mma import Config, mma_quant
 from ferrum_triton.kernels.quant.plane_rows import decode_planes, product_by_torch
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
-from ferrum_triton.quant.planes import PLANE_FORMATS
+from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from tests.test_quant_formats import assert_same_bits, random_blocks
 
 KINDS = pytest.mark.parametrize("kind", CODES)
@@ -36,7 +36,8 @@ def planes_of(blocks, kind):
     """Planes whose rows end in what is no number, where anything may lie between them."""
     planes = to_planes(blocks, kind)
     num_blocks = blocks.shape[-1] // FORMATS[kind].block_bytes
-    planes[:, num_blocks * form_of(kind).block_bytes :] = 0xFF
+    for name, plane in views(planes, kind).items():
+        plane[..., num_blocks * form_of(kind).plane_bytes[name] :] = 0xFF
     return planes
 
 
@@ -199,12 +200,8 @@ def test_ptx_unpacks_what_the_layout_says(kind):
         blocks = random_blocks(fmt, 1, 1, seed=seed)
         planes = planes_of(blocks, kind)
         q = fmt.q.read(blocks).to(torch.float64).flatten()
-        offsets, sizes = form_of(kind).offsets(fmt.block_size), form_of(kind).plane_bytes
-        q_words, *h_words = (
-            planes[0, offsets[plane] : offsets[plane] + sizes[plane]].view(torch.int32)
-            for plane in ("q", "h")
-            if plane in sizes
-        )
+        rows = views(planes, kind)
+        q_words, *h_words = (rows[x].view(torch.int32)[0] for x in "qh" if x in rows)
         words = (q_words.long() & 0xFFFFFFFF).tolist()
         more = (h_words[0].long() & 0xFFFFFFFF).tolist() if h_words else None
         for pair in range(fmt.block_size // 16):

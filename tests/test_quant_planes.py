@@ -11,7 +11,7 @@ from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.gemv_planes import gemv_planes, quantize_activations
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import FORMATS, QuantizedTensor, dequantize_blocks, from_planes, to_planes
-from ferrum_triton.quant.planes import PLANE_FORMATS
+from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from ferrum_triton.testing import assert_close
 from tests.test_quant_formats import random_blocks
 from tests.test_quant_ops import packed, seeded
@@ -57,7 +57,8 @@ def test_each_bit_alone_comes_back(kind):
     blocks = torch.cat([ones, ~ones])
     planes = to_planes(blocks, kind)
     assert torch.equal(from_planes(planes, kind), blocks)
-    assert to_planes(ones, kind).ne(0).any(-1).all()
+    used = [plane.ne(0).any(-1) for plane in views(to_planes(ones, kind), kind).values()]
+    assert torch.stack(used).any(0).all()
 
 
 @KINDS
@@ -68,15 +69,14 @@ def test_integers_lie_where_the_layout_says(kind):
     planes = to_planes(blocks, kind)
     codes = fmt.q.read(blocks.unflatten(-1, (2, fmt.block_bytes))).flatten(-2).int() + fmt.q.offset
     low = fmt.q.low[0].bits
-    offsets = form_of(kind).offsets(codes.shape[-1])
+    planes = views(planes, kind)
     want = [("q", low, codes & (1 << low) - 1)]
     if fmt.q.high:
         want.append(("h", fmt.q.high.bits, codes >> low))
     i = torch.arange(codes.shape[-1])
     for plane, bits, values in want:
         fours = 8 // bits
-        starts = offsets[plane] + i // (4 * fours) * 4
-        words = planes[:, starts[:, None] + torch.arange(4)].view(torch.int32)[..., 0].long()
+        words = planes[plane].view(torch.int32)[:, i // (4 * fours)].long()
         got = words >> (8 * (i % 4) + bits * (i // 4 % fours)) & (1 << bits) - 1
         assert torch.equal(got.int(), values & (1 << bits) - 1)
 
@@ -92,7 +92,7 @@ def test_formats_without_planes_are_refused():
         to_planes(torch.zeros(1, 17, dtype=torch.uint8), "MXFP4")
     with pytest.raises(InputError):
         to_planes(torch.zeros(1, 19, dtype=torch.uint8), "Q4_0")
-    for row_bytes in (16, 18, 40):
+    for row_bytes in (16, 18, 40, 56):
         with pytest.raises(InputError, match="filled up"):
             from_planes(torch.zeros(1, row_bytes, dtype=torch.uint8), "Q4_0")
 
@@ -112,14 +112,14 @@ def test_a_format_without_planes_stays():
     assert weight.in_planes() is weight
 
 
-def test_rows_that_start_between_words_are_refused():
+def test_planes_that_lie_apart_or_between_words_are_refused():
     planes = to_planes(blocks_for("Q4_K", 3, 256), "Q4_K")
     a = torch.randn(1, 256)
     for bad in (
         torch.zeros(3, 161, dtype=torch.uint8)[:, 1:],
         planes.new_zeros(700)[8:648].view(4, 160),
     ):
-        with pytest.raises(InputError, match="multiples of 16"):
+        with pytest.raises(InputError, match="contiguous planes"):
             product(a, bad, "Q4_K")
 
 
@@ -196,6 +196,19 @@ def test_rows_of_activations_may_lie_anywhere(device):
     product(a.to(device), planes, "Q4_K", out=out[:, 2:6])
     assert_close(out[:, 2:6], want)
     assert out[:, :2].isnan().all() and out[:, 6:].isnan().all()
+
+
+@KINDS
+def test_a_lost_number_stays_lost(device, kind):
+    """And is lost to its own row alone."""
+    planes = to_planes(blocks_for(kind, 3, 512), kind).to(device)
+    a = torch.randn(2, 512, generator=seeded(15))
+    want = product(a[1:].to(device), planes, kind)
+    for lost in (torch.nan, torch.inf, -torch.inf):
+        a[0, 300] = lost
+        got = product(a.to(device), planes, kind)
+        assert not got[0].isfinite().any()
+        assert_close(got[1:], want)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 256), (2, 0, 256), (2, 3, 0)])

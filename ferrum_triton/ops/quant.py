@@ -2,8 +2,8 @@
 
 ``kind`` names the format (:data:`ferrum_triton.quant.FORMATS`), and packed rows are read as the
 file stores them: a row of K weights has K / block_size blocks and may start at any byte. With
-``":planes"`` behind the name they are in planes (:mod:`ferrum_triton.quant.planes`), which kernels
-read faster; on CUDA such rows start at multiples of 16 bytes.
+``":planes"`` behind the name a matrix of them is in planes (:mod:`ferrum_triton.quant.planes`),
+which kernels read faster; it is contiguous and starts at a multiple of 16 bytes.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.quant import FORMATS, dequantize_rows, quantize_rows
 from ferrum_triton.quant.kinds import KINDS, file_kind, format_of
-from ferrum_triton.quant.planes import PLANE_FORMATS
+from ferrum_triton.quant.planes import PLANE_FORMATS, take_rows
 from ferrum_triton.registry import Case, Op, op
 
 MAX_GEMV_ROWS = 8
@@ -137,7 +137,12 @@ def embedding_lookup_quant(blocks: Tensor, ids: Tensor, kind: str, dtype: torch.
         [..., K] in ``dtype``.
     """
     known = (ids >= 0) & (ids < blocks.shape[0])
-    rows = dequantize_rows(blocks[torch.where(known, ids, 0).long()], kind)
+    rows = torch.where(known, ids, 0).long()
+    if kind in PLANE_FORMATS:
+        stored = take_rows(blocks, rows.flatten(), file_kind(kind))
+        rows = dequantize_rows(stored, kind).view(*rows.shape, -1)
+    else:
+        rows = dequantize_rows(blocks[rows], kind)
     return torch.where(known[..., None], rows, 0.0).to(dtype)
 
 
@@ -185,7 +190,9 @@ def _product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
 def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for few rows of a, where reading W takes the time.
 
-    W is decoded exactly and the products are summed in float32, whatever a's dtype.
+    W is decoded exactly and the products are summed in float32, whatever a's dtype. Over planes,
+    more than two rows of float16 or bfloat16 go as in :func:`gemm_quant`, and an activation of 2^41
+    or more counts as infinite; where one is not finite, nor is its row of the result.
 
     Args:
         a: [m, K] with m <= 8.
@@ -231,8 +238,8 @@ def _(make, kind, m, n, num_blocks):
 def gemm_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for any number of rows of a.
 
-    W is decoded exactly and, where m > 8, rounded to a's dtype for the tensor cores; sums are in
-    float32. In float16 a weight beyond 65504 then counts as infinite.
+    W is decoded exactly and, where m > 8, rounded to a's dtype for the tensor cores, over planes to
+    float16; sums are in float32. A weight beyond float16's 65504 may then count as infinite.
 
     Args:
         a: [m, K].

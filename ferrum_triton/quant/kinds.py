@@ -8,7 +8,7 @@ from ferrum_triton.quant.encode import quantize_blocks
 from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
 from ferrum_triton.quant.planes import PLANE_FORMATS, PlaneFormat, from_planes, to_planes
 
-KINDS = (*FORMATS, *PLANE_FORMATS)
+KINDS = (*PLANE_FORMATS, *FORMATS)
 
 
 def format_of(kind: str) -> BlockFormat | PlaneFormat:
@@ -22,7 +22,7 @@ def file_kind(kind: str) -> str:
 
 
 def dequantize_rows(rows: Tensor, kind: str) -> Tensor:
-    """Decode uint8 [..., row_bytes] to float32 [..., K], with the bits of ggml's reference."""
+    """Decode uint8 [..., rows, row_bytes] to float32 [..., rows, K], with the bits of ggml's."""
     stored = from_planes(rows, file_kind(kind)) if kind in PLANE_FORMATS else rows
     return dequantize_blocks(stored, FORMATS[file_kind(kind)])
 

@@ -1,8 +1,8 @@
-"""Packed rows laid out for kernels: the file's bits in planes, one kind of number each.
+"""Packed matrices laid out for kernels: the file's bits in planes, one kind of number each.
 
 GGUF blocks mix integers, scales and pieces of integers at offsets that wide loads cannot start at.
-Here a row holds the same bits, each in exactly one place, as up to five planes end to end, K in its
-own order in each:
+Here a matrix [rows, K] holds the same bits, each in exactly one place, as up to five planes one
+after the other. A plane has a row for each row of the matrix, K in its own order:
 
 * ``q`` and ``h``: the low bits of the weights' integers and, where the format keeps them apart, the
   bits above. 8, 4, 2 or 1 bits each, in words of four bytes: byte b of a word holds weights
@@ -12,9 +12,11 @@ own order in each:
   sub-blocks in a byte, the first lower, and their upper two bits in ``t``, four in a byte.
 * ``d``: fp16 for each block, or two fp16 (d below, minimum above) where there are two.
 
-Rows are filled up to multiples of 16 bytes with zeros. The integers are those the file stores,
-before any offset is taken from them; which bits they are is told by
-:data:`~ferrum_triton.quant.FORMATS`. A kind of this layout is named ``"Q4_K:planes"``.
+Rows of planes are filled up to multiples of 16 bytes with zeros. The whole is uint8 [rows,
+row_bytes], contiguous; it has as many bytes a row as that, but its own rows mean nothing, so that
+only stacks of matrices may be sliced. The integers are those the file stores, before any offset is
+taken from them; which bits they are is told by :data:`~ferrum_triton.quant.FORMATS`. A kind of this
+layout is named ``"Q4_K:planes"``.
 """
 
 from __future__ import annotations
@@ -60,15 +62,21 @@ class PlaneFormat:
         """Bytes of a block in all planes."""
         return sum(self.plane_bytes.values())
 
-    def row_bytes(self, num_weights: int) -> int:
-        """Bytes of a row of ``num_weights`` weights, a multiple of the block size."""
+    def row_sizes(self, num_weights: int) -> dict[str, int]:
+        """Bytes of a row of each plane, for rows of ``num_weights`` weights."""
         num_blocks = self.file.row_bytes(num_weights) // self.file.block_bytes
-        return -(-num_blocks * self.block_bytes // ROW_ALIGN) * ROW_ALIGN
+        return {
+            plane: -(-num_blocks * each // ROW_ALIGN) * ROW_ALIGN
+            for plane, each in self.plane_bytes.items()
+        }
+
+    def row_bytes(self, num_weights: int) -> int:
+        """Bytes a row of all planes, for ``num_weights`` weights, a multiple of the block size."""
+        return sum(self.row_sizes(num_weights).values())
 
     def is_row(self, row_bytes: int) -> bool:
-        """Whether a row can have ``row_bytes`` bytes."""
-        # A block is larger than what fills a row up.
-        return row_bytes == self.row_bytes(row_bytes // self.block_bytes * self.block_size)
+        """Whether there are rows of ``row_bytes`` bytes."""
+        return row_bytes == self.row_bytes(self._most_weights(row_bytes))
 
     def row_weights(self, row_bytes: int) -> int:
         """Weights in a row of ``row_bytes`` bytes.
@@ -77,20 +85,19 @@ class PlaneFormat:
             InputError: no row of whole blocks has as many bytes.
         """
         if not self.is_row(row_bytes):
-            allowed = f"whole blocks of {self.block_bytes}, filled up to a multiple of {ROW_ALIGN}"
+            allowed = f"planes of whole blocks, each filled up to a multiple of {ROW_ALIGN}"
             advice = "The row is truncated, or of another format."
             raise InputError(
                 "PlaneFormat.row_weights", "row_bytes", str(row_bytes), allowed, advice
             )
-        return row_bytes // self.block_bytes * self.block_size
+        return self._most_weights(row_bytes)
 
-    def offsets(self, num_weights: int) -> dict[str, int]:
-        """Where each plane of a row begins, in bytes."""
-        num_blocks, at, offsets = num_weights // self.block_size, 0, {}
-        for plane, each in self.plane_bytes.items():
-            offsets[plane] = at
-            at += num_blocks * each
-        return offsets
+    def _most_weights(self, row_bytes: int) -> int:
+        """The longest row that fits."""
+        num_weights = row_bytes // self.block_bytes * self.block_size
+        while num_weights and self.row_bytes(num_weights) > row_bytes:
+            num_weights -= self.block_size
+        return num_weights
 
 
 def _plane_bytes(fmt: BlockFormat) -> dict[str, int]:
@@ -111,47 +118,82 @@ PLANE_FORMATS: dict[str, PlaneFormat] = {
 }
 
 
+def views(planes: Tensor, kind: str) -> dict[str, Tensor]:
+    """Each plane of uint8 [..., rows, row_bytes], as uint8 [..., rows, bytes of its row]."""
+    form = _form(kind)
+    sizes = form.row_sizes(form.row_weights(planes.shape[-1]))
+    num_rows = planes.shape[-2]
+    parts = planes.flatten(-2).split([num_rows * size for size in sizes.values()], -1)
+    return {
+        name: part.unflatten(-1, (num_rows, size))
+        for (name, size), part in zip(sizes.items(), parts, strict=True)
+    }
+
+
+def take_rows(planes: Tensor, rows: Tensor, kind: str) -> Tensor:
+    """Planes of some rows of one matrix: uint8 [len(rows), row_bytes]."""
+    parts = [plane[rows].flatten() for plane in views(planes, kind).values()]
+    return torch.cat(parts).view(len(rows), planes.shape[-1])
+
+
 def to_planes(blocks: Tensor, kind: str, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
-    """Lay packed rows out in planes, on their own device, some rows at a time.
+    """Lay packed matrices out in planes, on their own device, some rows at a time.
 
     Args:
-        blocks: uint8 [..., row_bytes] as in a GGUF file.
+        blocks: uint8 [..., rows, row_bytes] as in a GGUF file.
         kind: their format, as in :data:`~ferrum_triton.quant.FORMATS`.
         chunk_bytes: of ``blocks`` at a time.
 
     Returns:
-        uint8 [..., row_bytes of ``kind + ":planes"``].
+        uint8 [..., rows, row_bytes of ``kind + ":planes"``].
 
     Raises:
         InputError: the format has no planes, or a row is no whole number of blocks.
     """
     form = _form(kind)
-    fmt = form.file
-    num_blocks = fmt.row_weights(blocks.shape[-1]) // fmt.block_size
-    flat = blocks.reshape(math.prod(blocks.shape[:-1]), blocks.shape[-1])
-    used = num_blocks * form.block_bytes
-    planes = flat.new_empty(len(flat), form.row_bytes(num_blocks * fmt.block_size))
-    planes[:, used:] = 0
-    for first, last in _chunks(len(flat), blocks.shape[-1], chunk_bytes):
-        rows = flat[first:last].unflatten(-1, (num_blocks, fmt.block_bytes))
-        each = _split(rows, fmt)
-        torch.cat([each[name] for name in form.plane_bytes], -1, out=planes[first:last, :used])
-    return planes.view(*blocks.shape[:-1], planes.shape[1])
+    num_weights = form.file.row_weights(blocks.shape[-1])
+    planes = blocks.new_zeros(*blocks.shape[:-1], form.row_bytes(num_weights))
+    stacked, stored = views(_stack(planes), kind), _stack(blocks)
+    for chunk in _chunks(stored.shape, chunk_bytes):
+        part = stored[chunk]
+        each = _split(part.unflatten(-1, (-1, form.file.block_bytes)), form.file)
+        for name, plane in each.items():
+            stacked[name][chunk][..., : plane.shape[-1]] = plane
+    return planes
 
 
 def from_planes(planes: Tensor, kind: str, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
-    """The file's bytes again: uint8 [..., row_bytes] from what :func:`to_planes` made of them."""
+    """The file's bytes again: uint8 [..., rows, row_bytes] from what :func:`to_planes` made."""
     form = _form(kind)
-    fmt = form.file
-    num_blocks = form.row_weights(planes.shape[-1]) // fmt.block_size
-    rows = planes.reshape(math.prod(planes.shape[:-1]), planes.shape[-1])
-    flat = rows.new_zeros(len(rows), num_blocks * fmt.block_bytes)
-    sizes = [num_blocks * each for each in form.plane_bytes.values()]
-    for first, last in _chunks(len(rows), planes.shape[-1], chunk_bytes):
-        parts = rows[first:last, : sum(sizes)].split(sizes, -1)
-        blocks = flat[first:last].unflatten(-1, (num_blocks, fmt.block_bytes))
-        _join(blocks, dict(zip(form.plane_bytes, parts, strict=True)), fmt)
-    return flat.view(*planes.shape[:-1], flat.shape[1])
+    num_blocks = form.row_weights(planes.shape[-1]) // form.block_size
+    blocks = planes.new_zeros(*planes.shape[:-1], num_blocks * form.file.block_bytes)
+    stacked, stored = views(_stack(planes), kind), _stack(blocks)
+    for chunk in _chunks(stored.shape, chunk_bytes):
+        each = {
+            name: plane[chunk][..., : num_blocks * form.plane_bytes[name]]
+            for name, plane in stacked.items()
+        }
+        _join(stored[chunk].unflatten(-1, (num_blocks, form.file.block_bytes)), each, form.file)
+    return blocks
+
+
+def _stack(x: Tensor) -> Tensor:
+    """[..., rows, row_bytes] as [matrices, rows, row_bytes]."""
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def _chunks(shape: torch.Size, chunk_bytes: int) -> list[tuple[slice, slice]]:
+    """Slices of matrices and of rows that cover [matrices, rows, row_bytes]."""
+    num_matrices, num_rows, row = shape
+    if shape.numel() == 0:
+        return []
+    rows = min(max(chunk_bytes // row, 1), num_rows)
+    matrices = max(chunk_bytes // (row * num_rows), 1)
+    return [
+        (slice(i, i + matrices), slice(j, j + rows))
+        for i in range(0, num_matrices, matrices)
+        for j in range(0, num_rows, rows)
+    ]
 
 
 def _form(kind: str) -> PlaneFormat:
@@ -159,11 +201,6 @@ def _form(kind: str) -> PlaneFormat:
         allowed = ", ".join(form.file.name for form in PLANE_FORMATS.values())
         raise InputError("to_planes", "kind", repr(kind), allowed, "Keep it as the file has it.")
     return PLANE_FORMATS[kind + SUFFIX]
-
-
-def _chunks(num_rows: int, row: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    step = max(chunk_bytes // max(row, 1), 1)
-    return [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
 
 
 def _plane(bits: int, num_weights: int) -> Run:
@@ -189,7 +226,7 @@ def _packed(codes: Tensor, run: Run, num_bytes: int) -> Tensor:
 
 
 def _split(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
-    """uint8 [rows, blocks, block_bytes] -> uint8 [rows, bytes] for each plane.
+    """uint8 [..., blocks, block_bytes] -> uint8 [..., bytes] for each plane.
 
     A block is a whole number of words in every plane but one of single bits of 32 weights, where it
     is one: rows are the blocks' pieces end to end.
@@ -217,7 +254,7 @@ def _split(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
 
 
 def _join(blocks: Tensor, planes: dict[str, Tensor], fmt: BlockFormat) -> None:
-    """What :func:`_split` took apart, into uint8 [rows, blocks, block_bytes] of zeros."""
+    """What :func:`_split` took apart, into uint8 [..., blocks, block_bytes] of zeros."""
     each = {name: plane.unflatten(-1, (blocks.shape[-2], -1)) for name, plane in planes.items()}
     codes = _plane(fmt.q.low[0].bits, fmt.block_size).read(each["q"])
     for run, part in zip(fmt.q.low, codes.split([len(run) for run in fmt.q.low], -1), strict=True):

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.jit import capability, kernel
 from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group, add_group_int8
-from ferrum_triton.kernels.quant.planes import load_rows, place, summed, tied_zero
+from ferrum_triton.kernels.quant.planes import load_rows, row_sizes, summed, tied_zero
 from ferrum_triton.quant.kinds import file_kind, format_of
 
 # Weights are read once: they leave the first-level cache to the activations.
@@ -32,8 +32,8 @@ def _gemv_planes_kernel(
     stride_a_token,
     stride_info_token,
     num_rows,
-    ROW: tl.constexpr,  # stride of rows of planes, in bytes
-    H: tl.constexpr,  # where the planes of a row begin, in bytes; q is the first
+    Q: tl.constexpr,  # bytes of a row of each plane
+    H: tl.constexpr,
     S: tl.constexpr,
     T: tl.constexpr,
     D: tl.constexpr,
@@ -57,7 +57,7 @@ def _gemv_planes_kernel(
     thread = tl.arange(0, THREADS)
     EVEN: tl.constexpr = GROUPS % THREADS == 0
     STEPS: tl.constexpr = (GROUPS + THREADS - 1) // THREADS
-    planes_ptr += first * ROW
+    all_rows = num_rows.to(tl.int64)
 
     start = tl.zeros([THREADS], tl.float32)
     totals = ()
@@ -69,8 +69,9 @@ def _gemv_planes_kernel(
 
     if PREFETCH:
         rows = load_rows(
-            planes_ptr, thread, thread < GROUPS, ROW, H, S, T, D, KIND, ROWS, ASM, HINT
-        )
+            planes_ptr, all_rows, first, thread, thread < GROUPS, Q, H, S, T, D, KIND, ROWS, ASM,
+            HINT,
+        )  # fmt: skip
     for step in range(STEPS):
         group = step * THREADS + thread
         mask = group < GROUPS
@@ -79,10 +80,13 @@ def _gemv_planes_kernel(
         if PREFETCH:
             ahead = group + THREADS
             later = load_rows(
-                planes_ptr, ahead, ahead < GROUPS, ROW, H, S, T, D, KIND, ROWS, ASM, HINT
-            )
+                planes_ptr, all_rows, first, ahead, ahead < GROUPS, Q, H, S, T, D, KIND, ROWS, ASM,
+                HINT,
+            )  # fmt: skip
         else:
-            rows = load_rows(planes_ptr, group, mask, ROW, H, S, T, D, KIND, ROWS, ASM, HINT)
+            rows = load_rows(
+                planes_ptr, all_rows, first, group, mask, Q, H, S, T, D, KIND, ROWS, ASM, HINT
+            )
         if CHAINED:
             if step == 0:
                 gdc_wait()
@@ -242,7 +246,7 @@ def gemv_planes(
     if out.numel() == 0:
         return out
     num_weights = format_of(kind).row_weights(planes.shape[1])
-    offsets = place(planes, kind, num_weights)
+    sizes = row_sizes(planes, kind, num_weights)
     best_rows, best_warps = _tile_of(num_weights // 32, num_tokens)
     rows = min(rows or best_rows, 1 << (num_rows.bit_length() - 1))
     warps = num_warps or best_warps
@@ -260,8 +264,7 @@ def gemv_planes(
         x.stride(0),
         0 if info is None else info.stride(0),
         num_rows,
-        ROW=planes.stride(0),
-        **offsets,
+        **sizes,
         GROUPS=num_weights // 32,
         KIND=file_kind(kind),
         M=num_tokens,

@@ -34,7 +34,7 @@ from ferrum_triton.kernels.quant.fragments import (
     times,
     unpack,
 )
-from ferrum_triton.kernels.quant.planes import place
+from ferrum_triton.kernels.quant.planes import row_sizes
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
 
@@ -132,8 +132,8 @@ def _weights(
 
 @triton.jit
 def tile_product(
-    planes_ptr, x_ptr, sums_ptr, stride_row, h_at, s_at, t_at, d_at, stride_x_token, row, token,
-    num_words, split, BITS: tl.constexpr, OFFSET: tl.constexpr, SCALES: tl.constexpr,
+    planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x_token, row, token,
+    num_rows, num_words, split, BITS: tl.constexpr, OFFSET: tl.constexpr, SCALES: tl.constexpr,
     MINS: tl.constexpr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, PARTS: tl.constexpr, LATE: tl.constexpr,
     SPLITS: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
@@ -141,42 +141,48 @@ def tile_product(
     """Rows ``row`` of W by tokens ``token``, float32 [BLOCK_N, BLOCK_M], up to x's factors.
 
     Args:
-        planes_ptr: W [n, row_bytes].
+        planes_ptr: W [num_rows, row_bytes].
+        q_row, h_row, s_row, t_row, d_row: of a row of each plane, units of 16 bytes.
         x_ptr, sums_ptr: of :func:`arrange`.
         row, token: int64 [BLOCK_N] and [BLOCK_M], any there are.
         split: which of SPLITS parts of K.
     """
     SCALED: tl.constexpr = SCALES != ""
     # Tiles of planes: words, what lies above them, and scales.
+    plane = num_rows.to(tl.int64) * 16  # bytes of a plane whose rows are a unit
     q_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
-    h_ptr = (planes_ptr + h_at).to(tl.pointer_type(tl.int32))
-    s_ptr = planes_ptr + s_at
+    planes_ptr += plane * q_row
+    h_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
+    planes_ptr += plane * h_row
+    s_ptr = planes_ptr
+    planes_ptr += plane * s_row
+    t_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
+    planes_ptr += plane * t_row
     D_TYPE: tl.constexpr = tl.int32 if MINS else tl.float16
-    d_ptr = (planes_ptr + d_at).to(tl.pointer_type(D_TYPE))
+    d_ptr = planes_ptr.to(tl.pointer_type(D_TYPE))
     W_COLS: tl.constexpr = 2 * BLOCK_W if BITS == 8 else (BLOCK_W // 2 if BITS < 4 else BLOCK_W)
     w_col = tl.arange(0, W_COLS)[None, :]
-    w_rows = q_ptr + row[:, None] * stride_row * 4 + w_col
+    w_rows = q_ptr + row[:, None] * q_row * 4 + w_col
     if BITS == 6:
         more_col = tl.arange(0, BLOCK_W // 2)[None, :]
-        more_rows = h_ptr + row[:, None] * stride_row * 4 + more_col
+        more_rows = h_ptr + row[:, None] * h_row * 4 + more_col
     elif BITS == 5 or BITS == 3:
         more_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        more_rows = h_ptr + row[:, None] * stride_row * 4 + more_col
+        more_rows = h_ptr + row[:, None] * h_row * 4 + more_col
     if SCALES == "pair":
         s_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        s_rows = s_ptr.to(tl.pointer_type(tl.int16)) + row[:, None] * stride_row * 8 + s_col
+        s_rows = s_ptr.to(tl.pointer_type(tl.int16)) + row[:, None] * s_row * 8 + s_col
     elif SCALES == "packed":
         # Two sub-blocks a column; the upper bits of all 16 of a block are in a word.
         s_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        s_rows = s_ptr + row[:, None] * stride_row * 16 + s_col
-        t_ptr = (planes_ptr + t_at).to(tl.pointer_type(tl.int32))
-        t_rows = t_ptr + row[:, None] * stride_row * 4
+        s_rows = s_ptr + row[:, None] * s_row * 16 + s_col
+        t_rows = t_ptr + row[:, None] * t_row * 4
     elif SCALED:
         s_col = tl.arange(0, BLOCK_W // 2)[None, :]
         S_TYPE: tl.constexpr = tl.int8 if SCALES == "byte" else tl.uint8
-        s_rows = s_ptr.to(tl.pointer_type(S_TYPE)) + row[:, None] * stride_row * 16 + s_col
+        s_rows = s_ptr.to(tl.pointer_type(S_TYPE)) + row[:, None] * s_row * 16 + s_col
     D_UNIT: tl.constexpr = 4 if MINS else 8
-    d_rows = d_ptr + row * stride_row * D_UNIT
+    d_rows = d_ptr + row * d_row * D_UNIT
     if not SCALED:
         d_col = tl.arange(0, BLOCK_W // 4)[None, :]
         d_rows = d_rows[:, None] + d_col
@@ -194,7 +200,7 @@ def tile_product(
         # Weights were there before the kernel that arranges the activations was launched.
         ahead = begin * W_COLS + tl.arange(0, AHEAD) * 32
         ahead = tl.minimum(ahead, steps * W_COLS - 32)
-        _prefetch(q_ptr + (row * stride_row * 4)[:, None] + ahead[None, :])
+        _prefetch(q_ptr + (row * q_row * 4)[:, None] + ahead[None, :])
         gdc_wait()
 
     # Too narrow for the compiler's pipeline where no product depends on them: a step ahead by hand.
@@ -299,11 +305,11 @@ def _mma_quant_kernel(
     stride_y_split,
     stride_y_token,
     stride_x_token,
-    stride_row,  # of planes, in units of 16 bytes
-    h_at,  # where the planes of a row begin, in bytes; q is the first
-    s_at,
-    t_at,
-    d_at,
+    q_row,  # of a row of each plane, units of 16 bytes
+    h_row,
+    s_row,
+    t_row,
+    d_row,
     num_rows,
     num_words,  # of eight weights
     num_tokens,
@@ -329,9 +335,9 @@ def _mma_quant_kernel(
     # Past the end the last row and token are read again.
     row, token = tl.minimum(n, num_rows - 1), tl.minimum(m, num_tokens - 1)
     acc = tile_product(
-        planes_ptr, x_ptr, sums_ptr, stride_row, h_at, s_at, t_at, d_at, stride_x_token, row, token,
-        num_words, tl.program_id(1), BITS, OFFSET, SCALES, MINS, ASM, CONSTRAINTS, BLOCK_N, BLOCK_M,
-        BLOCK_W, PARTS, LATE, SPLITS, WHOLE, AHEAD,
+        planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x_token, row, token,
+        num_rows, num_words, tl.program_id(1), BITS, OFFSET, SCALES, MINS, ASM, CONSTRAINTS,
+        BLOCK_N, BLOCK_M, BLOCK_W, PARTS, LATE, SPLITS, WHOLE, AHEAD,
     )  # fmt: skip
     acc *= tl.load(factor_ptr + token)[None, :]
     y_split = y_ptr + tl.program_id(1).to(tl.int64) * stride_y_split
@@ -385,7 +391,7 @@ def mma_quant(
     y = a.new_empty((num_tokens, num_rows)) if out is None else out
     if y.numel() == 0:
         return y
-    offsets = place(planes, kind, k)
+    sizes = row_sizes(planes, kind, k)
     halves = 2 if codes.bits in (3, 5) else 1
     ahead = config.ahead if capability(a.device) >= (9, 0) else 0
     x, sums, factor = arrange(a, config.words, halves, ahead > 0) if arranged is None else arranged
@@ -409,11 +415,7 @@ def mma_quant(
         partial.stride(0) if splits > 1 else 0,
         partial.stride(-2),
         x.stride(0),
-        planes.stride(0) // ROW_ALIGN,
-        offsets["H"],
-        offsets["S"],
-        offsets["T"],
-        offsets["D"],
+        *(size // ROW_ALIGN for size in sizes.values()),
         num_rows,
         k // 8,
         num_tokens,

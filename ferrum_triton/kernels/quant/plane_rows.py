@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.fragments import CODES, spread
-from ferrum_triton.kernels.quant.planes import fp16_pair, place
+from ferrum_triton.kernels.quant.planes import fp16_pair, row_sizes
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
 
@@ -31,20 +31,21 @@ def _codes_of(ptr, first, num_words, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.reshape(codes, [words.shape[0], BLOCK_K])
 
 
-@kernel
+@kernel(dynamic=("first_row",))
 def _decode_planes_kernel(
     y_ptr,  # [n, k]
     planes_ptr,  # [table_rows, row_bytes]
-    ids_ptr,  # [n], the rows of planes to decode; None for all in order
+    ids_ptr,  # [n], the rows to decode; None for those from first_row on
     stride_y_row,
-    stride_row,  # of planes, in units of 16 bytes
-    h_at,  # where the planes of a row begin, in bytes; q is the first
-    s_at,
-    t_at,
-    d_at,
+    q_row,  # of a row of each plane, units of 16 bytes
+    h_row,
+    s_row,
+    t_row,
+    d_row,
     table_rows,
     num_rows,
     num_weights,
+    first_row,
     BITS: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
@@ -53,22 +54,32 @@ def _decode_planes_kernel(
     BLOCK_K: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, num_rows - 1)
+    row = first_row + tl.minimum(n, num_rows - 1)
     known = n < num_rows
     if ids_ptr is not None:
-        row = tl.load(ids_ptr + row).to(tl.int64)
+        row = tl.load(ids_ptr + tl.minimum(n, num_rows - 1)).to(tl.int64)
         known = (row >= 0) & (row < table_rows)
         row = tl.where(known, row, 0)
     first = tl.program_id(1) * BLOCK_K
-    row_ptr = (planes_ptr + row * stride_row * 16)[:, None]
+    row = row[:, None] * 16
+    plane = table_rows.to(tl.int64) * 16  # bytes of a plane whose rows are a unit
+    q_ptr = planes_ptr + row * q_row
+    planes_ptr += plane * q_row
+    h_ptr = planes_ptr + row * h_row
+    planes_ptr += plane * h_row
+    s_ptr = planes_ptr + row * s_row
+    planes_ptr += plane * s_row
+    t_ptr = planes_ptr + row * t_row
+    planes_ptr += plane * t_row
+    d_ptr = planes_ptr + row * d_row
 
     LOW: tl.constexpr = BITS if BITS == 8 or BITS < 3 else (2 if BITS == 3 else 4)
-    words = row_ptr.to(tl.pointer_type(tl.int32))
+    words = q_ptr.to(tl.pointer_type(tl.int32))
     q = _codes_of(words, first, num_weights * LOW // 32, LOW, BLOCK_K)
     if BITS == 8:
         q = (q << 24) >> 24
     elif BITS != LOW:
-        more = (row_ptr + h_at).to(tl.pointer_type(tl.int32))
+        more = h_ptr.to(tl.pointer_type(tl.int32))
         high = _codes_of(more, first, num_weights * (BITS - LOW) // 32, BITS - LOW, BLOCK_K)
         q = q | (high << LOW)
     q = (q - OFFSET).to(tl.float32)
@@ -76,8 +87,8 @@ def _decode_planes_kernel(
     EACH: tl.constexpr = 32 if SCALES == "" else 256
     block = first // EACH + tl.arange(0, BLOCK_K // EACH)[None, :]
     D_TYPE: tl.constexpr = tl.int32 if MINS else tl.float16
-    d_row = (row_ptr + d_at).to(tl.pointer_type(D_TYPE))
-    d = tl.load(d_row + block, mask=block < num_weights // EACH, other=0)
+    d_ptr = d_ptr.to(tl.pointer_type(D_TYPE))
+    d = tl.load(d_ptr + block, mask=block < num_weights // EACH, other=0)
     if MINS:
         d, m = fp16_pair(d)
     else:
@@ -91,18 +102,18 @@ def _decode_planes_kernel(
         sub = first // SUB + tl.arange(0, BLOCK_K // SUB)[None, :]
         mask = sub < num_weights // SUB
         if SCALES == "pair":
-            pairs = (row_ptr + s_at).to(tl.pointer_type(tl.int16))
+            pairs = s_ptr.to(tl.pointer_type(tl.int16))
             both = tl.load(pairs + sub, mask=mask, other=0).to(tl.int32)
             scale, low = both & 255, (both >> 8) & 255
         elif SCALES == "nibbles":
-            both = tl.load(row_ptr + s_at + sub, mask=mask, other=0).to(tl.int32)
+            both = tl.load(s_ptr + sub, mask=mask, other=0).to(tl.int32)
             scale, low = both & 15, (both >> 4) & 15
         elif SCALES == "byte":
-            signed = (row_ptr + s_at).to(tl.pointer_type(tl.int8))
+            signed = s_ptr.to(tl.pointer_type(tl.int8))
             scale = tl.load(signed + sub, mask=mask, other=0).to(tl.int32)
         else:
-            scale = tl.load(row_ptr + s_at + sub // 2, mask=mask, other=0).to(tl.int32)
-            high = tl.load(row_ptr + t_at + sub // 4, mask=mask, other=0).to(tl.int32)
+            scale = tl.load(s_ptr + sub // 2, mask=mask, other=0).to(tl.int32)
+            high = tl.load(t_ptr + sub // 4, mask=mask, other=0).to(tl.int32)
             scale = (scale >> (sub % 2 * 4)) & 15 | ((high >> (sub % 4 * 2)) & 3) << 4
             scale -= 32
         step = spread(d, BLOCK_K // SUB) * scale.to(tl.float32)
@@ -116,14 +127,16 @@ def _decode_planes_kernel(
     tl.store(y_ptr + n[:, None] * stride_y_row + k, w.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def decode_planes(y: Tensor, planes: Tensor, ids: Tensor | None, kind: str) -> None:
-    """Decode to y [n, k]: all rows in planes [n, row_bytes], or those that ids [n] names.
+def decode_planes(
+    y: Tensor, planes: Tensor, ids: Tensor | None, kind: str, first_row: int = 0
+) -> None:
+    """Decode to y [n, k]: n rows of a matrix from ``first_row`` on, or those that ids [n] names.
 
     An id of no row gives zeros.
     """
     codes = CODES[file_kind(kind)]
     num_rows, k = y.shape
-    offsets = place(planes, kind, k)
+    sizes = row_sizes(planes, kind, k)
     block_n, block_k = 4, 512
     if y.numel():
         _decode_planes_kernel.launch(
@@ -132,14 +145,11 @@ def decode_planes(y: Tensor, planes: Tensor, ids: Tensor | None, kind: str) -> N
             planes,
             ids,
             y.stride(0),
-            planes.stride(0) // ROW_ALIGN,
-            offsets["H"],
-            offsets["S"],
-            offsets["T"],
-            offsets["D"],
+            *(size // ROW_ALIGN for size in sizes.values()),
             planes.shape[0],
             num_rows,
             k,
+            first_row,
             BITS=codes.bits,
             OFFSET=codes.offset,
             SCALES=codes.scales,
@@ -161,6 +171,6 @@ def product_by_torch(
     for first in range(0, num_rows, rows):
         last = min(first + rows, num_rows)
         some = weights[: last - first]
-        decode_planes(some, planes[first:last], None, kind)
+        decode_planes(some, planes, None, kind, first)
         torch.mm(a, some.T, out=y[:, first:last])
     return y

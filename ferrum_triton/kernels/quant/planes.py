@@ -295,37 +295,40 @@ def block_scales(raw, KIND: tl.constexpr):
 
 
 @triton.jit
-def pointers(
-    row_ptr, H: tl.constexpr, S: tl.constexpr, T: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr
-):
-    """Where the planes (q, h, s, t, d) of the row at ``row_ptr`` begin, from their offsets."""
-    q = row_ptr.to(tl.pointer_type(tl.int32))
-    h = (row_ptr + H).to(tl.pointer_type(tl.int32))
-    if has_minimum(KIND):
-        d = (row_ptr + D).to(tl.pointer_type(tl.int32))
-    else:
-        d = (row_ptr + D).to(tl.pointer_type(tl.float16))
-    return q, h, row_ptr + S, row_ptr + T, d
-
-
-@triton.jit
 def load_rows(
-    row_ptr, group, mask, ROW: tl.constexpr,
-    H: tl.constexpr, S: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+    planes_ptr, num_rows, first, group, mask,
+    Q: tl.constexpr, H: tl.constexpr, S: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
     KIND: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
-    """What a thread needs of each row for its group: ROWS tuples (low, high, scales).
+    """What a thread needs for its group of each of ROWS rows: tuples (low, high, scales).
 
-    The stride ROW and the planes' offsets are constants: rows differ by an immediate of the load's
-    address.
+    Bytes of a row of each plane are constants: rows differ by an immediate of the load's address.
+
+    Args:
+        planes_ptr: of a matrix of num_rows rows, int64.
+        first: of the rows, int64.
+        group: [threads], of 32 weights.
+        Q, H, S, T, D: bytes of a row of each plane, 0 of one that KIND has not.
     """
+    q_ptr = (planes_ptr + first * Q).to(tl.pointer_type(tl.int32)) + group * words_of("q", KIND)
+    planes_ptr += num_rows * Q
+    h_ptr = (planes_ptr + first * H).to(tl.pointer_type(tl.int32)) + group * words_of("h", KIND)
+    planes_ptr += num_rows * H
+    s_ptr = planes_ptr + first * S
+    planes_ptr += num_rows * S
+    t_ptr = planes_ptr + first * T
+    planes_ptr += num_rows * T + first * D
+    D_BYTES: tl.constexpr = 4 if has_minimum(KIND) else 2
+    if has_minimum(KIND):
+        d_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
+    else:
+        d_ptr = planes_ptr.to(tl.pointer_type(tl.float16))
     rows = ()
     for r in tl.static_range(ROWS):
-        q_ptr, h_ptr, s_ptr, t_ptr, d_ptr = pointers(row_ptr + r * ROW, H, S, T, D, KIND)
-        q_ptr += group * words_of("q", KIND)
-        h_ptr += group * words_of("h", KIND)
-        q, h = load_group(q_ptr, h_ptr, mask, KIND, ASM, HINT)
-        raw = load_scales(d_ptr, s_ptr, t_ptr, group, mask, KIND)
+        q, h = load_group(q_ptr + r * (Q // 4), h_ptr + r * (H // 4), mask, KIND, ASM, HINT)
+        raw = load_scales(
+            d_ptr + r * (D // D_BYTES), s_ptr + r * S, t_ptr + r * T, group, mask, KIND
+        )
         rows += ((q, h, raw),)
     return rows
 
@@ -357,16 +360,21 @@ def summed(values, COUNT: tl.constexpr, PADDED: tl.constexpr):
     return total
 
 
-def place(planes: Tensor, kind: str, num_weights: int) -> dict[str, int]:
-    """The stride of rows and the offsets of their planes, in bytes, as kernels name them.
+def row_sizes(planes: Tensor, kind: str, num_weights: int) -> dict[str, int]:
+    """Bytes of a row of each plane, as kernels name them: Q, H, S, T and D, 0 of one there is not.
 
     Raises:
-        InputError: rows do not start at multiples of 16 bytes.
+        InputError: a matrix is not contiguous, or starts between multiples of 16 bytes.
     """
-    apart = any(stride % ROW_ALIGN for stride in planes.stride()[:-1])
-    if planes.numel() and (apart or planes.data_ptr() % ROW_ALIGN):
+    apart = planes.stride()[-2:] != (planes.shape[-1], 1)
+    if planes.numel() and (
+        (apart and planes.shape[-2] > 1)
+        or planes.data_ptr() % ROW_ALIGN
+        or any(stride % ROW_ALIGN for stride in planes.stride()[:-2])
+    ):
         got = f"of strides {list(planes.stride())} bytes at address {planes.data_ptr():#x}"
+        allowed = f"contiguous planes at a multiple of {ROW_ALIGN} bytes"
         advice = "Copy it: .clone(memory_format=torch.contiguous_format)."
-        raise InputError(kind, "blocks", got, f"rows at multiples of {ROW_ALIGN} bytes", advice)
-    offsets = PLANE_FORMATS[kind].offsets(num_weights)
-    return {plane.upper(): offsets.get(plane, 0) for plane in "hstd"}
+        raise InputError(kind, "blocks", got, allowed, advice)
+    sizes = PLANE_FORMATS[kind].row_sizes(num_weights)
+    return {plane.upper(): sizes.get(plane, 0) for plane in "qhstd"}
