@@ -117,7 +117,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
                 tiles: list[Config | GemvTile] = [*GEMV_TILES] if m <= 2 else []
                 for tile in TILES[max(least for least in TILES if least <= m)] if m > 2 else []:
                     splits = spread_over(tile, m, n, k).splits
-                    for each in {splits, max(splits // 2, 1), min(2 * splits, 8)}:
+                    for each in {splits, max(splits // 2, 1)}:
                         tiles.append(tile._replace(splits=each))
                 listed += [Job(kind, n, k, m, tile) for tile in tiles]
     return listed
