@@ -8,7 +8,8 @@ import torch
 
 from ferrum_triton import InputError
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.gemv_planes import gemv_planes, quantize_activations
+from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
+from ferrum_triton.kernels.quant.int8 import quantize_activations
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import FORMATS, QuantizedTensor, dequantize_blocks, from_planes, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -126,7 +127,7 @@ def test_rows_that_start_between_words_are_refused():
 def rounded(quantised):
     """The activations that ``quantize_activations`` left, in float64."""
     steps = quantised.info[..., 0].contiguous().view(torch.float32).double()
-    q = quantised.q.double().unflatten(-1, (-1, 32))
+    q = quantised.codes.double().unflatten(-1, (-1, 32))
     return (steps[..., None] * q).flatten(-2)
 
 
@@ -212,7 +213,7 @@ def test_quantised_activations(device):
     a[0, :32] = 0
     a[1, 40], a[2, 100] = float("nan"), float("inf")
     got = quantize_activations(a.to(device))
-    q, info = got.q.cpu().unflatten(-1, (-1, 32)), got.info.cpu()
+    q, info = got.codes.cpu().unflatten(-1, (-1, 32)), got.info.cpu()
     steps = info[..., 0].contiguous().view(torch.float32)
     assert steps[0, 0] == 0 and not q[0, 0].any()
     bad = steps.isfinite().logical_not().nonzero().tolist()

@@ -9,6 +9,7 @@ FAMILIES = (
     "embedding",
     "linear",
     "quant",
+    "quant_int8",
     "kv_cache",
     "rope",
     "paged_cache",

@@ -29,7 +29,8 @@ def case_name(kind: str) -> str:
     return name if kind in PLANE_FORMATS else f"file/{name}"
 
 
-def _product_case(kind: str, m: int, n: int, k: int) -> Case:
+def product_case(kind: str, m: int, n: int, k: int) -> Case:
+    """m rows of a by W [n, k]."""
     axes = {"kind": kind, "m": m, "n": n, "num_blocks": k // format_of(kind).block_size}
     return Case(f"{case_name(kind)}/n{n}k{k}/m{m}", torch.bfloat16, axes)
 
@@ -51,7 +52,7 @@ def check_kind(
         op.reject(blocks_name, f"of shape {list(blocks.shape)}", allowed)
 
 
-def _check_dtype(op: Op, dtype: torch.dtype) -> None:
+def check_dtype(op: Op, dtype: torch.dtype) -> None:
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         op.reject("dtype", str(dtype), "float32, float16, bfloat16")
 
@@ -94,7 +95,7 @@ def dequantize(blocks: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 @dequantize.rule
 def _(blocks, kind, dtype):
     check_kind(dequantize, blocks, kind)
-    _check_dtype(dequantize, dtype)
+    check_dtype(dequantize, dtype)
 
 
 @dequantize.sample
@@ -144,7 +145,7 @@ def embedding_lookup_quant(blocks: Tensor, ids: Tensor, kind: str, dtype: torch.
 @embedding_lookup_quant.rule
 def _(blocks, ids, kind, dtype):
     check_kind(embedding_lookup_quant, blocks, kind)
-    _check_dtype(embedding_lookup_quant, dtype)
+    check_dtype(embedding_lookup_quant, dtype)
     if blocks.shape[0] == 0:
         embedding_lookup_quant.reject("blocks", "empty", "at least one row")
 
@@ -179,8 +180,8 @@ def _product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
         "n": (1, 2, 9),
         "num_blocks": (1, 3, 18),
     },
-    bench=[_product_case(kind, 1, n, k) for kind in PLANE_FORMATS for n, k in SHAPES]
-    + [_product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (1, 4)],
+    bench=[product_case(kind, 1, n, k) for kind in PLANE_FORMATS for n, k in SHAPES]
+    + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (1, 4)],
 )
 def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for few rows of a, where reading W takes the time.
@@ -224,9 +225,9 @@ def _(make, kind, m, n, num_blocks):
         "n": (1, 5, 70),
         "num_blocks": (1, 2, 5),
     },
-    bench=[_product_case("Q4_K:planes", m, 28672, 4096) for m in (2, 4, 8, 16, 32, 64, 256, 4096)]
-    + [_product_case("Q6_K:planes", m, 28672, 4096) for m in (8, 64, 4096)]
-    + [_product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)],
+    bench=[product_case("Q4_K:planes", m, 28672, 4096) for m in (2, 4, 8, 16, 32, 64, 256, 4096)]
+    + [product_case("Q6_K:planes", m, 28672, 4096) for m in (8, 64, 4096)]
+    + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)],
 )
 def gemm_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for any number of rows of a.

@@ -5,8 +5,6 @@ which meet once, at the end. K and the strides of rows are constants, so that th
 differ by an immediate of their loads' addresses.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -14,19 +12,137 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.quant.int8 import Int8Activations
 from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group, add_group_int8
 from ferrum_triton.kernels.quant.planes import load_rows, place, summed, tied_zero
+from ferrum_triton.ops import quant_int8 as ops
 from ferrum_triton.quant.kinds import file_kind, format_of
 
 # Weights are read once: they leave the first-level cache to the activations.
 STREAM = ".L1::no_allocate.L2::256B"
 
 
+@triton.jit
+def _rows_of(
+    ptrs, group, mask,
+    LAYOUTS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    """What a thread needs of ROWS rows of each matrix for its group, one after the other."""
+    rows = ()
+    for i in tl.static_range(len(ptrs)):
+        rows += load_rows(
+            ptrs[i], group, mask, LAYOUTS[i][0], LAYOUTS[i][1], LAYOUTS[i][2], LAYOUTS[i][3],
+            LAYOUTS[i][4], LAYOUTS[i][5], ROWS, ASM, HINT,
+        )  # fmt: skip
+    return rows
+
+
+@triton.jit
+def _part(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    part = ()
+    for i in tl.static_range(COUNT):
+        part += (values[FIRST + i],)
+    return part
+
+
+@triton.jit
+def row_sums(
+    a_ptr, info_ptr, ptrs, stride_a_token, stride_info_token, zero, LAYOUTS: tl.constexpr,
+    GROUPS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr,
+    PREFETCH: tl.constexpr, TIED: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
+    VECTOR: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Activations by ROWS rows of one or two matrices: [matrix, row][token], [threads] each.
+
+    What threads hold of one product is to be summed, and multiplied by LARGE where the activations
+    are not int8.
+
+    Args:
+        a_ptr: [m, k]; int8 codes where there is info.
+        info_ptr: int32 [m, groups, 2], else None.
+        ptrs: the first row of each matrix.
+        zero: 0, as no compiler can know.
+        LAYOUTS: of each matrix (stride of rows, offsets of h, s, t and d in a row, kind).
+        GROUPS: of 32 in a row.
+        CHAINED: weights are loaded while the launch before may still run.
+    """
+    thread = tl.arange(0, THREADS)
+    EVEN: tl.constexpr = GROUPS % THREADS == 0
+    STEPS: tl.constexpr = (GROUPS + THREADS - 1) // THREADS
+    COUNT: tl.constexpr = len(ptrs)
+    ALIKE: tl.constexpr = LAYOUTS[0][5] == LAYOUTS[COUNT - 1][5]
+
+    start = tl.zeros([THREADS], tl.float32)
+    totals = ()
+    for _r in tl.static_range(COUNT * ROWS):
+        each = ()
+        for _m in tl.static_range(M):
+            each += (start,)
+        totals += (each,)
+
+    if PREFETCH:
+        rows = _rows_of(ptrs, thread, thread < GROUPS, LAYOUTS, ROWS, ASM, HINT)
+    for step in range(STEPS):
+        group = step * THREADS + thread
+        mask = group < GROUPS
+        if EVEN:
+            mask = None
+        if PREFETCH:
+            ahead = group + THREADS
+            later = _rows_of(ptrs, ahead, ahead < GROUPS, LAYOUTS, ROWS, ASM, HINT)
+        else:
+            rows = _rows_of(ptrs, group, mask, LAYOUTS, ROWS, ASM, HINT)
+        if CHAINED:
+            if step == 0:
+                gdc_wait()
+        if TIED:
+            none = tied_zero(rows, zero)
+        else:
+            none = tl.zeros([THREADS], tl.int32)
+        # Rows of one kind share what is made of the activations.
+        PARTS: tl.constexpr = 1 if ALIKE else COUNT
+        EACH: tl.constexpr = COUNT * ROWS // PARTS
+        new = ()
+        for i in tl.static_range(PARTS):
+            before, some = _part(totals, i * EACH, EACH), _part(rows, i * EACH, EACH)
+            if info_ptr is not None:
+                new += add_group_int8(
+                    before, none, some, a_ptr, info_ptr, stride_a_token, stride_info_token, group,
+                    mask, LAYOUTS[i][5], EACH, M, ASM,
+                )  # fmt: skip
+            else:
+                new += add_group(
+                    before, none, some, a_ptr, stride_a_token, group, mask, LAYOUTS[i][5], EACH,
+                    M, VECTOR,
+                )  # fmt: skip
+        totals = new
+        if PREFETCH:
+            rows = later
+    return totals
+
+
+@triton.jit
+def first_row(program, num_rows, ROWS: tl.constexpr):
+    """A program's first row: the last one starts early enough to have all; some are done twice."""
+    return tl.minimum(program * ROWS, num_rows - ROWS).to(tl.int64)
+
+
+@triton.jit
+def store_rows(y_ptr, y, stride_y_token, first, M: tl.constexpr, ROWS: tl.constexpr):
+    """y[i % m, first + i // m] of [m, n] ← y[i] for the rows of a program."""
+    i = tl.arange(0, y.shape[0])
+    tl.store(
+        y_ptr + (i % M).to(tl.int64) * stride_y_token + first + i // M,
+        y.to(y_ptr.dtype.element_ty),
+        mask=i < ROWS * M,
+    )
+
+
 @kernel(dynamic=("num_rows",))
 def _gemv_planes_kernel(
     y_ptr,  # [m, n]
-    a_ptr,  # [m, k], or int32 [m, k / 4] of four int8 each
-    info_ptr,  # int32 [m, groups, 2] of int8 activations
+    a_ptr,  # [m, k]; int8 codes where there is info
+    info_ptr,  # int32 [m, groups, 2]
     planes_ptr,  # [n, row_bytes]
     stride_y_token,
     stride_a_token,
@@ -37,8 +153,8 @@ def _gemv_planes_kernel(
     S: tl.constexpr,
     T: tl.constexpr,
     D: tl.constexpr,
-    GROUPS: tl.constexpr,  # of 32 in a row
     KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
     M: tl.constexpr,
     ROWS: tl.constexpr,  # at most num_rows
     SUMS: tl.constexpr,  # power of two >= M * ROWS
@@ -48,157 +164,23 @@ def _gemv_planes_kernel(
     ASM: tl.constexpr,
     HINT: tl.constexpr,
     VECTOR: tl.constexpr,
-    CHAINED: tl.constexpr,  # weights are loaded while the launch before may still run
+    CHAINED: tl.constexpr,
 ):
     if CHAINED:
         gdc_launch_dependents()
-    # The last program starts early enough to have all its rows: some are computed twice, alike.
-    first = tl.minimum(tl.program_id(0) * ROWS, num_rows - ROWS).to(tl.int64)
-    thread = tl.arange(0, THREADS)
-    EVEN: tl.constexpr = GROUPS % THREADS == 0
-    STEPS: tl.constexpr = (GROUPS + THREADS - 1) // THREADS
-    planes_ptr += first * ROW
-
-    start = tl.zeros([THREADS], tl.float32)
-    totals = ()
-    for _r in tl.static_range(ROWS):
-        each = ()
-        for _m in tl.static_range(M):
-            each += (start,)
-        totals += (each,)
-
-    if PREFETCH:
-        rows = load_rows(
-            planes_ptr, thread, thread < GROUPS, ROW, H, S, T, D, KIND, ROWS, ASM, HINT
-        )
-    for step in range(STEPS):
-        group = step * THREADS + thread
-        mask = group < GROUPS
-        if EVEN:
-            mask = None
-        if PREFETCH:
-            ahead = group + THREADS
-            later = load_rows(
-                planes_ptr, ahead, ahead < GROUPS, ROW, H, S, T, D, KIND, ROWS, ASM, HINT
-            )
-        else:
-            rows = load_rows(planes_ptr, group, mask, ROW, H, S, T, D, KIND, ROWS, ASM, HINT)
-        if CHAINED:
-            if step == 0:
-                gdc_wait()
-        if TIED:
-            none = tied_zero(rows, num_rows >> 31)
-        else:
-            none = tl.zeros([THREADS], tl.int32)
-        if info_ptr is not None:
-            totals = add_group_int8(
-                totals, none, rows, a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask,
-                KIND, ROWS, M, ASM,
-            )  # fmt: skip
-        else:
-            totals = add_group(
-                totals, none, rows, a_ptr, stride_a_token, group, mask, KIND, ROWS, M, VECTOR
-            )
-        if PREFETCH:
-            rows = later
-
+    first = first_row(tl.program_id(0), num_rows, ROWS)
+    totals = row_sums(
+        a_ptr, info_ptr, (planes_ptr + first * ROW,), stride_a_token, stride_info_token,
+        num_rows >> 31, ((ROW, H, S, T, D, KIND),),
+        GROUPS, M, ROWS, THREADS, PREFETCH, TIED, ASM, HINT, VECTOR, CHAINED,
+    )  # fmt: skip
     flat = ()
     for r in tl.static_range(ROWS):
         flat += totals[r]
     y = summed(flat, ROWS * M, SUMS)
     if info_ptr is None:
         y *= LARGE
-    i = tl.arange(0, SUMS)
-    tl.store(
-        y_ptr + (i % M).to(tl.int64) * stride_y_token + first + i // M,
-        y.to(y_ptr.dtype.element_ty),
-        mask=i < ROWS * M,
-    )
-
-
-@kernel
-def _quantize_activations_kernel(
-    q_ptr,  # int8 [m, k]
-    info_ptr,  # int32 [m, groups, 2]
-    a_ptr,  # [m, k]
-    stride_a_token,
-    num_groups,  # of 32 in a row
-    BLOCK_G: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
-    column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    mask = (group < num_groups)[:, None]
-    x = tl.load(a_ptr + token * stride_a_token + column, mask=mask, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(x), axis=1)
-    # What is not finite is seen in the step: its integers may be anything.
-    step = largest / 127.0 + tl.sum(x * 0.0, axis=1)
-    inverse = tl.where(largest > 0.0, 127.0 / largest, 0.0)
-    # Adding 1.5 2^23 leaves the nearest integer in the low bits, of two as near the even one.
-    q = (x * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True) << 24 >> 24
-    q = tl.where(mask, q, 0)
-    tl.store(q_ptr + token * num_groups * 32 + column, q.to(tl.int8), mask=mask)
-    # The two halves' sums in one word: they are less than 2^15 in size.
-    sums = tl.sum(tl.reshape(q, (BLOCK_G, 2, 16)), axis=2) & 0xFFFF
-    halves = tl.sum(sums << (16 * tl.arange(0, 2))[None, :], axis=1)
-    info = info_ptr + (token * num_groups + group) * 2
-    tl.store(info, step.to(tl.int32, bitcast=True), mask=group < num_groups)
-    tl.store(info + 1, halves, mask=group < num_groups)
-
-
-@dataclass(frozen=True, eq=False)
-class Int8Activations:
-    """Activations of eight bits, with a step for each 32.
-
-    Attributes:
-        words: int32 [m, K / 4], the bytes of ``q``.
-        info: int32 [m, K / 32, 2]: the step's bits as float32, and the sums of q over the first and
-            the last 16 in its lower and upper half.
-        dtype: what they were, and what products are.
-    """
-
-    words: Tensor
-    info: Tensor
-    dtype: torch.dtype
-
-    @property
-    def q(self) -> Tensor:
-        """int8 [m, K]: an activation is its step times q."""
-        return self.words.view(torch.int8)
-
-
-def quantize_activations(a: Tensor, *, chained: bool = False) -> Int8Activations:
-    """Round activations [m, K] to int8: steps are the largest magnitude of each 32, over 127.
-
-    Args:
-        a: [m, K] in float32, float16 or bfloat16.
-        chained: let the launch begin while the one before ends, and the next one likewise.
-    """
-    m, k = a.shape
-    info = torch.empty(m, k // 32, 2, dtype=torch.int32, device=a.device)
-    words = torch.empty(m, k // 4, dtype=torch.int32, device=a.device)
-    quantised = Int8Activations(words, info, a.dtype)
-    if words.numel():
-        block = min(triton.next_power_of_2(k // 32), 8)
-        grid = (triton.cdiv(k // 32, block), m)
-        chained = chained and (a.is_meta or capability(a.device) >= (9, 0))
-        _quantize_activations_kernel.launch(
-            grid,
-            quantised.q,
-            info,
-            a,
-            a.stride(0),
-            k // 32,
-            BLOCK_G=block,
-            CHAINED=chained,
-            num_warps=1,
-            **({"launch_pdl": True} if chained else {}),
-        )
-    return quantised
+    store_rows(y_ptr, y, stride_y_token, first, M, ROWS)
 
 
 def gemv_planes(
@@ -235,7 +217,7 @@ def gemv_planes(
         asm: use PTX; if None, where it can be.
     """
     is_int8 = isinstance(a, Int8Activations)
-    x, info = (a.words, a.info) if is_int8 else (a, None)
+    x, info = (a.codes, a.info) if is_int8 else (a, None)
     num_tokens, num_rows = x.shape[0], planes.shape[0]
     if out is None:
         out = torch.empty(num_tokens, num_rows, dtype=a.dtype, device=x.device)
@@ -279,6 +261,19 @@ def gemv_planes(
         **({"launch_pdl": True} if chained else {}),
     )
     return out
+
+
+@ops.gemv_quant_q8.impl("triton")
+def gemv_quant_q8(
+    codes: Tensor,
+    info: Tensor,
+    blocks: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    return gemv_planes(Int8Activations.of(codes, info, dtype), blocks, kind, out=out)
 
 
 def _tile_of(num_groups: int, num_tokens: int) -> tuple[int, int]:
