@@ -10,6 +10,7 @@ FAMILIES = (
     "linear",
     "quant",
     "quant_int8",
+    "quant_fused",
     "kv_cache",
     "rope",
     "paged_cache",

@@ -57,11 +57,20 @@ def check_dtype(op: Op, dtype: torch.dtype) -> None:
         op.reject("dtype", str(dtype), "float32, float16, bfloat16")
 
 
-def _check_product(op: Op, a: Tensor, blocks: Tensor, kind: str) -> None:
-    check_kind(op, blocks, kind)
+def check_product(op: Op, a: Tensor, blocks: Tensor, kind: str, prefix: str = "") -> None:
+    """Reject blocks that are none of ``kind``, and activations of another K."""
+    check_kind(op, blocks, kind, f"{prefix}blocks", f"{prefix}kind")
     k = format_of(kind).row_weights(blocks.shape[-1])
     if a.shape[-1] != k:
-        op.reject("a", f"of shape {list(a.shape)}", f"[m, {k}], the weights in a row of blocks")
+        allowed = f"[m, {k}], the weights in a row of {prefix}blocks"
+        op.reject("a", f"of shape {list(a.shape)}", allowed)
+
+
+def check_few(op: Op, a: Tensor, advice: str = "") -> None:
+    """Reject more rows than a matrix-vector kernel takes."""
+    if a.shape[0] > MAX_GEMV_ROWS:
+        allowed = f"at most {MAX_GEMV_ROWS} rows"
+        op.reject("a", f"of shape {list(a.shape)}", allowed, advice)
 
 
 @op(
@@ -166,10 +175,10 @@ def _(blocks, ids, kind, dtype):
     return ids.numel() * (ids.element_size() + blocks.shape[1] + k * dtype.itemsize)
 
 
-def _product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
+def wide_product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
+    """The definition of a product before it is rounded: in float32, or float64 if a is."""
     wide = widen(a)
-    weights = dequantize_rows(blocks, kind).to(wide.dtype)
-    return (wide @ weights.T).to(a.dtype)
+    return wide @ dequantize_rows(blocks, kind).to(wide.dtype).T
 
 
 @op(
@@ -196,15 +205,13 @@ def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     Returns:
         [m, n] in a's dtype.
     """
-    return _product(a, blocks, kind)
+    return wide_product(a, blocks, kind).to(a.dtype)
 
 
 @gemv_quant.rule
 def _(a, blocks, kind):
-    _check_product(gemv_quant, a, blocks, kind)
-    if a.shape[0] > MAX_GEMV_ROWS:
-        allowed = f"at most {MAX_GEMV_ROWS} rows"
-        gemv_quant.reject("a", f"of shape {list(a.shape)}", allowed, "gemm_quant takes any number.")
+    check_product(gemv_quant, a, blocks, kind)
+    check_few(gemv_quant, a, "gemm_quant takes any number.")
 
 
 @gemv_quant.sample
@@ -243,12 +250,12 @@ def gemm_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     Returns:
         [m, n] in a's dtype.
     """
-    return _product(a, blocks, kind)
+    return wide_product(a, blocks, kind).to(a.dtype)
 
 
 @gemm_quant.rule
 def _(a, blocks, kind):
-    _check_product(gemm_quant, a, blocks, kind)
+    check_product(gemm_quant, a, blocks, kind)
 
 
 @gemm_quant.sample

@@ -22,17 +22,26 @@ from ferrum_triton.quant.kinds import file_kind, format_of
 STREAM = ".L1::no_allocate.L2::256B"
 
 
+@triton.constexpr_function
+def entry(layout, i):
+    """Of a layout (stride of rows, offsets of h, s, t and d in a row, in bytes, and the kind)."""
+    return layout[i]
+
+
 @triton.jit
 def _rows_of(
-    ptrs, group, mask,
-    LAYOUTS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
+    first_ptr, second_ptr, group, mask, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """What a thread needs of ROWS rows of each matrix for its group, one after the other."""
-    rows = ()
-    for i in tl.static_range(len(ptrs)):
+    rows = load_rows(
+        first_ptr, group, mask, entry(FIRST, 0), entry(FIRST, 1), entry(FIRST, 2), entry(FIRST, 3),
+        entry(FIRST, 4), entry(FIRST, 5), ROWS, ASM, HINT,
+    )  # fmt: skip
+    if SECOND is not None:
         rows += load_rows(
-            ptrs[i], group, mask, LAYOUTS[i][0], LAYOUTS[i][1], LAYOUTS[i][2], LAYOUTS[i][3],
-            LAYOUTS[i][4], LAYOUTS[i][5], ROWS, ASM, HINT,
+            second_ptr, group, mask, entry(SECOND, 0), entry(SECOND, 1), entry(SECOND, 2),
+            entry(SECOND, 3), entry(SECOND, 4), entry(SECOND, 5), ROWS, ASM, HINT,
         )  # fmt: skip
     return rows
 
@@ -47,10 +56,10 @@ def _part(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def row_sums(
-    a_ptr, info_ptr, ptrs, stride_a_token, stride_info_token, zero, LAYOUTS: tl.constexpr,
-    GROUPS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr,
-    PREFETCH: tl.constexpr, TIED: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
-    VECTOR: tl.constexpr, CHAINED: tl.constexpr,
+    a_ptr, info_ptr, first_ptr, second_ptr, stride_a_token, stride_info_token, zero,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, GROUPS: tl.constexpr, M: tl.constexpr,
+    ROWS: tl.constexpr, THREADS: tl.constexpr, PREFETCH: tl.constexpr, TIED: tl.constexpr,
+    ASM: tl.constexpr, HINT: tl.constexpr, VECTOR: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Activations by ROWS rows of one or two matrices: [matrix, row][token], [threads] each.
 
@@ -59,29 +68,31 @@ def row_sums(
 
     Args:
         a_ptr: [m, k]; int8 codes where there is info.
-        info_ptr: int32 [m, groups, 2], else None.
-        ptrs: the first row of each matrix.
+        info_ptr: int32 [m, groups, 2], else None; then matrices are of one kind.
+        first_ptr, second_ptr: the first of each matrix's rows.
         zero: 0, as no compiler can know.
-        LAYOUTS: of each matrix (stride of rows, offsets of h, s, t and d in a row, kind).
+        FIRST, SECOND: the matrices' layouts, see :func:`entry`; of one matrix SECOND is None.
         GROUPS: of 32 in a row.
         CHAINED: weights are loaded while the launch before may still run.
     """
     thread = tl.arange(0, THREADS)
     EVEN: tl.constexpr = GROUPS % THREADS == 0
     STEPS: tl.constexpr = (GROUPS + THREADS - 1) // THREADS
-    COUNT: tl.constexpr = len(ptrs)
-    ALIKE: tl.constexpr = LAYOUTS[0][5] == LAYOUTS[COUNT - 1][5]
+    KIND: tl.constexpr = entry(FIRST, 5)
+    COUNT: tl.constexpr = ROWS if SECOND is None else 2 * ROWS
 
     start = tl.zeros([THREADS], tl.float32)
     totals = ()
-    for _r in tl.static_range(COUNT * ROWS):
+    for _r in tl.static_range(COUNT):
         each = ()
         for _m in tl.static_range(M):
             each += (start,)
         totals += (each,)
 
     if PREFETCH:
-        rows = _rows_of(ptrs, thread, thread < GROUPS, LAYOUTS, ROWS, ASM, HINT)
+        rows = _rows_of(
+            first_ptr, second_ptr, thread, thread < GROUPS, FIRST, SECOND, ROWS, ASM, HINT
+        )
     for step in range(STEPS):
         group = step * THREADS + thread
         mask = group < GROUPS
@@ -89,9 +100,11 @@ def row_sums(
             mask = None
         if PREFETCH:
             ahead = group + THREADS
-            later = _rows_of(ptrs, ahead, ahead < GROUPS, LAYOUTS, ROWS, ASM, HINT)
+            later = _rows_of(
+                first_ptr, second_ptr, ahead, ahead < GROUPS, FIRST, SECOND, ROWS, ASM, HINT
+            )
         else:
-            rows = _rows_of(ptrs, group, mask, LAYOUTS, ROWS, ASM, HINT)
+            rows = _rows_of(first_ptr, second_ptr, group, mask, FIRST, SECOND, ROWS, ASM, HINT)
         if CHAINED:
             if step == 0:
                 gdc_wait()
@@ -99,23 +112,24 @@ def row_sums(
             none = tied_zero(rows, zero)
         else:
             none = tl.zeros([THREADS], tl.int32)
-        # Rows of one kind share what is made of the activations.
-        PARTS: tl.constexpr = 1 if ALIKE else COUNT
-        EACH: tl.constexpr = COUNT * ROWS // PARTS
-        new = ()
-        for i in tl.static_range(PARTS):
-            before, some = _part(totals, i * EACH, EACH), _part(rows, i * EACH, EACH)
-            if info_ptr is not None:
-                new += add_group_int8(
-                    before, none, some, a_ptr, info_ptr, stride_a_token, stride_info_token, group,
-                    mask, LAYOUTS[i][5], EACH, M, ASM,
-                )  # fmt: skip
-            else:
-                new += add_group(
-                    before, none, some, a_ptr, stride_a_token, group, mask, LAYOUTS[i][5], EACH,
-                    M, VECTOR,
-                )  # fmt: skip
-        totals = new
+        if info_ptr is not None:
+            totals = add_group_int8(
+                totals, none, rows, a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask,
+                KIND, COUNT, M, ASM,
+            )  # fmt: skip
+        elif SECOND is None or entry(SECOND, 5) == KIND:
+            # Rows of one kind share what is made of the activations.
+            totals = add_group(
+                totals, none, rows, a_ptr, stride_a_token, group, mask, KIND, COUNT, M, VECTOR
+            )
+        else:
+            totals = add_group(
+                _part(totals, 0, ROWS), none, _part(rows, 0, ROWS), a_ptr, stride_a_token, group,
+                mask, KIND, ROWS, M, VECTOR,
+            ) + add_group(
+                _part(totals, ROWS, ROWS), none, _part(rows, ROWS, ROWS), a_ptr, stride_a_token,
+                group, mask, entry(SECOND, 5), ROWS, M, VECTOR,
+            )  # fmt: skip
         if PREFETCH:
             rows = later
     return totals
@@ -148,13 +162,8 @@ def _gemv_planes_kernel(
     stride_a_token,
     stride_info_token,
     num_rows,
-    ROW: tl.constexpr,  # stride of rows of planes, in bytes
-    H: tl.constexpr,  # where the planes of a row begin, in bytes; q is the first
-    S: tl.constexpr,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUPS: tl.constexpr,
+    LAYOUT: tl.constexpr,  # see entry
+    GROUPS: tl.constexpr,  # of 32 in a row
     M: tl.constexpr,
     ROWS: tl.constexpr,  # at most num_rows
     SUMS: tl.constexpr,  # power of two >= M * ROWS
@@ -170,9 +179,9 @@ def _gemv_planes_kernel(
         gdc_launch_dependents()
     first = first_row(tl.program_id(0), num_rows, ROWS)
     totals = row_sums(
-        a_ptr, info_ptr, (planes_ptr + first * ROW,), stride_a_token, stride_info_token,
-        num_rows >> 31, ((ROW, H, S, T, D, KIND),),
-        GROUPS, M, ROWS, THREADS, PREFETCH, TIED, ASM, HINT, VECTOR, CHAINED,
+        a_ptr, info_ptr, planes_ptr + first * entry(LAYOUT, 0), None, stride_a_token,
+        stride_info_token, num_rows >> 31, LAYOUT, None, GROUPS, M, ROWS, THREADS, PREFETCH, TIED,
+        ASM, HINT, VECTOR, CHAINED,
     )  # fmt: skip
     flat = ()
     for r in tl.static_range(ROWS):
@@ -224,14 +233,12 @@ def gemv_planes(
     if out.numel() == 0:
         return out
     num_weights = format_of(kind).row_weights(planes.shape[1])
-    offsets = place(planes, kind, num_weights)
-    best_rows, best_warps = _tile_of(num_weights // 32, num_tokens)
+    best_rows, best_warps = tile_of(num_weights // 32, num_tokens)
     rows = min(rows or best_rows, 1 << (num_rows.bit_length() - 1))
     warps = num_warps or best_warps
     if asm is None:
-        asm = x.is_meta or (x.is_cuda and torch.version.hip is None)
+        asm = uses_ptx(x)
     chained = chained and x.shape[1] > 0 and (x.is_meta or capability(x.device) >= (9, 0))
-    aligned = x.stride(0) * x.element_size() % 16 == 0 and (x.is_meta or x.data_ptr() % 16 == 0)
     _gemv_planes_kernel.launch(
         (triton.cdiv(num_rows, rows),),
         out,
@@ -242,10 +249,8 @@ def gemv_planes(
         x.stride(0),
         0 if info is None else info.stride(0),
         num_rows,
-        ROW=planes.stride(0),
-        **offsets,
+        LAYOUT=layout_of(planes, kind, num_weights),
         GROUPS=num_weights // 32,
-        KIND=file_kind(kind),
         M=num_tokens,
         ROWS=rows,
         SUMS=triton.next_power_of_2(rows * num_tokens),
@@ -254,7 +259,7 @@ def gemv_planes(
         TIED=tied and asm,
         ASM=asm,
         HINT=hint,
-        VECTOR=asm and aligned,
+        VECTOR=asm and is_aligned(x),
         CHAINED=chained,
         num_warps=warps,
         maxnreg=max_registers,
@@ -276,6 +281,21 @@ def gemv_quant_q8(
     return gemv_planes(Int8Activations.of(codes, info, dtype), blocks, kind, out=out)
 
 
-def _tile_of(num_groups: int, num_tokens: int) -> tuple[int, int]:
+def layout_of(planes: Tensor, kind: str, num_weights: int) -> tuple[int | str, ...]:
+    """What :func:`entry` reads, of rows in planes at multiples of 16 bytes."""
+    offsets = place(planes, kind, num_weights)
+    return planes.stride(0), *(offsets[plane] for plane in "HSTD"), file_kind(kind)
+
+
+def uses_ptx(x: Tensor) -> bool:
+    return x.is_meta or (x.is_cuda and torch.version.hip is None)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes."""
+    return x.stride(0) * x.element_size() % 16 == 0 and (x.is_meta or x.data_ptr() % 16 == 0)
+
+
+def tile_of(num_groups: int, num_tokens: int) -> tuple[int, int]:
     """Rows a program and its warps."""
     return 4 if num_tokens <= 4 else 2, max(1, min(4, num_groups // 32))
