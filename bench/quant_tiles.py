@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench.timing import copies_of, device_us
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
+from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
 from ferrum_triton.kernels.quant.plane_products import spread_over
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
@@ -46,24 +46,24 @@ TILES = {
         Config(64, 16, stages=3, registers=128, ahead=4),
     ],
     17: [
-        Config(128, 32, late=False, warps=8, stages=3, registers=128),
-        Config(64, 32, **EARLY),
-        Config(128, 32, late=False, warps=8, stages=3, registers=128, ahead=4),
-        Config(128, 32, warps=8, stages=3),
-        Config(128, 32, warps=8, stages=3, parts=2),
-        Config(64, 32, stages=3, parts=2),
         Config(64, 32, stages=3, late=False),
-        Config(256, 32, warps=8, stages=3, **EARLY),
-        Config(256, 32, warps=8, stages=4, **EARLY),
+        Config(128, 32, late=False, warps=8, stages=3, registers=128, ahead=4),
+        Config(128, 32, late=False, warps=8, stages=2, registers=128, ahead=4),
+        Config(64, 32, stages=3, parts=2),
+        Config(64, 32, stages=2, parts=2),
+        Config(64, 32, stages=4, parts=2),
+        Config(64, 32, stages=4, late=False),
+        Config(64, 32, late=False, words=16, stages=6),
+        Config(32, 32, warps=2, stages=4, late=False, words=16),
     ],
     33: [
         Config(128, 64, warps=8, stages=3, registers=128, **EARLY),
-        Config(256, 64, warps=8, stages=3, **EARLY),
-        Config(256, 64, warps=8, stages=4, **EARLY),
         Config(128, 64, warps=8, stages=3),
-        Config(128, 64, warps=8, stages=2),
-        Config(128, 64, warps=8, stages=2, parts=2),
-        Config(128, 64, warps=8, stages=2, late=False),
+        Config(64, 64, stages=3, **EARLY),
+        Config(64, 64, stages=4, **EARLY),
+        Config(64, 64, stages=2, late=False),
+        Config(64, 64, stages=2),
+        Config(64, 64, stages=2, parts=2),
     ],
     65: [
         Config(64, 128, stages=3, **EARLY),
@@ -80,18 +80,9 @@ TILES = {
 }
 
 
-class GemvTile(NamedTuple):
-    """Rows of W a program, its warps, whether a step is loaded ahead, and launches overlap."""
-
-    rows: int
-    num_warps: int
-    prefetch: bool = False
-    chained: bool = False
-
-
 GEMV_TILES = [
-    GemvTile(rows, warps, prefetch, chained)
-    for rows, warps in ((4, 2), (4, 4), (8, 2), (8, 4), (4, 1), (4, 8), (2, 2), (2, 4))
+    Tile(rows, warps, prefetch, chained)
+    for rows, warps in ((4, 2), (4, 4), (8, 2), (8, 4))
     for prefetch in (False, True)
     for chained in (False, True)
 ]
@@ -104,7 +95,7 @@ class Job(NamedTuple):
     n: int
     k: int
     m: int
-    tile: Config | GemvTile
+    tile: Config | Tile
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
@@ -114,7 +105,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         for shape in options.shapes:
             n, k = map(int, shape.split("x"))
             for m in options.tokens:
-                tiles: list[Config | GemvTile] = [*GEMV_TILES] if m <= 2 else []
+                tiles: list[Config | Tile] = [*GEMV_TILES] if m <= 2 else []
                 for tile in TILES[max(least for least in TILES if least <= m)] if m > 2 else []:
                     splits = spread_over(tile, m, n, k).splits
                     for each in {splits, max(splits // 2, 1)}:
@@ -126,8 +117,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 def run(job: Job, a: Tensor, planes: Tensor) -> Tensor:
     """The product of a [m, k] and planes [n, row_bytes] in the job's tile."""
     kind = f"{job.kind}:planes"
-    if isinstance(job.tile, GemvTile):
-        return gemv_planes(a, planes, kind, **job.tile._asdict())
+    if isinstance(job.tile, Tile):
+        return gemv_planes(a, planes, kind, tile=job.tile)
     return mma_quant(a, planes, kind, job.tile)
 
 

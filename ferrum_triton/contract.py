@@ -29,6 +29,8 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "float": ACTIVATIONS,
     "float32": (torch.float32,),
     "int": (torch.int32, torch.int64),
+    "int32": (torch.int32,),
+    "int8": (torch.int8,),
     "uint8": (torch.uint8,),
     "any": (
         *ACTIVATIONS,

@@ -8,7 +8,8 @@ import torch
 
 from ferrum_triton import InputError
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.gemv_planes import gemv_planes, quantize_activations
+from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
+from ferrum_triton.kernels.quant.int8 import quantize_activations
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import FORMATS, QuantizedTensor, dequantize_blocks, from_planes, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
@@ -126,7 +127,7 @@ def test_planes_that_lie_apart_or_between_words_are_refused():
 def rounded(quantised):
     """The activations that ``quantize_activations`` left, in float64."""
     steps = quantised.info[..., 0].contiguous().view(torch.float32).double()
-    q = quantised.q.double().unflatten(-1, (-1, 32))
+    q = quantised.codes.double().unflatten(-1, (-1, 32))
     return (steps[..., None] * q).flatten(-2)
 
 
@@ -135,8 +136,8 @@ def rounded(quantised):
     ("m", "n", "k", "options"),
     [
         (1, 1, 256, {}),
-        (1, 5, 1280, {"rows": 4, "num_warps": 1, "prefetch": True}),
-        (3, 3, 512, {"rows": 8, "num_warps": 2, "tied": False}),
+        (1, 5, 1280, {"tile": Tile(4, 1, prefetch=True)}),
+        (3, 3, 512, {"tile": Tile(2, 2), "tied": False}),
         (8, 2, 256, {}),
     ],
 )
@@ -225,7 +226,7 @@ def test_quantised_activations(device):
     a[0, :32] = 0
     a[1, 40], a[2, 100] = float("nan"), float("inf")
     got = quantize_activations(a.to(device))
-    q, info = got.q.cpu().unflatten(-1, (-1, 32)), got.info.cpu()
+    q, info = got.codes.cpu().unflatten(-1, (-1, 32)), got.info.cpu()
     steps = info[..., 0].contiguous().view(torch.float32)
     assert steps[0, 0] == 0 and not q[0, 0].any()
     bad = steps.isfinite().logical_not().nonzero().tolist()
@@ -247,7 +248,9 @@ def launch_for(kind, int8):
     planes = to_planes(blocks.to(torch.uint8), kind).to("meta")
     a = torch.empty(1, 4096, dtype=torch.bfloat16, device="meta")
     with record_launches((9, 0)) as launches:
-        product(quantize_activations(a) if int8 else a, planes, kind, rows=4, num_warps=2)
+        product(
+            quantize_activations(a) if int8 else a, planes, kind, tile=Tile(4, 2, chained=False)
+        )
     return launches[-1]
 
 
@@ -260,7 +263,7 @@ def test_weights_are_read_in_wide_words_and_not_converted(kind, int8):
     ptx = compiled.asm["ptx"]
     assert compiled.spilled == 0
     assert ".ftz" not in ptx
-    loads = re.findall(r"ld\.global\.L1::no_allocate\S*\.v(\d)\.b32", ptx)
+    loads = re.findall(r"ld\.global\.L1::evict_first\S*\.v(\d)\.b32", ptx)
     words = {"Q8_0": 8, "Q2_K": 2, "Q3_K": 2, "Q6_K": 4 + 2}.get(kind, 4)
     assert sum(map(int, loads)) == 4 * words  # of the four rows of a program
     assert max(map(int, loads)) == min(words, 4)
@@ -283,7 +286,7 @@ def test_a_chained_launch_waits_after_its_weights_and_before_its_activations(int
     meta = {"CHAINED": True, "THREADS": 128, "num_warps": 4, "launch_pdl": True}
     ptx = compile_launch(replace(launch, meta=launch.meta | meta), TARGETS["sm_90"]).asm["ptx"]
     before, after = ptx.split("griddepcontrol.wait;")
-    weights = r"ld\.global\.L1::no_allocate"
+    weights = r"ld\.global\.L1::evict_first"
     assert len(re.findall(weights, before)) == 4 and not re.findall(weights, after)
     assert not re.findall(r"ld\.global\.v[24]", before) and re.findall(r"ld\.global\.v4", after)
 
@@ -293,10 +296,12 @@ def test_a_chain_of_launches(device="cuda"):
     """Each product takes what the launch before it wrote."""
     planes = to_planes(blocks_for("Q6_K", 4096, 4096, seed=13), "Q6_K").to(device)
     a = torch.randn(2, 4096, generator=seeded(14)).to(device) * 0.015
+    apart = Tile(4, 4, chained=False)
     for _ in range(3):
-        want = product(quantize_activations(product(a, planes, "Q6_K")), planes, "Q6_K")
-        got = product(a, planes, "Q6_K", chained=True)
+        once = quantize_activations(product(a, planes, "Q6_K", tile=apart))
+        want = product(once, planes, "Q6_K", tile=apart)
+        got = product(a, planes, "Q6_K", tile=Tile(4, 4))
         quantised = quantize_activations(got, chained=True)
-        got = product(quantised, planes, "Q6_K", chained=True)
+        got = product(quantised, planes, "Q6_K", tile=Tile(4, 4))
         assert torch.equal(got, want)
         a = got * 0.015**2

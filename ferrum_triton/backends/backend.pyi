@@ -462,6 +462,122 @@ class Backend:
         Returns:
             [m, n] in a's dtype.
         """
+    def quantize_q8(
+        self,
+        a: Tensor,
+        *,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """codes = a · (127 / max|a|), rounded to the nearest, the maximum being of each 32; and steps.
+
+        A step is max|a| / 127, and an activation its step times its code. What is in float64 is taken
+        in float32.
+
+        Args:
+            a: [m, K], K a multiple of 32.
+
+        Returns:
+            codes: int8 [m, K], of two as near the even one.
+            info: int32 [m, K / 32, 2]: the bits of the step as float32, and the sums of the codes of
+                the first and of the last 16 in the lower and upper half. Where one of the 32 is not
+                finite the step is NaN and the codes are 0; magnitudes all below 2^-119 count as zeros.
+
+        Source: Q8_1 of ggml, with the step in float32 and a sum for each half.
+        """
+    def rms_norm_q8(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float = 1e-06,
+        *,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``quantize_q8`` of y = x / sqrt(mean(x²) + eps) · weight, which is not rounded in between.
+
+        Args:
+            x: [num_tokens, hidden_size], hidden_size a multiple of 32; fp32, fp16 or bf16.
+            weight: [hidden_size], any float dtype.
+            eps: added to the mean square.
+
+        Returns:
+            codes and info, as ``quantize_q8(rms_norm_to(x, weight, torch.float32, eps))`` has them.
+        """
+    def gemv_quant_q8(
+        self,
+        codes: Tensor,
+        info: Tensor,
+        blocks: Tensor,
+        kind: str,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[m, n] = Σₖ step[m, k / 32] · codes[m, k] · W[n, k] for few rows, summed in float32.
+
+        Args:
+            codes: int8 [m, K] with m <= 8, of :func:`quantize_q8`.
+            info: int32 [m, K / 32, 2], beside them. The sums have to be those of the codes.
+            blocks: uint8 [n, row_bytes], W's rows in planes.
+            kind: their kind, such as ``"Q4_K:planes"``.
+            dtype: of the result: float32, float16 or bfloat16.
+
+        Returns:
+            [m, n] in ``dtype``.
+        """
+    def gemv_quant_gate_up_silu(
+        self,
+        a: Tensor,
+        gate_blocks: Tensor,
+        up_blocks: Tensor,
+        gate_kind: str,
+        up_kind: str,
+        activation: str = 'silu',
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = silu(a · Gᵀ) · (a · Uᵀ) for few rows of a.
+
+        Both products are those of :func:`gemv_quant`, in float32 until the one rounding at the end. Up
+        to 2 rows by weights in planes are one launch.
+
+        Args:
+            a: [m, K] with m <= 8, finite.
+            gate_blocks: uint8 [n, row_bytes], G's packed rows.
+            up_blocks: uint8 [n, row_bytes], U's, of a format that may be another.
+            gate_kind, up_kind: the formats.
+            activation: ``"silu"``, or ``"gelu_tanh"`` in its place.
+
+        Returns:
+            [m, n] in a's dtype.
+
+        Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+        """
+    def gemv_quant_qkv(
+        self,
+        a: Tensor,
+        q_blocks: Tensor,
+        k_blocks: Tensor | None,
+        v_blocks: Tensor,
+        q_kind: str,
+        k_kind: str,
+        v_kind: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = a · [Q; K; V]ᵀ for few rows of a and three matrices over one K, of any formats.
+
+        The products are those of :func:`gemv_quant`. Up to 2 rows by weights in planes are one launch.
+
+        Args:
+            a: [m, K] with m <= 8, finite.
+            q_blocks: uint8 [nq, row_bytes], packed rows.
+            k_blocks: uint8 [nk, row_bytes], or None for two matrices: rows of one format lie in one.
+            v_blocks: uint8 [nv, row_bytes].
+            q_kind, k_kind, v_kind: the formats; k_kind is not read where k_blocks is None.
+
+        Returns:
+            [m, nq + nk + nv] in a's dtype.
+        """
     def kv_cache_append_head_major(
         self,
         k_cache: Tensor,

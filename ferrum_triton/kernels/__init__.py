@@ -4,7 +4,7 @@ from importlib import import_module
 
 from ferrum_triton.ops import FAMILIES
 
-# Dense products are cuBLAS's.
+# Dense products are cuBLAS's, and all families of packed weights in the package ``quant``.
 for _family in FAMILIES:
-    if _family != "linear":
+    if _family != "linear" and not _family.startswith("quant_"):
         import_module(f"ferrum_triton.kernels.{_family}")

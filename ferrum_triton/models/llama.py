@@ -12,7 +12,7 @@ from torch import Tensor
 from ferrum_triton.backends import Backend
 from ferrum_triton.errors import InputError
 from ferrum_triton.models.config import LlamaConfig
-from ferrum_triton.models.linear import Linear, matmul
+from ferrum_triton.models.linear import apply, gated, matmul
 from ferrum_triton.models.rope import rope_tables
 from ferrum_triton.models.weights import LayerWeights, LlamaWeights
 from ferrum_triton.ops.rope import NORM_ROPE, ROPE, ROPE_INTERLEAVED
@@ -136,7 +136,7 @@ class Llama:
         If newest, to [1, hidden_size]: what the last of the tokens sees, all of them being cached.
         """
         backend, config = self.backend, self.config
-        qkv = self._linear(h, layer.qkv)
+        qkv = apply(backend, h, layer.qkv)
         q = backend.split_qkv_norm_rope_into_cache(
             qkv,
             layer.q_norm,
@@ -162,12 +162,11 @@ class Llama:
         )[0]
         if num_queries > 1:
             attended = backend.transpose_head_to_token(attended)
-        return self._linear(attended.view(num_queries, config.q_dim), layer.attn_out)
+        return apply(backend, attended.view(num_queries, config.q_dim), layer.attn_out)
 
     def _mlp(self, h: Tensor, layer: LayerWeights) -> Tensor:
         """down(silu(gate(h)) · up(h))"""
-        gated = self.backend.fused_silu_mul_split(self._linear(h, layer.gate_up))
-        return self._linear(gated, layer.down)
+        return apply(self.backend, gated(self.backend, h, layer.gate_up), layer.down)
 
     def _head(self, h: Tensor) -> Tensor:
         """Logits, in float32: rounding them to 16 bits would reorder close ones."""
@@ -179,10 +178,3 @@ class Llama:
             self.backend.copy_slice(h, wide)
             h = wide
         return matmul(self.backend, h, head)
-
-    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """x Wᵀ + bias"""
-        y = matmul(self.backend, x, linear.weight)
-        if linear.bias is not None:
-            self.backend.add_bias(y, linear.bias)
-        return y

@@ -225,12 +225,20 @@ class _Loader:
             k_norm=norms[1],
             attn_out=self.linear(prefix, {"attn_output": hidden}, config.q_dim),
             mlp_norm=self.vector(f"{prefix}ffn_norm.weight", hidden),
-            gate_up=self.linear(prefix, {"ffn_gate": inner, "ffn_up": inner}, hidden),
+            # In planes one launch takes both, and their activation, as matrices of their own.
+            gate_up=self.linear(
+                prefix, {"ffn_gate": inner, "ffn_up": inner}, hidden, joined=not self.in_planes
+            ),
             down=self.linear(prefix, {"ffn_down": hidden}, inner),
         )
 
     def linear(
-        self, prefix: str, sizes: dict[str, int], in_features: int, biased: bool = False
+        self,
+        prefix: str,
+        sizes: dict[str, int],
+        in_features: int,
+        biased: bool = False,
+        joined: bool = True,
     ) -> Linear:
         names = [prefix + name for name in sizes]
         parts = [
@@ -244,7 +252,7 @@ class _Loader:
                 raise FileError(self.source.path, f"some of {', '.join(names)} have no bias")
             pairs = zip(names, sizes.values(), strict=True)
             bias = torch.cat([self.vector(f"{name}.bias", size) for name, size in pairs])
-        fused = FusedTensor.of(parts)
+        fused = FusedTensor.of(parts) if joined else FusedTensor(tuple(parts))
         if self.in_planes:
             fused = fused.in_planes()
         return Linear(fused if len(fused.parts) > 1 else fused.parts[0], bias)

@@ -9,6 +9,8 @@ FAMILIES = (
     "embedding",
     "linear",
     "quant",
+    "quant_int8",
+    "quant_fused",
     "kv_cache",
     "rope",
     "paged_cache",

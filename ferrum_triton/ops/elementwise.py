@@ -35,6 +35,11 @@ def _gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    z = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
+    return x * torch.sigmoid(2.0 * z)
+
+
 @op(tensors={"gate_up": "T[..., gate_up_size]"}, axes=SPLIT_AXES, bench=SPLIT_CASES)
 def fused_silu_mul_split(gate_up: Tensor) -> Tensor:
     """y = silu(gate) · up, with silu(g) = g / (1 + e⁻ᵍ) and each row packed as [gate | up].
@@ -82,8 +87,7 @@ def fused_gelu_tanh_mul_split(gate_up: Tensor) -> Tensor:
     Source: Shazeer 2020 (GeGLU), with the tanh form of Hendrycks & Gimpel, "GELUs", 2016.
     """
     gate, up = _split(gate_up)
-    z = math.sqrt(2.0 / math.pi) * (gate + 0.044715 * gate**3)
-    return (gate * torch.sigmoid(2.0 * z) * up).to(gate_up.dtype)
+    return (gelu_tanh(gate) * up).to(gate_up.dtype)
 
 
 for _split_op in (fused_silu_mul_split, fused_gelu_mul_split, fused_gelu_tanh_mul_split):

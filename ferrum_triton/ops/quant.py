@@ -29,7 +29,8 @@ def case_name(kind: str) -> str:
     return name if kind in PLANE_FORMATS else f"file/{name}"
 
 
-def _product_case(kind: str, m: int, n: int, k: int) -> Case:
+def product_case(kind: str, m: int, n: int, k: int) -> Case:
+    """m rows of a by W [n, k]."""
     axes = {"kind": kind, "m": m, "n": n, "num_blocks": k // format_of(kind).block_size}
     return Case(f"{case_name(kind)}/n{n}k{k}/m{m}", torch.bfloat16, axes)
 
@@ -51,16 +52,25 @@ def check_kind(
         op.reject(blocks_name, f"of shape {list(blocks.shape)}", allowed)
 
 
-def _check_dtype(op: Op, dtype: torch.dtype) -> None:
+def check_dtype(op: Op, dtype: torch.dtype) -> None:
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         op.reject("dtype", str(dtype), "float32, float16, bfloat16")
 
 
-def _check_product(op: Op, a: Tensor, blocks: Tensor, kind: str) -> None:
-    check_kind(op, blocks, kind)
+def check_product(op: Op, a: Tensor, blocks: Tensor, kind: str, prefix: str = "") -> None:
+    """Reject blocks that are none of ``kind``, and activations of another K."""
+    check_kind(op, blocks, kind, f"{prefix}blocks", f"{prefix}kind")
     k = format_of(kind).row_weights(blocks.shape[-1])
     if a.shape[-1] != k:
-        op.reject("a", f"of shape {list(a.shape)}", f"[m, {k}], the weights in a row of blocks")
+        allowed = f"[m, {k}], the weights in a row of {prefix}blocks"
+        op.reject("a", f"of shape {list(a.shape)}", allowed)
+
+
+def check_few(op: Op, a: Tensor, advice: str = "") -> None:
+    """Reject more rows than a matrix-vector kernel takes."""
+    if a.shape[0] > MAX_GEMV_ROWS:
+        allowed = f"at most {MAX_GEMV_ROWS} rows"
+        op.reject("a", f"of shape {list(a.shape)}", allowed, advice)
 
 
 @op(
@@ -94,7 +104,7 @@ def dequantize(blocks: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 @dequantize.rule
 def _(blocks, kind, dtype):
     check_kind(dequantize, blocks, kind)
-    _check_dtype(dequantize, dtype)
+    check_dtype(dequantize, dtype)
 
 
 @dequantize.sample
@@ -149,7 +159,7 @@ def embedding_lookup_quant(blocks: Tensor, ids: Tensor, kind: str, dtype: torch.
 @embedding_lookup_quant.rule
 def _(blocks, ids, kind, dtype):
     check_kind(embedding_lookup_quant, blocks, kind)
-    _check_dtype(embedding_lookup_quant, dtype)
+    check_dtype(embedding_lookup_quant, dtype)
     if blocks.shape[0] == 0:
         embedding_lookup_quant.reject("blocks", "empty", "at least one row")
 
@@ -170,10 +180,10 @@ def _(blocks, ids, kind, dtype):
     return ids.numel() * (ids.element_size() + blocks.shape[1] + k * dtype.itemsize)
 
 
-def _product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
+def wide_product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
+    """The definition of a product before it is rounded: in float32, or float64 if a is."""
     wide = widen(a)
-    weights = dequantize_rows(blocks, kind).to(wide.dtype)
-    return (wide @ weights.T).to(a.dtype)
+    return wide @ dequantize_rows(blocks, kind).to(wide.dtype).T
 
 
 @op(
@@ -184,8 +194,8 @@ def _product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
         "n": (1, 2, 9),
         "num_blocks": (1, 3, 18),
     },
-    bench=[_product_case(kind, 1, n, k) for kind in PLANE_FORMATS for n, k in SHAPES]
-    + [_product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (1, 4)],
+    bench=[product_case(kind, 1, n, k) for kind in PLANE_FORMATS for n, k in SHAPES]
+    + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (1, 4)],
 )
 def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for few rows of a, where reading W takes the time.
@@ -202,15 +212,13 @@ def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     Returns:
         [m, n] in a's dtype.
     """
-    return _product(a, blocks, kind)
+    return wide_product(a, blocks, kind).to(a.dtype)
 
 
 @gemv_quant.rule
 def _(a, blocks, kind):
-    _check_product(gemv_quant, a, blocks, kind)
-    if a.shape[0] > MAX_GEMV_ROWS:
-        allowed = f"at most {MAX_GEMV_ROWS} rows"
-        gemv_quant.reject("a", f"of shape {list(a.shape)}", allowed, "gemm_quant takes any number.")
+    check_product(gemv_quant, a, blocks, kind)
+    check_few(gemv_quant, a, "gemm_quant takes any number.")
 
 
 @gemv_quant.sample
@@ -231,9 +239,9 @@ def _(make, kind, m, n, num_blocks):
         "n": (1, 5, 70),
         "num_blocks": (1, 2, 5),
     },
-    bench=[_product_case("Q4_K:planes", m, 28672, 4096) for m in (2, 4, 8, 16, 32, 64, 256, 4096)]
-    + [_product_case("Q6_K:planes", m, 28672, 4096) for m in (8, 64, 4096)]
-    + [_product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)],
+    bench=[product_case("Q4_K:planes", m, 28672, 4096) for m in (2, 4, 8, 16, 32, 64, 256, 4096)]
+    + [product_case("Q6_K:planes", m, 28672, 4096) for m in (8, 64, 4096)]
+    + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)],
 )
 def gemm_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for any number of rows of a.
@@ -249,12 +257,12 @@ def gemm_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     Returns:
         [m, n] in a's dtype.
     """
-    return _product(a, blocks, kind)
+    return wide_product(a, blocks, kind).to(a.dtype)
 
 
 @gemm_quant.rule
 def _(a, blocks, kind):
-    _check_product(gemm_quant, a, blocks, kind)
+    check_product(gemm_quant, a, blocks, kind)
 
 
 @gemm_quant.sample

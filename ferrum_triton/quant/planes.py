@@ -255,7 +255,8 @@ def _split(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
 
 def _join(blocks: Tensor, planes: dict[str, Tensor], fmt: BlockFormat) -> None:
     """What :func:`_split` took apart, into uint8 [..., blocks, block_bytes] of zeros."""
-    each = {name: plane.unflatten(-1, (blocks.shape[-2], -1)) for name, plane in planes.items()}
+    sizes, count = _plane_bytes(fmt), blocks.shape[-2]
+    each = {name: plane.unflatten(-1, (count, sizes[name])) for name, plane in planes.items()}
     codes = _plane(fmt.q.low[0].bits, fmt.block_size).read(each["q"])
     for run, part in zip(fmt.q.low, codes.split([len(run) for run in fmt.q.low], -1), strict=True):
         run.write(blocks, part)

@@ -5,7 +5,7 @@ which meet once, at the end. K and the strides of rows are constants, so that th
 differ by an immediate of their loads' addresses.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,62 +14,124 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.quant.int8 import Int8Activations
 from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group, add_group_int8
 from ferrum_triton.kernels.quant.planes import load_rows, row_sizes, summed, tied_zero
+from ferrum_triton.ops import quant_int8 as ops
 from ferrum_triton.quant.kinds import file_kind, format_of
 
 # Weights are read once: they leave the first-level cache to the activations.
-STREAM = ".L1::no_allocate.L2::256B"
+STREAM = ".L1::evict_first"
+# From where on there are many rows of W, or of groups in a row: the tiles differ.
+MANY_ROWS, MANY_GROUPS = 16384, 256
 
 
-@kernel(dynamic=("num_rows",))
-def _gemv_planes_kernel(
-    y_ptr,  # [m, n]
-    a_ptr,  # [m, k], or int32 [m, k / 4] of four int8 each
-    info_ptr,  # int32 [m, groups, 2] of int8 activations
-    planes_ptr,  # [n, row_bytes]
-    stride_y_token,
-    stride_a_token,
-    stride_info_token,
-    num_rows,
-    Q: tl.constexpr,  # bytes of a row of each plane
-    H: tl.constexpr,
-    S: tl.constexpr,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    GROUPS: tl.constexpr,  # of 32 in a row
-    KIND: tl.constexpr,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,  # at most num_rows
-    SUMS: tl.constexpr,  # power of two >= M * ROWS
-    THREADS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    TIED: tl.constexpr,
-    ASM: tl.constexpr,
-    HINT: tl.constexpr,
-    VECTOR: tl.constexpr,
-    CHAINED: tl.constexpr,  # weights are loaded while the launch before may still run
-):
-    if CHAINED:
-        gdc_launch_dependents()
-    # The last program starts early enough to have all its rows: some are computed twice, alike.
-    first = tl.minimum(tl.program_id(0) * ROWS, num_rows - ROWS).to(tl.int64)
+class Tile(NamedTuple):
+    """How a product is launched; see :func:`gemv_planes`."""
+
+    rows: int
+    warps: int
+    prefetch: bool = False
+    chained: bool = True
+
+
+def tile_of(
+    kind: str, num_rows: int, num_groups: int, num_tokens: int, is_int8: bool = False
+) -> Tile:
+    """The fastest of those that ``bench.quant_tiles`` timed at its sizes, or nearly."""
+    is_long, is_tall = num_groups > MANY_GROUPS, num_rows >= MANY_ROWS
+    if num_tokens > 2:
+        tile = Tile(4 if num_tokens <= 4 else 2, 1)
+    elif num_tokens == 2:
+        tile = Tile(4, 2) if is_int8 else Tile(8, 2, chained=not is_long)
+    elif is_tall and not is_long:
+        tile = Tile(8, 2) if is_int8 else Tile(8, 4)
+    elif kind == "Q8_0" or (kind in ("Q2_K", "Q3_K") and is_long and not is_int8):
+        tile = Tile(8, 4)
+    elif is_long and kind in ("Q5_K", "Q6_K") and (is_int8 or kind == "Q6_K"):
+        tile = Tile(4, 2, prefetch=True)
+    elif is_long and not is_int8:
+        tile = Tile(4, 2, chained=False)
+    else:
+        tile = Tile(4, 4)
+    return tile._replace(
+        rows=min(tile.rows, 1 << (num_rows.bit_length() - 1)),
+        warps=max(1, min(tile.warps, num_groups // 32)),
+    )
+
+
+@triton.constexpr_function
+def entry(layout, i):
+    """Of a layout: bytes of a row of the planes q, h, s, t and d, and the kind."""
+    return layout[i]
+
+
+@triton.jit
+def _rows_of(
+    first_ptr, second_ptr, num_rows, row, group, mask, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    """What a thread needs of ROWS rows of each matrix for its group, one after the other."""
+    rows = load_rows(
+        first_ptr, num_rows, row, group, mask, entry(FIRST, 0), entry(FIRST, 1), entry(FIRST, 2),
+        entry(FIRST, 3), entry(FIRST, 4), entry(FIRST, 5), ROWS, ASM, HINT,
+    )  # fmt: skip
+    if SECOND is not None:
+        rows += load_rows(
+            second_ptr, num_rows, row, group, mask, entry(SECOND, 0), entry(SECOND, 1),
+            entry(SECOND, 2), entry(SECOND, 3), entry(SECOND, 4), entry(SECOND, 5), ROWS, ASM, HINT,
+        )  # fmt: skip
+    return rows
+
+
+@triton.jit
+def _part(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    part = ()
+    for i in tl.static_range(COUNT):
+        part += (values[FIRST + i],)
+    return part
+
+
+@triton.jit
+def row_sums(
+    a_ptr, info_ptr, first_ptr, second_ptr, stride_a_token, stride_info_token, num_rows, row,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, GROUPS: tl.constexpr, M: tl.constexpr,
+    ROWS: tl.constexpr, THREADS: tl.constexpr, PREFETCH: tl.constexpr, TIED: tl.constexpr,
+    ASM: tl.constexpr, HINT: tl.constexpr, VECTOR: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Activations by ROWS rows of one or two matrices: [matrix, row][token], [threads] each.
+
+    What threads hold of one product is to be summed, and multiplied by LARGE where the activations
+    are not int8.
+
+    Args:
+        a_ptr: [m, k]; int8 codes where there is info.
+        info_ptr: int32 [m, groups, 2], else None; then matrices are of one kind.
+        first_ptr, second_ptr: the matrices, of num_rows rows each.
+        row: the first of ROWS, int64.
+        FIRST, SECOND: the matrices' layouts, see :func:`entry`; of one matrix SECOND is None.
+        GROUPS: of 32 in a row.
+        CHAINED: weights are loaded while the launch before may still run.
+    """
+    zero = num_rows >> 31  # 0, as no compiler can know
+    num_rows = num_rows.to(tl.int64)
     thread = tl.arange(0, THREADS)
     EVEN: tl.constexpr = GROUPS % THREADS == 0
     STEPS: tl.constexpr = (GROUPS + THREADS - 1) // THREADS
-    all_rows = num_rows.to(tl.int64)
+    KIND: tl.constexpr = entry(FIRST, 5)
+    COUNT: tl.constexpr = ROWS if SECOND is None else 2 * ROWS
 
     start = tl.zeros([THREADS], tl.float32)
     totals = ()
-    for _r in tl.static_range(ROWS):
+    for _r in tl.static_range(COUNT):
         each = ()
         for _m in tl.static_range(M):
             each += (start,)
         totals += (each,)
 
     if PREFETCH:
-        rows = load_rows(
-            planes_ptr, all_rows, first, thread, thread < GROUPS, Q, H, S, T, D, KIND, ROWS, ASM,
+        rows = _rows_of(
+            first_ptr, second_ptr, num_rows, row, thread, thread < GROUPS, FIRST, SECOND, ROWS, ASM,
             HINT,
         )  # fmt: skip
     for step in range(STEPS):
@@ -79,40 +141,54 @@ def _gemv_planes_kernel(
             mask = None
         if PREFETCH:
             ahead = group + THREADS
-            later = load_rows(
-                planes_ptr, all_rows, first, ahead, ahead < GROUPS, Q, H, S, T, D, KIND, ROWS, ASM,
-                HINT,
+            later = _rows_of(
+                first_ptr, second_ptr, num_rows, row, ahead, ahead < GROUPS, FIRST, SECOND, ROWS,
+                ASM, HINT,
             )  # fmt: skip
         else:
-            rows = load_rows(
-                planes_ptr, all_rows, first, group, mask, Q, H, S, T, D, KIND, ROWS, ASM, HINT
+            rows = _rows_of(
+                first_ptr, second_ptr, num_rows, row, group, mask, FIRST, SECOND, ROWS, ASM, HINT
             )
         if CHAINED:
             if step == 0:
                 gdc_wait()
         if TIED:
-            none = tied_zero(rows, num_rows >> 31)
+            none = tied_zero(rows, zero)
         else:
             none = tl.zeros([THREADS], tl.int32)
         if info_ptr is not None:
             totals = add_group_int8(
                 totals, none, rows, a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask,
-                KIND, ROWS, M, ASM,
+                KIND, COUNT, M, ASM,
             )  # fmt: skip
+        elif SECOND is None or entry(SECOND, 5) == KIND:
+            # Rows of one kind share what is made of the activations.
+            totals = add_group(
+                totals, none, rows, a_ptr, stride_a_token, group, mask, KIND, COUNT, M, VECTOR
+            )
         else:
             totals = add_group(
-                totals, none, rows, a_ptr, stride_a_token, group, mask, KIND, ROWS, M, VECTOR
-            )
+                _part(totals, 0, ROWS), none, _part(rows, 0, ROWS), a_ptr, stride_a_token, group,
+                mask, KIND, ROWS, M, VECTOR,
+            ) + add_group(
+                _part(totals, ROWS, ROWS), none, _part(rows, ROWS, ROWS), a_ptr, stride_a_token,
+                group, mask, entry(SECOND, 5), ROWS, M, VECTOR,
+            )  # fmt: skip
         if PREFETCH:
             rows = later
+    return totals
 
-    flat = ()
-    for r in tl.static_range(ROWS):
-        flat += totals[r]
-    y = summed(flat, ROWS * M, SUMS)
-    if info_ptr is None:
-        y *= LARGE
-    i = tl.arange(0, SUMS)
+
+@triton.jit
+def first_row(program, num_rows, ROWS: tl.constexpr):
+    """A program's first row: the last one starts early enough to have all; some are done twice."""
+    return tl.minimum(program * ROWS, num_rows - ROWS).to(tl.int64)
+
+
+@triton.jit
+def store_rows(y_ptr, y, stride_y_token, first, M: tl.constexpr, ROWS: tl.constexpr):
+    """y[i % m, first + i // m] of [m, n] ← y[i] for the rows of a program."""
+    i = tl.arange(0, y.shape[0])
     tl.store(
         y_ptr + (i % M).to(tl.int64) * stride_y_token + first + i // M,
         y.to(y_ptr.dtype.element_ty),
@@ -120,89 +196,44 @@ def _gemv_planes_kernel(
     )
 
 
-@kernel
-def _quantize_activations_kernel(
-    q_ptr,  # int8 [m, k]
+@kernel(dynamic=("num_rows",))
+def _gemv_planes_kernel(
+    y_ptr,  # [m, n]
+    a_ptr,  # [m, k]; int8 codes where there is info
     info_ptr,  # int32 [m, groups, 2]
-    a_ptr,  # [m, k]
+    planes_ptr,  # [n, row_bytes]
+    stride_y_token,
     stride_a_token,
-    num_groups,  # of 32 in a row
-    BLOCK_G: tl.constexpr,
+    stride_info_token,
+    num_rows,
+    LAYOUT: tl.constexpr,  # see entry
+    GROUPS: tl.constexpr,  # of 32 in a row
+    M: tl.constexpr,
+    ROWS: tl.constexpr,  # at most num_rows
+    SUMS: tl.constexpr,  # power of two >= M * ROWS
+    THREADS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    TIED: tl.constexpr,
+    ASM: tl.constexpr,
+    HINT: tl.constexpr,
+    VECTOR: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     if CHAINED:
         gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
-    column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    mask = (group < num_groups)[:, None]
-    x = tl.load(a_ptr + token * stride_a_token + column, mask=mask, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(x), axis=1)
-    # What is not finite is seen in the step: its integers may be anything.
-    step = largest / 127.0 + tl.sum(x * 0.0, axis=1)
-    inverse = tl.where(largest > 0.0, 127.0 / largest, 0.0)
-    # Adding 1.5 2^23 leaves the nearest integer in the low bits, of two as near the even one.
-    q = (x * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True) << 24 >> 24
-    q = tl.where(mask, q, 0)
-    tl.store(q_ptr + token * num_groups * 32 + column, q.to(tl.int8), mask=mask)
-    # The two halves' sums in one word: they are less than 2^15 in size.
-    sums = tl.sum(tl.reshape(q, (BLOCK_G, 2, 16)), axis=2) & 0xFFFF
-    halves = tl.sum(sums << (16 * tl.arange(0, 2))[None, :], axis=1)
-    info = info_ptr + (token * num_groups + group) * 2
-    tl.store(info, step.to(tl.int32, bitcast=True), mask=group < num_groups)
-    tl.store(info + 1, halves, mask=group < num_groups)
-
-
-@dataclass(frozen=True, eq=False)
-class Int8Activations:
-    """Activations of eight bits, with a step for each 32.
-
-    Attributes:
-        words: int32 [m, K / 4], the bytes of ``q``.
-        info: int32 [m, K / 32, 2]: the step's bits as float32, and the sums of q over the first and
-            the last 16 in its lower and upper half.
-        dtype: what they were, and what products are.
-    """
-
-    words: Tensor
-    info: Tensor
-    dtype: torch.dtype
-
-    @property
-    def q(self) -> Tensor:
-        """int8 [m, K]: an activation is its step times q."""
-        return self.words.view(torch.int8)
-
-
-def quantize_activations(a: Tensor, *, chained: bool = False) -> Int8Activations:
-    """Round activations [m, K] to int8: steps are the largest magnitude of each 32, over 127.
-
-    Args:
-        a: [m, K] in float32, float16 or bfloat16.
-        chained: let the launch begin while the one before ends, and the next one likewise.
-    """
-    m, k = a.shape
-    info = torch.empty(m, k // 32, 2, dtype=torch.int32, device=a.device)
-    words = torch.empty(m, k // 4, dtype=torch.int32, device=a.device)
-    quantised = Int8Activations(words, info, a.dtype)
-    if words.numel():
-        block = min(triton.next_power_of_2(k // 32), 8)
-        grid = (triton.cdiv(k // 32, block), m)
-        chained = chained and (a.is_meta or capability(a.device) >= (9, 0))
-        _quantize_activations_kernel.launch(
-            grid,
-            quantised.q,
-            info,
-            a,
-            a.stride(0),
-            k // 32,
-            BLOCK_G=block,
-            CHAINED=chained,
-            num_warps=1,
-            **({"launch_pdl": True} if chained else {}),
-        )
-    return quantised
+    first = first_row(tl.program_id(0), num_rows, ROWS)
+    totals = row_sums(
+        a_ptr, info_ptr, planes_ptr, None, stride_a_token, stride_info_token, num_rows, first,
+        LAYOUT, None, GROUPS, M, ROWS, THREADS, PREFETCH, TIED,
+        ASM, HINT, VECTOR, CHAINED,
+    )  # fmt: skip
+    flat = ()
+    for r in tl.static_range(ROWS):
+        flat += totals[r]
+    y = summed(flat, ROWS * M, SUMS)
+    if info_ptr is None:
+        y *= LARGE
+    store_rows(y_ptr, y, stride_y_token, first, M, ROWS)
 
 
 def gemv_planes(
@@ -211,13 +242,9 @@ def gemv_planes(
     kind: str,
     *,
     out: Tensor | None = None,
-    rows: int | None = None,
-    num_warps: int | None = None,
-    prefetch: bool = False,
+    tile: Tile | None = None,
     tied: bool = True,
-    max_registers: int | None = None,
     hint: str = STREAM,
-    chained: bool = False,
     asm: bool | None = None,
 ) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k], summed in float32, for m <= 8.
@@ -228,34 +255,29 @@ def gemv_planes(
         planes: uint8 [n, row_bytes], W's rows in planes.
         kind: their kind, such as ``"Q4_K:planes"``.
         out: [m, n] to write to.
-        rows: of W a program, a power of two; measured choice if None.
-        num_warps: of a program, likewise.
-        prefetch: load a step's weights before the step before is computed.
+        tile: rows of W a program, a power of two, at most n; its warps; whether a step's weights
+            are loaded before the step before is computed; and whether the launch begins, and loads
+            weights, while the one before ends: that one may write the activations but not the
+            weights, and the GPU is of capability 9.0 or more. None for :func:`tile_of`'s.
         tied: keep the loads of scales beside those of weights.
-        max_registers: of a thread.
         hint: to the caches, of the weights' loads.
-        chained: let the launch begin, and load weights, while the one before ends; that one may
-            write the activations but not the weights. For NVIDIA GPUs of capability 9.0 on.
         asm: use PTX; if None, where it can be.
     """
     is_int8 = isinstance(a, Int8Activations)
-    x, info = (a.words, a.info) if is_int8 else (a, None)
+    x, info = (a.codes, a.info) if is_int8 else (a, None)
     num_tokens, num_rows = x.shape[0], planes.shape[0]
     if out is None:
         out = torch.empty(num_tokens, num_rows, dtype=a.dtype, device=x.device)
     if out.numel() == 0:
         return out
     num_weights = format_of(kind).row_weights(planes.shape[1])
-    sizes = row_sizes(planes, kind, num_weights)
-    best_rows, best_warps = _tile_of(num_weights // 32, num_tokens)
-    rows = min(rows or best_rows, 1 << (num_rows.bit_length() - 1))
-    warps = num_warps or best_warps
+    if tile is None:
+        tile = tile_of(file_kind(kind), num_rows, num_weights // 32, num_tokens, is_int8)
     if asm is None:
-        asm = x.is_meta or (x.is_cuda and torch.version.hip is None)
-    chained = chained and x.shape[1] > 0 and (x.is_meta or capability(x.device) >= (9, 0))
-    aligned = x.stride(0) * x.element_size() % 16 == 0 and (x.is_meta or x.data_ptr() % 16 == 0)
+        asm = uses_ptx(x)
+    chained = tile.chained and may_chain(x)
     _gemv_planes_kernel.launch(
-        (triton.cdiv(num_rows, rows),),
+        (triton.cdiv(num_rows, tile.rows),),
         out,
         x,
         info,
@@ -264,26 +286,51 @@ def gemv_planes(
         x.stride(0),
         0 if info is None else info.stride(0),
         num_rows,
-        **sizes,
+        LAYOUT=layout_of(planes, kind, num_weights),
         GROUPS=num_weights // 32,
-        KIND=file_kind(kind),
         M=num_tokens,
-        ROWS=rows,
-        SUMS=triton.next_power_of_2(rows * num_tokens),
-        THREADS=32 * warps,
-        PREFETCH=prefetch,
+        ROWS=tile.rows,
+        SUMS=triton.next_power_of_2(tile.rows * num_tokens),
+        THREADS=32 * tile.warps,
+        PREFETCH=tile.prefetch,
         TIED=tied and asm,
         ASM=asm,
         HINT=hint,
-        VECTOR=asm and aligned,
+        VECTOR=asm and is_aligned(x),
         CHAINED=chained,
-        num_warps=warps,
-        maxnreg=max_registers,
+        num_warps=tile.warps,
         **({"launch_pdl": True} if chained else {}),
     )
     return out
 
 
-def _tile_of(num_groups: int, num_tokens: int) -> tuple[int, int]:
-    """Rows a program and its warps."""
-    return 4 if num_tokens <= 4 else 2, max(1, min(4, num_groups // 32))
+@ops.gemv_quant_q8.impl("triton")
+def gemv_quant_q8(
+    codes: Tensor,
+    info: Tensor,
+    blocks: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    return gemv_planes(Int8Activations.of(codes, info, dtype), blocks, kind, out=out)
+
+
+def layout_of(planes: Tensor, kind: str, num_weights: int) -> tuple[int | str, ...]:
+    """What :func:`entry` reads."""
+    return *row_sizes(planes, kind, num_weights).values(), file_kind(kind)
+
+
+def uses_ptx(x: Tensor) -> bool:
+    return x.is_meta or (x.is_cuda and torch.version.hip is None)
+
+
+def may_chain(x: Tensor) -> bool:
+    """Whether a launch on activations [m, K] can wait for the one before by itself."""
+    return x.shape[1] > 0 and capability(x.device) >= (9, 0)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes."""
+    return x.stride(0) * x.element_size() % 16 == 0 and (x.is_meta or x.data_ptr() % 16 == 0)

@@ -251,7 +251,7 @@ def add_group_int8(
     OFFSET: tl.constexpr = 0 if KIND == "Q8_0" or offset_of(KIND) == 1 else offset_of(KIND)
     x, steps, lows, highs, low_sums, high_sums = (), (), (), (), (), ()
     for m in tl.static_range(M):
-        at = x_ptr + m * stride_x_token + group * 8
+        at = (x_ptr + m * stride_x_token).to(tl.pointer_type(tl.int32)) + group * 8
         x += (load_words(at, mask, 4, ASM, "") + load_words(at + 4, mask, 4, ASM, ""),)
         info = load_words(info_ptr + m * stride_info_token + group * 2, mask, 2, ASM, "")
         steps += (info[0].to(tl.float32, bitcast=True),)

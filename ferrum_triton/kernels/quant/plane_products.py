@@ -22,12 +22,13 @@ PROGRAMS, STEPS = 200, 4
 # The fastest of bench.quant_tiles at n 28672 and k 4096, by the most tokens they are for.
 _TILES = {
     8: Config(64, 8, ahead=4),
-    16: Config(64, 16, parts=2, stages=3, registers=128),
-    32: Config(128, 32, late=False, warps=8, stages=3, registers=128),
-    64: Config(128, 64, words=16, late=False, warps=8, stages=3, registers=128),
+    16: Config(64, 16, parts=2, stages=3, registers=128, ahead=4),
+    32: Config(128, 32, late=False, warps=8, stages=3, registers=128, ahead=4),
+    64: Config(128, 64, warps=8, stages=3),
     128: Config(64, 128, words=16, late=False, stages=3),
-    MANY: Config(128, 256, words=16, late=False, warps=8, stages=3),
+    256: Config(128, 256, words=16, late=False, warps=8, stages=3),
 }
+MOST = 128  # in a tile of more than 256
 
 
 def choose_config(kind: str, num_tokens: int, num_rows: int, num_weights: int) -> Config:
@@ -35,7 +36,7 @@ def choose_config(kind: str, num_tokens: int, num_rows: int, num_weights: int) -
     # Q3_K's pairs do not stay in registers for the instruction of 8 tokens.
     least = 16 if kind == "Q3_K" else 8
     fitting = (tokens for tokens in _TILES if max(num_tokens, least) <= tokens)
-    config = _TILES[next(fitting, MANY)]
+    config = _TILES[next(fitting, MOST)]
     if kind == "Q8_0":  # twice the bytes a stage
         config = config._replace(stages=max(config.stages - 1, 2))
     return spread_over(config, num_tokens, num_rows, num_weights)

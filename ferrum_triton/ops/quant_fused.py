@@ -1,0 +1,204 @@
+"""Products with several packed matrices at once: a layer's gate and up, and its Q, K and V.
+
+For a token or two what a layer's products take is the time to read its weights and to launch them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.ops.elementwise import gelu_tanh
+from ferrum_triton.ops.quant import (
+    case_name,
+    check_few,
+    check_product,
+    pack_sample,
+    wide_product,
+)
+from ferrum_triton.quant.kinds import KINDS, format_of
+from ferrum_triton.registry import Case, op
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+# Rows of a up to which rows in planes are multiplied in one launch.
+FEW = 2
+
+SIZES = {"m": (0, 1, 2, 3, 8), "num_blocks": (1, 3)}
+
+
+def _case(kinds: tuple[str, ...], shape: str, m: int, axes: dict[str, Any]) -> Case:
+    names = "_".join(case_name(kind) for kind in kinds)
+    return Case(f"{names}/{shape}/m{m}", torch.bfloat16, axes | {"m": m})
+
+
+def _gate_up_case(gate: str, up: str, m: int) -> Case:
+    axes = {"gate_kind": gate, "up_kind": up, "n": 14336, "num_blocks": 4096 // 256}
+    return _case((gate, up), "n14336k4096", m, axes | {"activation": "silu"})
+
+
+@op(
+    tensors={
+        "a": "T[m, k]",
+        "gate_blocks": "uint8[n, gate_row_bytes]",
+        "up_blocks": "uint8[n, up_row_bytes]",
+    },
+    # Units of 256 weights are whole blocks of any kind.
+    axes={
+        "gate_kind": KINDS,
+        "up_kind": KINDS,
+        **SIZES,
+        "n": (1, 2, 9),
+        "activation": ACTIVATIONS,
+    },
+    bench=[
+        *(_gate_up_case("Q4_K:planes", "Q4_K:planes", m) for m in (1, 2, 4)),
+        *(_gate_up_case("Q6_K:planes", "Q6_K:planes", m) for m in (1, 2)),
+        _gate_up_case("Q4_K:planes", "Q6_K:planes", 1),
+        _gate_up_case("Q3_K:planes", "Q5_K:planes", 2),
+        _gate_up_case("Q8_0:planes", "Q8_0:planes", 1),
+    ],
+    finite=("a",),  # a row's offset and its integers may both be infinite, and differ by NaN
+)
+def gemv_quant_gate_up_silu(
+    a: Tensor,
+    gate_blocks: Tensor,
+    up_blocks: Tensor,
+    gate_kind: str,
+    up_kind: str,
+    activation: str = "silu",
+) -> Tensor:
+    """y = silu(a · Gᵀ) · (a · Uᵀ) for few rows of a.
+
+    Both products are those of :func:`gemv_quant`, in float32 until the one rounding at the end. Up
+    to 2 rows by weights in planes are one launch.
+
+    Args:
+        a: [m, K] with m <= 8, finite.
+        gate_blocks: uint8 [n, row_bytes], G's packed rows.
+        up_blocks: uint8 [n, row_bytes], U's, of a format that may be another.
+        gate_kind, up_kind: the formats.
+        activation: ``"silu"``, or ``"gelu_tanh"`` in its place.
+
+    Returns:
+        [m, n] in a's dtype.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+    gate, up = wide_product(a, gate_blocks, gate_kind), wide_product(a, up_blocks, up_kind)
+    activated = torch.nn.functional.silu(gate) if activation == "silu" else gelu_tanh(gate)
+    return (activated * up).to(a.dtype)
+
+
+@gemv_quant_gate_up_silu.rule
+def _(a, gate_blocks, up_blocks, gate_kind, up_kind, activation):
+    this = gemv_quant_gate_up_silu
+    check_product(this, a, gate_blocks, gate_kind, "gate_")
+    check_product(this, a, up_blocks, up_kind, "up_")
+    check_few(this, a)
+    if activation not in ACTIVATIONS:
+        this.reject("activation", repr(activation), ", ".join(ACTIVATIONS))
+
+
+@gemv_quant_gate_up_silu.sample
+def _(make, gate_kind, up_kind, m, n, num_blocks, activation):
+    k = 256 * num_blocks
+    gate, up = (
+        pack_sample(make, kind, n, k // format_of(kind).block_size) for kind in (gate_kind, up_kind)
+    )
+    return {
+        "a": make.randn(m, k),
+        "gate_blocks": gate,
+        "up_blocks": up,
+        "gate_kind": gate_kind,
+        "up_kind": up_kind,
+        "activation": activation,
+    }
+
+
+def _qkv_case(q: str, k: str | None, v: str, m: int) -> Case:
+    kinds = (q, v) if k is None else (q, k, v)
+    axes: dict[str, Any] = {
+        "q_kind": q,
+        "k_kind": k,
+        "v_kind": v,
+        "nq": 4096 if k else 5120,
+        "nkv": 1024,
+    }
+    return _case(kinds, "n6144k4096", m, axes | {"num_blocks": 4096 // 256})
+
+
+@op(
+    tensors={
+        "a": "T[m, k]",
+        "q_blocks": "uint8[nq, q_row_bytes]",
+        "k_blocks": "uint8[nk, k_row_bytes]",
+        "v_blocks": "uint8[nv, v_row_bytes]",
+    },
+    axes={
+        "q_kind": KINDS,
+        "k_kind": (None, *KINDS),
+        "v_kind": KINDS,
+        **SIZES,
+        "nq": (1, 2, 9),
+        "nkv": (1, 0, 3),
+    },
+    bench=[
+        *(_qkv_case("Q4_K:planes", None, "Q6_K:planes", m) for m in (1, 2, 4)),
+        _qkv_case("Q4_K:planes", "Q5_K:planes", "Q6_K:planes", 1),
+        _qkv_case("Q3_K:planes", "Q2_K:planes", "Q5_K:planes", 2),
+    ],
+    finite=("a",),
+)
+def gemv_quant_qkv(
+    a: Tensor,
+    q_blocks: Tensor,
+    k_blocks: Tensor | None,
+    v_blocks: Tensor,
+    q_kind: str,
+    k_kind: str,
+    v_kind: str,
+) -> Tensor:
+    """y = a · [Q; K; V]ᵀ for few rows of a and three matrices over one K, of any formats.
+
+    The products are those of :func:`gemv_quant`. Up to 2 rows by weights in planes are one launch.
+
+    Args:
+        a: [m, K] with m <= 8, finite.
+        q_blocks: uint8 [nq, row_bytes], packed rows.
+        k_blocks: uint8 [nk, row_bytes], or None for two matrices: rows of one format lie in one.
+        v_blocks: uint8 [nv, row_bytes].
+        q_kind, k_kind, v_kind: the formats; k_kind is not read where k_blocks is None.
+
+    Returns:
+        [m, nq + nk + nv] in a's dtype.
+    """
+    parts = [(q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind)]
+    products = [wide_product(a, blocks, kind) for blocks, kind in parts if blocks is not None]
+    return torch.cat(products, dim=1).to(a.dtype)
+
+
+@gemv_quant_qkv.rule
+def _(a, q_blocks, k_blocks, v_blocks, q_kind, k_kind, v_kind):
+    check_product(gemv_quant_qkv, a, q_blocks, q_kind, "q_")
+    if k_blocks is not None:
+        check_product(gemv_quant_qkv, a, k_blocks, k_kind, "k_")
+    check_product(gemv_quant_qkv, a, v_blocks, v_kind, "v_")
+    check_few(gemv_quant_qkv, a)
+
+
+@gemv_quant_qkv.sample
+def _(make, q_kind, k_kind, v_kind, m, nq, nkv, num_blocks):
+    k = 256 * num_blocks
+    q, key, v = (
+        None if kind is None else pack_sample(make, kind, n, k // format_of(kind).block_size)
+        for kind, n in ((q_kind, nq), (k_kind, nkv), (v_kind, nkv))
+    )
+    return {
+        "a": make.randn(m, k),
+        "q_blocks": q,
+        "k_blocks": key,
+        "v_blocks": v,
+        "q_kind": q_kind,
+        "k_kind": k_kind or "",
+        "v_kind": v_kind,
+    }

@@ -1,0 +1,103 @@
+"""Several matrices at once: one launch for few rows in planes, and the same numbers by any way."""
+
+import pytest
+import torch
+
+from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.models.linear import Linear, apply, gated
+from ferrum_triton.quant import FusedTensor, QuantizedTensor
+from ferrum_triton.quant.kinds import quantize_rows
+from ferrum_triton.testing import assert_close
+from tests.harness import BACKENDS
+from tests.test_quant_ops import seeded
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return get_backend(request.param)
+
+
+def weight(kind, n, seed, device="cpu", k=512):
+    dense = torch.randn(n, k, generator=seeded(seed)) * k**-0.5
+    return QuantizedTensor(quantize_rows(dense, kind), kind).to(device)
+
+
+def activations(m, device, dtype=torch.float32, k=512):
+    return torch.randn(m, k, generator=seeded(9)).to(device, dtype)
+
+
+def launches(op, *arguments):
+    placed = (a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments)
+    with record_launches() as recorded:
+        getattr(get_backend("interpret"), op).__globals__["implementation"](*placed)
+    return [launch.kernel.name for launch in recorded]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "m", "count"),
+    [
+        (("Q4_K:planes", "Q6_K:planes"), 2, 1),
+        (("Q4_K:planes", "Q6_K"), 2, 3),
+        (("Q4_K:planes", "Q4_K:planes"), 3, 5),
+    ],
+)
+def test_few_rows_in_planes_are_one_launch(kinds, m, count):
+    gate, up = (weight(kind, 4, i) for i, kind in enumerate(kinds))
+    a = activations(m, "meta", torch.bfloat16)
+    assert len(launches("gemv_quant_gate_up_silu", a, gate.blocks, up.blocks, *kinds)) == count
+    qkv = launches("gemv_quant_qkv", a, gate.blocks, None, up.blocks, kinds[0], "", kinds[1])
+    assert (len(qkv) == 1) == (count == 1)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_products_are_those_of_gemv_quant(backend, m, dtype):
+    """Parts of no rows and of fewer than a program takes."""
+    kinds = ("Q4_K:planes", "Q8_0:planes", "Q3_K:planes")
+    parts = [weight(kinds[i], n, i, backend.device) for i, n in enumerate((7, 0, 2))]
+    a = activations(m, backend.device, dtype)
+    want = torch.cat([backend.gemm_quant(a, p.blocks, p.kind) for p in parts], dim=1)
+    got = backend.gemv_quant_qkv(a, *(p.blocks for p in parts), *kinds)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3])
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("Q4_K", "Q5_0", "Q6_K")])
+def test_layers_take_packed_parts_in_planes_or_not(backend, kinds, m):
+    sizes = {2: (8, 8), 3: (8, 4, 4)}[len(kinds)]
+    parts = [weight(kind, sizes[i], i, backend.device) for i, kind in enumerate(kinds)]
+    stored, planes = FusedTensor.of(parts), FusedTensor(tuple(parts)).in_planes()
+    a = activations(m, backend.device)
+    for one, other in ((stored, planes), (parts[0], planes.parts[0])):
+        for layer in (apply, gated):
+            want, got = layer(backend, a, Linear(one)), layer(backend, a, Linear(other))
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    bias = torch.ones(16, device=backend.device)
+    got, want = (gated(backend, a, Linear(w, bias)) for w in (planes, stored))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(got, gated(backend, a, Linear(planes)), atol=1e-2)
+
+
+def test_wrong_calls_are_refused(backend):
+    w, narrow = (weight("Q8_0:planes", 3, 1, backend.device, k) for k in (64, 32))
+    kinds = (w.kind, w.kind)
+    a = activations(2, backend.device, k=64)
+    both = backend.gemv_quant_gate_up_silu
+    refused = [
+        (both, (a, w.blocks, w.blocks, w.kind, "Q8_1"), "up_kind"),
+        (both, (a, narrow.blocks, w.blocks, *kinds), "gate_blocks", "a"),
+        (both, (a, w.blocks, w.blocks[:2], *kinds), "up_blocks"),
+        (both, (a, w.blocks, w.blocks, *kinds, "gelu"), "activation"),
+        (both, (a.repeat(5, 1), w.blocks, w.blocks, *kinds), "a"),
+        (backend.gemv_quant_qkv, (a, w.blocks, w.blocks, w.blocks, w.kind, "", w.kind), "k_kind"),
+        (
+            backend.gemv_quant_qkv,
+            (a.repeat(5, 1), w.blocks, None, w.blocks, w.kind, "", w.kind),
+            "a",
+        ),
+    ]
+    for door, arguments, *names in refused:
+        with pytest.raises(InputError) as error:
+            door(*arguments)
+        assert error.value.argument in names
