@@ -130,47 +130,23 @@ def _weights(
     return t
 
 
-@kernel(dynamic=("num_tokens",))
-def _mma_quant_kernel(
-    y_ptr,  # [m, n]; of splits float32 [splits, m, n]
-    x_ptr,  # [m, padded k]
-    sums_ptr,  # [m, padded k / 8]
-    factor_ptr,  # [m]
-    planes_ptr,  # [n, row_bytes]
-    stride_y_split,
-    stride_y_token,
-    stride_x_token,
-    stride_row,  # of planes, in units of 16 bytes
-    h_at,  # where the planes of a row begin, in bytes; q is the first
-    s_at,
-    t_at,
-    d_at,
-    num_rows,
-    num_words,  # of eight weights
-    num_tokens,
-    BITS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALES: tl.constexpr,
-    MINS: tl.constexpr,
-    ASM: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    PARTS: tl.constexpr,
-    LATE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WHOLE: tl.constexpr,  # K is whole steps
-    AHEAD: tl.constexpr,
-):
-    SCALED: tl.constexpr = SCALES != ""
-    # Programs that share rows of W run side by side.
-    tiles_m = tl.cdiv(num_tokens, BLOCK_M)
-    m = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (tl.program_id(0) // tiles_m).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Past the end the last row and token are read again.
-    row, token = tl.minimum(n, num_rows - 1), tl.minimum(m, num_tokens - 1)
+@triton.jit
+def tile_product(
+    planes_ptr, x_ptr, sums_ptr, stride_row, h_at, s_at, t_at, d_at, stride_x_token, row, token,
+    num_words, split, BITS: tl.constexpr, OFFSET: tl.constexpr, SCALES: tl.constexpr,
+    MINS: tl.constexpr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, PARTS: tl.constexpr, LATE: tl.constexpr,
+    SPLITS: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Rows ``row`` of W by tokens ``token``, float32 [BLOCK_N, BLOCK_M], up to x's factors.
 
+    Args:
+        planes_ptr: W [n, row_bytes].
+        x_ptr, sums_ptr: of :func:`arrange`.
+        row, token: int64 [BLOCK_N] and [BLOCK_M], any there are.
+        split: which of SPLITS parts of K.
+    """
+    SCALED: tl.constexpr = SCALES != ""
     # Tiles of planes: words, what lies above them, and scales.
     q_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
     h_ptr = (planes_ptr + h_at).to(tl.pointer_type(tl.int32))
@@ -212,7 +188,7 @@ def _mma_quant_kernel(
 
     steps = tl.cdiv(num_words, BLOCK_W)
     per_split = tl.cdiv(steps, SPLITS)
-    begin = tl.program_id(1) * per_split
+    begin = split * per_split
     end = tl.minimum(begin + per_split, steps)
     if AHEAD > 0:
         # Weights were there before the kernel that arranges the activations was launched.
@@ -310,6 +286,53 @@ def _mma_quant_kernel(
         else:
             acc = settled(product, ASM)
 
+    return acc
+
+
+@kernel(dynamic=("num_tokens",))
+def _mma_quant_kernel(
+    y_ptr,  # [m, n]; of splits float32 [splits, m, n]
+    x_ptr,  # [m, padded k]
+    sums_ptr,  # [m, padded k / 8]
+    factor_ptr,  # [m]
+    planes_ptr,  # [n, row_bytes]
+    stride_y_split,
+    stride_y_token,
+    stride_x_token,
+    stride_row,  # of planes, in units of 16 bytes
+    h_at,  # where the planes of a row begin, in bytes; q is the first
+    s_at,
+    t_at,
+    d_at,
+    num_rows,
+    num_words,  # of eight weights
+    num_tokens,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    MINS: tl.constexpr,
+    ASM: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PARTS: tl.constexpr,
+    LATE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,  # K is whole steps
+    AHEAD: tl.constexpr,
+):
+    # Programs that share rows of W run side by side.
+    tiles_m = tl.cdiv(num_tokens, BLOCK_M)
+    m = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (tl.program_id(0) // tiles_m).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Past the end the last row and token are read again.
+    row, token = tl.minimum(n, num_rows - 1), tl.minimum(m, num_tokens - 1)
+    acc = tile_product(
+        planes_ptr, x_ptr, sums_ptr, stride_row, h_at, s_at, t_at, d_at, stride_x_token, row, token,
+        num_words, tl.program_id(1), BITS, OFFSET, SCALES, MINS, ASM, CONSTRAINTS, BLOCK_N, BLOCK_M,
+        BLOCK_W, PARTS, LATE, SPLITS, WHOLE, AHEAD,
+    )  # fmt: skip
     acc *= tl.load(factor_ptr + token)[None, :]
     y_split = y_ptr + tl.program_id(1).to(tl.int64) * stride_y_split
     tl.store(
