@@ -9,10 +9,10 @@ import torch
 from bench import moe_layer
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
+from ferrum_triton.kernels.moe.plane_gemm import OTHER_TILES, TILES, gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
-from ferrum_triton.quant.kinds import format_of
+from ferrum_triton.quant.kinds import format_of, quantize_rows
 from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
@@ -28,13 +28,27 @@ def empty_stack(kind, num_experts, n, k):
     return empty(num_experts, n, format_of(kind).row_bytes(k), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("num_tokens", [2, 11])
-def test_a_layer_is_its_definition(num_tokens):
+@pytest.mark.parametrize(("backend", "num_tokens"), [("cpu", 2), ("cpu", 11), ("interpret", 11)])
+def test_a_layer_is_its_definition(backend, num_tokens):
     """Few tokens and more, whose experts are not all chosen."""
     gate_up, down = moe_layer.stacks("cpu", num_experts=4, hidden=256, intermediate=256)
     call = moe_layer.tokens("cpu", num_tokens, num_experts=4, top_k=2, hidden=256)[0]
-    got = moe_layer.layer(get_backend("interpret"), **call, gate_up=gate_up, down=down)
+    got = moe_layer.layer(get_backend(backend), **call, gate_up=gate_up, down=down)
     assert_close(got, moe_layer.defined(**call, gate_up=gate_up, down=down), scale=2)
+
+
+@pytest.mark.parametrize("config", [*TILES.values(), *OTHER_TILES.values()], ids=str)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_0", "Q3_K"])
+def test_every_tile_gives_the_products(config, kind):
+    """Whatever the number of pairs: an expert has all of them, one has none."""
+    weights = torch.randn(3, 9, 512, generator=torch.Generator().manual_seed(0)) / 512**0.5
+    stack = quantize_rows(weights, f"{kind}:planes")
+    a = torch.randn(35, 512, generator=torch.Generator().manual_seed(1)).half()
+    ids = torch.tensor([2, 0]).repeat_interleave(torch.tensor([67, 3])).view(35, 2)
+    buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 3, 1, 1)
+    got = gemm_plane_pairs(a, stack, buckets, tpe, f"{kind}:planes", 2, config=config)
+    want = OPS["gemv_quant_moe_id"].reference(a.double(), stack, ids, f"{kind}:planes")
+    assert_close(got, want)
 
 
 def test_a_token_meets_other_experts_in_every_call():

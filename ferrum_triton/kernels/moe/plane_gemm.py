@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.jit import capability, kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, clean_buckets, start_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.quant.activations import arrange
@@ -21,11 +21,17 @@ from ferrum_triton.quant.planes import ROW_ALIGN
 
 # By the pairs of a tile. Those of plane_products, with shorter steps where the gathered rows'
 # addresses leave fewer registers, and so that the loop is not over before its pipeline is full.
-_TILES = {
+TILES = {
     8: Config(64, 8),
     16: Config(64, 16, words=16, parts=2, registers=128),
     32: Config(128, 32, words=16, late=False, warps=8, registers=128),
     64: Config(128, 64, words=16, late=False, warps=8, stages=3, registers=128),
+}
+# Of GPUs before Hopper and of AMD's, where those spill or do not compile.
+OTHER_TILES = {
+    16: Config(64, 16, stages=2),
+    32: Config(64, 32, words=16, late=False, stages=2),
+    64: Config(128, 64, words=16, late=False, warps=8, stages=2),
 }
 
 
@@ -171,7 +177,7 @@ def gemm_plane_pairs(
     if k == 0:
         return y.zero_()
     pairs, counts = clean_buckets(y, bucket_ids, tpe)
-    config = config or _config_of(file_kind(kind), num_pairs, num_experts)
+    config = config or _config_of(file_kind(kind), num_pairs, num_experts, a.device)
     offsets = place(planes, kind, k)
     x, sums, factor = arrange(a.reshape(-1, k), config.words, halves_of(kind))
     stripes = tile_bound(num_pairs, num_experts, capacity, config.tokens)
@@ -205,12 +211,13 @@ def gemm_plane_pairs(
     return y
 
 
-def _config_of(kind: str, num_pairs: int, num_experts: int) -> Config:
+def _config_of(kind: str, num_pairs: int, num_experts: int, device: torch.device) -> Config:
     """Tiles of what an expert has on average."""
+    tiles = TILES if capability(device) >= (9, 0) else OTHER_TILES
     # Q3_K's pairs do not stay in registers for the instruction of 8 tokens.
-    least = 16 if kind == "Q3_K" else min(_TILES)
-    average = max(cdiv(num_pairs, num_experts), least)
-    config = _TILES[min(next_power_of_2(average), max(_TILES))]
+    least = 16 if kind == "Q3_K" else min(tiles)
+    average = next_power_of_2(max(cdiv(num_pairs, num_experts), least))
+    config = tiles[min(average, max(tiles))]
     if kind == "Q8_0":  # twice the bytes a stage
         config = config._replace(stages=max(config.stages - 1, 2))
     return config
