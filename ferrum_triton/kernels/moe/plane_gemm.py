@@ -1,8 +1,8 @@
 """Many tokens by their experts' rows in planes, on tensor cores: one program per tile of an expert.
 
-Activations are arranged once, every row of them, and gathered by pair in the loop that
-:mod:`ferrum_triton.kernels.quant.mma` has for one matrix. float32 activations are never rounded:
-each of their pairs is a product of its own.
+Activations are arranged once, every row of them (:mod:`ferrum_triton.kernels.moe.prepare`), and
+gathered by pair in the loop that :mod:`ferrum_triton.kernels.quant.mma` has for one matrix. float32
+activations are never rounded: each of their pairs is a product of its own.
 """
 
 import torch
@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import capability, kernel
-from ferrum_triton.kernels.moe.buckets import bucket_tiles, clean_buckets, start_of_tile, tile_bound
+from ferrum_triton.kernels.moe.buckets import bucket_tiles, start_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
-from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.moe.prepare import prepare
 from ferrum_triton.kernels.quant.mma import Config, halves_of, tile_meta, tile_product
 from ferrum_triton.kernels.quant.planes import place
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -176,10 +176,9 @@ def gemm_plane_pairs(
         return gemv_plane_pairs(a, planes, ids, kind, out=y)
     if k == 0:
         return y.zero_()
-    pairs, counts = clean_buckets(y, bucket_ids, tpe)
     config = config or _config_of(file_kind(kind), num_pairs, num_experts, a.device)
     offsets = place(planes, kind, k)
-    x, sums, factor = arrange(a.reshape(-1, k), config.words, halves_of(kind))
+    x, sums, factor, pairs, counts = prepare(y, a, bucket_ids, tpe, config.words, halves_of(kind))
     stripes = tile_bound(num_pairs, num_experts, capacity, config.tokens)
     _plane_tiles_kernel.launch(
         (stripes * cdiv(num_rows, config.rows),),
