@@ -1,9 +1,8 @@
 """Many tokens by their experts' packed weights: one program per tile of an expert's product.
 
-The buckets lie on the device, so the grid is what the fullest routing of so many pairs can need. A
-program finds its tile by counting those of the experts before it; where pairs are unevenly spread,
-programs past the last tile end at once. Rows of activations are gathered through the buckets as
-they are read, and the tile is computed transposed, as in :mod:`ferrum_triton.kernels.quant.gemm`.
+A program finds its tile on the device (:mod:`ferrum_triton.kernels.moe.buckets`). Rows of
+activations are gathered through the buckets as they are read, and the tile is computed transposed,
+as in :mod:`ferrum_triton.kernels.quant.gemm`.
 """
 
 import torch
@@ -11,10 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.moe.expert_gemv import slot_stride
+from ferrum_triton.kernels.moe.buckets import bucket_tiles, start_of_tile, tile_bound
+from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
+from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import experts as ops
+from ferrum_triton.quant.planes import PLANE_FORMATS
 
 # With 128 weights a step, Q3_K and Q4_1 spill on sm_80.
 BLOCK_N, BLOCK_K = 64, 64
@@ -52,13 +54,7 @@ def _gemm_quant_moe_id_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    e = tl.arange(0, BLOCK_E)
-    counts = tl.load(tpe_ptr + e, mask=e < num_experts, other=0)
-    # Clamped before it is narrowed: an int64 count may be any.
-    counts = tl.minimum(tl.maximum(counts, 0), capacity).to(tl.int32)
-    tiles = tl.cdiv(counts, BLOCK_M)
-    last = tl.cumsum(tiles, axis=0)  # one past each expert's last tile
-    total = tl.sum(tiles, axis=0)
+    counts, tiles, last, total = bucket_tiles(tpe_ptr, num_experts, capacity, BLOCK_E, BLOCK_M)
 
     # Programs that share rows of W run side by side.
     tiles_n = tl.cdiv(num_rows, BLOCK_N)
@@ -69,16 +65,15 @@ def _gemm_quant_moe_id_kernel(
 
     # One round, unless counts are of more pairs than there are.
     for tile in range(tl.program_id(0) % stripes, total, stripes):
-        expert = tl.sum((last <= tile).to(tl.int32), axis=0)
-        count = tl.sum(tl.where(e == expert, counts, 0), axis=0)
-        first_tile = tl.sum(tl.where(e == expert, last - tiles, 0), axis=0)
-        entry = (tile - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-        bucket_ptr = buckets_ptr + expert.to(tl.int64) * stride_buckets_expert
-        pair = tl.load(bucket_ptr + entry, mask=entry < count, other=-1).to(tl.int64)
+        expert, entries_ptr, left = start_of_tile(
+            tile, counts, tiles, last, buckets_ptr, stride_buckets_expert, BLOCK_E, BLOCK_M
+        )
+        entry = tl.arange(0, BLOCK_M)
+        pair = tl.load(entries_ptr + entry, mask=entry < left, other=-1).to(tl.int64)
         known = (pair >= 0) & (pair < num_pairs)
         token, slot = pair // TOP_K, pair % TOP_K
         a_row = a_ptr + (token * stride_a_token + slot * stride_a_slot)[:, None]
-        row = expert.to(tl.int64) * stride_blocks_expert + n * stride_blocks_row
+        row = expert * stride_blocks_expert + n * stride_blocks_row
         row = blocks_ptr + row[:, None, None] * ALIGN
 
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -105,15 +100,6 @@ def _gemm_quant_moe_id_kernel(
         )
 
 
-def tile_bound(num_pairs: int, num_experts: int, capacity: int, block_m: int) -> int:
-    """Tiles of block_m entries there can be, each pair being in one bucket at most.
-
-    Every bucket in use ends in a tile that may be part full, and the full ones need block_m pairs.
-    """
-    in_use = min(num_pairs, num_experts)
-    return max(min(in_use + num_pairs // block_m, num_experts * cdiv(capacity, block_m)), 1)
-
-
 @ops.gemm_quant_moe_id.impl("triton")
 def gemm_quant_moe_id(
     a: Tensor,
@@ -125,6 +111,8 @@ def gemm_quant_moe_id(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
+    if kind in PLANE_FORMATS:
+        return gemm_plane_pairs(a, blocks, bucket_ids, tpe, kind, top_k, out=out)
     num_experts, num_rows = blocks.shape[:2]
     num_pairs, capacity = a.shape[0] * top_k, bucket_ids.shape[1]
     y = a.new_empty(a.shape[0], top_k, num_rows) if out is None else out

@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.elementwise import activated
+from ferrum_triton.kernels.elementwise import activated, silu_mul
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs, slot_stride
 from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import experts as ops
+from ferrum_triton.quant.planes import PLANE_FORMATS
 
 # Lanes of weights one program holds, 16 a thread; 8 where it reads two matrices, of which some
 # pairs of formats spill with 16, Q4_K and Q6_K on sm_80 for one.
@@ -204,14 +206,12 @@ def _tile(num_groups: int, kind: str, lanes: int) -> tuple[int, int]:
     return groups // block_g, block_g
 
 
-def slot_stride(a: Tensor) -> int:
-    return a.stride(1) if a.dim() == 3 else 0
-
-
 @ops.gemv_quant_moe_id.impl("triton")
 def gemv_quant_moe_id(
     a: Tensor, blocks: Tensor, ids: Tensor, kind: str, *, out: Tensor | None = None
 ) -> Tensor:
+    if kind in PLANE_FORMATS:
+        return gemv_plane_pairs(a, blocks, ids, kind, out=out)
     num_experts, num_rows = blocks.shape[:2]
     y = a.new_empty(*ids.shape, num_rows) if out is None else out
     if y.numel() == 0:
@@ -259,10 +259,17 @@ def gemv_quant_moe_id_gate_up_silu(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
+    in_planes = [kind in PLANE_FORMATS for kind in (gate_kind, up_kind)]
+    if all(in_planes):
+        return gemv_plane_pairs(a, gate_blocks, ids, gate_kind, up_blocks, up_kind, out=out)
     num_experts, num_rows = gate_blocks.shape[:2]
     y = a.new_empty(*ids.shape, num_rows) if out is None else out
     if y.numel() == 0:
         return y
+    if any(in_planes):
+        wide = a.float()  # rounded once, at the end
+        gate = gemv_quant_moe_id(wide, gate_blocks, ids, gate_kind)
+        return y.copy_(silu_mul(gate, gemv_quant_moe_id(wide, up_blocks, ids, up_kind)))
     meta: dict[str, Any] = {}
     groups, block_n = [], next_power_of_2(num_rows)
     aligned = [alignment(blocks) for blocks in (gate_blocks, up_blocks)]

@@ -12,28 +12,16 @@ from ferrum_triton.kernels.jit import kernel
 STEP = 256
 
 
-@kernel
-def _arrange_kernel(
-    x_ptr,  # [m, padded k], float16
-    sums_ptr,  # [m, padded k / 8], float16
-    factor_ptr,  # [m], float32
-    a_ptr,  # [m, k]
-    stride_a_token,
-    num_weights,
-    num_padded,
-    COLUMNS: tl.constexpr,  # of a product
-    HALVES: tl.constexpr,
-    RELEASE: tl.constexpr,  # the kernel after this one may start; it waits for the end by itself
-    BLOCK_K: tl.constexpr,
-):
+@triton.jit
+def arrange_token(
+    token, x_ptr, sums_ptr, factor_ptr, a_ptr, stride_a_token, num_weights, num_padded,
+    COLUMNS: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One token: x = a / factor, its largest magnitude in [2^11, 2^12), and sums over words.
 
     factor is a power of two, so that x is exact down to 2^-35 of its row's largest: bfloat16 has
     fewer bits than float16. Eight of them sum to a float16.
     """
-    if RELEASE:
-        gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
     a_row = a_ptr + token * stride_a_token
     largest = tl.zeros([BLOCK_K], tl.float32)
     for first in range(0, num_padded, BLOCK_K):
@@ -67,6 +55,43 @@ def _arrange_kernel(
         tl.store(sums_ptr + token * (num_padded // 8) + word, sums, mask=word < num_padded // 8)
 
 
+@kernel
+def _arrange_kernel(
+    x_ptr,  # [m, padded k], float16
+    sums_ptr,  # [m, padded k / 8], float16
+    factor_ptr,  # [m], float32
+    a_ptr,  # [m, k]
+    stride_a_token,
+    num_weights,
+    num_padded,
+    COLUMNS: tl.constexpr,  # of a product
+    HALVES: tl.constexpr,
+    RELEASE: tl.constexpr,  # the kernel after this one may start; it waits for the end by itself
+    BLOCK_K: tl.constexpr,
+):
+    if RELEASE:
+        gdc_launch_dependents()
+    arrange_token(
+        tl.program_id(0).to(tl.int64), x_ptr, sums_ptr, factor_ptr, a_ptr, stride_a_token,
+        num_weights, num_padded, COLUMNS, HALVES, BLOCK_K,
+    )  # fmt: skip
+
+
+def room_for(num_tokens: int, num_weights: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Memory for what :func:`arrange` returns."""
+    padded = triton.cdiv(num_weights, STEP) * STEP
+    x = torch.empty((num_tokens, padded), dtype=torch.float16, device=device)
+    sums = torch.empty((num_tokens, padded // 8), dtype=torch.float16, device=device)
+    return x, sums, torch.empty((num_tokens,), dtype=torch.float32, device=device)
+
+
+def block_and_warps(padded: int) -> tuple[int, int]:
+    """Elements of a token at a time, and a program's warps."""
+    # Few tokens are a matter of latency: all of K at once where the registers hold it.
+    block = min(triton.next_power_of_2(max(padded, 1)), 16384)
+    return block, 8 if block <= 4096 else 16
+
+
 def arrange(
     a: Tensor, words: int, halves: int = 1, release: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,12 +103,8 @@ def arrange(
         eight weights of each word, float16. What x has to be multiplied by, float32 [m].
     """
     num_tokens, num_weights = a.shape
-    padded = triton.cdiv(num_weights, STEP) * STEP
-    x = torch.empty((num_tokens, padded), dtype=torch.float16, device=a.device)
-    sums = torch.empty((num_tokens, padded // 8), dtype=torch.float16, device=a.device)
-    factor = torch.empty((num_tokens,), dtype=torch.float32, device=a.device)
-    # Few tokens are a matter of latency: all of K at once where the registers hold it.
-    block = min(triton.next_power_of_2(max(padded, 1)), 16384)
+    x, sums, factor = room_for(num_tokens, num_weights, a.device)
+    block, warps = block_and_warps(x.shape[1])
     _arrange_kernel.launch(
         (num_tokens,),
         x,
@@ -92,11 +113,11 @@ def arrange(
         a,
         a.stride(0),
         num_weights,
-        padded,
+        x.shape[1],
         COLUMNS=words // halves,
         HALVES=halves,
         RELEASE=release,
         BLOCK_K=block,
-        num_warps=8 if block <= 4096 else 16,
+        num_warps=warps,
     )
     return x, sums, factor

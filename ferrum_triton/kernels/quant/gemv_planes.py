@@ -111,7 +111,8 @@ def row_sums(
         row: the first of ROWS, int64.
         FIRST, SECOND: the matrices' layouts, see :func:`entry`; of one matrix SECOND is None.
         GROUPS: of 32 in a row.
-        CHAINED: weights are loaded while the launch before may still run.
+        CHAINED: weights are loaded while the launch before may still run; 2 to let the next one
+            begin once that has ended.
     """
     zero = num_rows >> 31  # 0, as no compiler can know
     num_rows = num_rows.to(tl.int64)
@@ -152,6 +153,8 @@ def row_sums(
         if CHAINED:
             if step == 0:
                 gdc_wait()
+                if CHAINED == 2:
+                    gdc_launch_dependents()
         if TIED:
             none = tied_zero(rows, zero)
         else:

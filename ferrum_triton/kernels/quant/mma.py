@@ -14,7 +14,7 @@ weights are scaled in registers, rounded to float16 like dequantised ones are, w
 instructions a weight and fewer a token ("early"); one beyond float16's range is infinite then.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -367,6 +367,35 @@ def _add_splits_kernel(
     tl.store(y_ptr + token * stride_y_token + n, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+def halves_of(kind: str) -> int:
+    """In how many parts words' pairs are taken, and activations arranged."""
+    return 2 if CODES[file_kind(kind)].bits in (3, 5) else 1
+
+
+def tile_meta(kind: str, config: Config, k: int, device: torch.device) -> dict[str, Any]:
+    """The constants of :func:`tile_product` but its splits, and its kernel's options."""
+    codes = CODES[file_kind(kind)]
+    # PTX where there is some to be had; the interpreter and AMD unpack in Triton.
+    ptx = capability(device) >= (8, 0)
+    return {
+        "BITS": codes.bits,
+        "OFFSET": codes.offset,
+        "SCALES": codes.scales,
+        "MINS": codes.mins,
+        "ASM": codes.asm if ptx else "",
+        "CONSTRAINTS": codes.constraints if ptx else "",
+        "BLOCK_N": config.rows,
+        "BLOCK_M": config.tokens,
+        "BLOCK_W": config.words,
+        "PARTS": max(config.parts, halves_of(kind)),
+        "LATE": config.late and codes.scales != "",
+        "WHOLE": k % (8 * config.words) == 0,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        **({"maxnreg": config.registers} if config.registers else {}),
+    }
+
+
 def mma_quant(
     a: Tensor,
     planes: Tensor,
@@ -386,25 +415,20 @@ def mma_quant(
         arranged: :func:`arrange` of a for the config's words, where several products share it;
             in halves for formats with a one-bit plane.
     """
-    codes = CODES[file_kind(kind)]
     (num_tokens, k), num_rows = a.shape, planes.shape[0]
     y = a.new_empty((num_tokens, num_rows)) if out is None else out
     if y.numel() == 0:
         return y
     sizes = row_sizes(planes, kind, k)
-    halves = 2 if codes.bits in (3, 5) else 1
     ahead = config.ahead if capability(a.device) >= (9, 0) else 0
-    x, sums, factor = arrange(a, config.words, halves, ahead > 0) if arranged is None else arranged
+    if arranged is None:
+        arranged = arrange(a, config.words, halves_of(kind), ahead > 0)
+    x, sums, factor = arranged
     splits = config.splits
     partial = y
     if splits > 1:
         partial = torch.empty((splits, *y.shape), dtype=torch.float32, device=a.device)
-    # PTX where there is some to be had; the interpreter and AMD unpack in Triton.
-    ptx = capability(a.device) >= (8, 0)
-    late = config.late and codes.scales != ""
-    options: dict[str, int | bool] = {"maxnreg": config.registers} if config.registers else {}
-    if ahead:
-        options["launch_pdl"] = True
+    options = {"launch_pdl": True} if ahead else {}
     _mma_quant_kernel.launch(
         (triton.cdiv(num_tokens, config.tokens) * triton.cdiv(num_rows, config.rows), splits),
         partial,
@@ -419,22 +443,9 @@ def mma_quant(
         num_rows,
         k // 8,
         num_tokens,
-        BITS=codes.bits,
-        OFFSET=codes.offset,
-        SCALES=codes.scales,
-        MINS=codes.mins,
-        ASM=codes.asm if ptx else "",
-        CONSTRAINTS=codes.constraints if ptx else "",
-        BLOCK_N=config.rows,
-        BLOCK_M=config.tokens,
-        BLOCK_W=config.words,
-        PARTS=max(config.parts, halves),
-        LATE=late,
+        **tile_meta(kind, config, k, a.device),
         SPLITS=splits,
-        WHOLE=k % (8 * config.words) == 0,
         AHEAD=ahead,
-        num_warps=config.warps,
-        num_stages=config.stages,
         **options,
     )
     if splits > 1:

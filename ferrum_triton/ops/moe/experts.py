@@ -1,8 +1,12 @@
 """Products of tokens with their experts' weights in GGUF's packed blocks.
 
-``blocks`` [num_experts, n, row_bytes] stacks a matrix an expert, W[e] of shape [n, K]. Activations
-are a row a token, [num_tokens, K], which all of its slots read, or a row a pair,
-[num_tokens, top_k, K]. What a pair without an expert gets is zeros.
+``blocks`` [num_experts, n, row_bytes] stacks a matrix an expert, W[e] of shape [n, K], as the file
+has it or in planes (:mod:`ferrum_triton.ops.quant`). Activations are a row a token,
+[num_tokens, K], which all of its slots read, or a row a pair, [num_tokens, top_k, K]. What a pair
+without an expert gets is zeros.
+
+Activations of planes are finite, and below 2^41 in size: of others products are not finite, or NaN
+where the sum is infinite.
 """
 
 import torch
@@ -11,7 +15,8 @@ from torch import Tensor
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS, compute_ids_tpe
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.ops.quant import check_kind, pack_sample
-from ferrum_triton.quant import FORMATS, dequantize_blocks
+from ferrum_triton.quant import dequantize_rows
+from ferrum_triton.quant.kinds import KINDS, format_of
 from ferrum_triton.registry import Case, Op, op
 
 SIZES = {
@@ -25,9 +30,11 @@ SIZES = {
 
 # Gate and up, or down, of a Qwen3-30B-A3B layer.
 LAYER = {"num_experts": 128, "top_k": 8}
-KINDS = tuple(FORMATS)
 # What files of experts hold most.
-BENCH_KINDS = ("Q4_K", "Q6_K", "MXFP4")
+BENCH_KINDS = ("Q4_K", "Q6_K", "MXFP4", "Q4_K:planes", "Q6_K:planes")
+
+# Planes take offsets from sums of activations, where infinities may cancel.
+FINITE = ("a",)
 
 
 def _cases(kinds: tuple[str, ...], *num_tokens: int) -> list[Case]:
@@ -40,7 +47,7 @@ def _cases(kinds: tuple[str, ...], *num_tokens: int) -> list[Case]:
                 "kind": kind,
                 "num_tokens": m,
                 "n": 768,
-                "num_blocks": 2048 // FORMATS[kind].block_size,
+                "num_blocks": 2048 // format_of(kind).block_size,
                 "per_slot": False,
             },
         )
@@ -50,10 +57,8 @@ def _cases(kinds: tuple[str, ...], *num_tokens: int) -> list[Case]:
 
 
 def _check_stack(of_op: Op, a: Tensor, blocks: Tensor, kind: str, prefix: str = "") -> None:
-    if kind not in KINDS:
-        of_op.reject(f"{prefix}kind", repr(kind), ", ".join(KINDS))
     check_kind(of_op, blocks, kind, f"{prefix}blocks", f"{prefix}kind")
-    k = FORMATS[kind].row_weights(blocks.shape[-1])
+    k = format_of(kind).row_weights(blocks.shape[-1])
     if a.shape[-1] != k:
         allowed = f"[..., {k}], the weights in a row of {prefix}blocks"
         of_op.reject("a", f"of shape {list(a.shape)}", allowed)
@@ -69,7 +74,7 @@ def _check_rows(of_op: Op, a: Tensor, num_tokens: int, top_k: int) -> None:
 
 def _stack_sample(make, kind: str, num_experts: int, n: int, num_blocks: int) -> Tensor:
     packed = pack_sample(make, kind, num_experts * n, num_blocks)
-    return packed.view(num_experts, n, num_blocks * FORMATS[kind].block_bytes)
+    return packed.view(num_experts, n, packed.shape[-1])
 
 
 def _activations(make, num_tokens: int, top_k: int, k: int, per_slot: bool) -> Tensor:
@@ -85,7 +90,7 @@ def _pair_products(a: Tensor, blocks: Tensor, ids: Tensor, kind: str) -> Tensor:
     known = (ids >= 0) & (ids < blocks.shape[0])
     chosen = blocks[torch.where(known, ids, 0).long()]
     wide = widen(a if a.dim() == 3 else a[:, None])
-    weights = dequantize_blocks(chosen, FORMATS[kind]).to(wide.dtype)
+    weights = dequantize_rows(chosen, kind).to(wide.dtype)
     return torch.where(known[..., None], (weights @ wide[..., None])[..., 0], 0.0)
 
 
@@ -96,7 +101,8 @@ def _pair_products(a: Tensor, blocks: Tensor, ids: Tensor, kind: str) -> Tensor:
         "ids": "int[num_tokens, top_k]",
     },
     axes={"kind": KINDS, **SIZES},
-    bench=_cases(BENCH_KINDS, 1) + _cases(("Q4_K",), 4),
+    finite=FINITE,
+    bench=_cases(BENCH_KINDS, 1) + _cases(("Q4_K", "Q4_K:planes"), 4),
 )
 def gemv_quant_moe_id(a: Tensor, blocks: Tensor, ids: Tensor, kind: str) -> Tensor:
     """y[t, s, n] = Σₖ a[t, s, k] · W[ids[t, s]][n, k], for few tokens.
@@ -127,7 +133,7 @@ def _(a, blocks, ids, kind):
 
 @gemv_quant_moe_id.sample
 def _(make, kind, num_tokens, num_experts, top_k, n, num_blocks, per_slot):
-    k = num_blocks * FORMATS[kind].block_size
+    k = num_blocks * format_of(kind).block_size
     return {
         "a": _activations(make, num_tokens, top_k, k, per_slot),
         "blocks": _stack_sample(make, kind, num_experts, n, num_blocks),
@@ -157,6 +163,7 @@ def _(a, blocks, ids, kind):
     },
     # Units of 256 weights are whole blocks of any kind.
     axes={"gate_kind": KINDS, "up_kind": KINDS, **SIZES},
+    finite=FINITE,
     bench=[
         Case(
             f"{gate.lower()}_{up.lower()}/e128k8n768k2048/m{m}",
@@ -165,7 +172,13 @@ def _(a, blocks, ids, kind):
             | {"gate_kind": gate, "up_kind": up, "num_tokens": m, "n": 768}
             | {"num_blocks": 2048 // 256, "per_slot": False},
         )
-        for gate, up, m in (("Q4_K", "Q4_K", 1), ("Q4_K", "Q4_K", 4), ("Q4_K", "Q6_K", 1))
+        for gate, up, m in (
+            ("Q4_K", "Q4_K", 1),
+            ("Q4_K", "Q4_K", 4),
+            ("Q4_K", "Q6_K", 1),
+            ("Q4_K:planes", "Q4_K:planes", 1),
+            ("Q4_K:planes", "Q6_K:planes", 1),
+        )
     ],
 )
 def gemv_quant_moe_id_gate_up_silu(
@@ -203,7 +216,7 @@ def _(a, gate_blocks, up_blocks, ids, gate_kind, up_kind):
 def _(make, gate_kind, up_kind, num_tokens, num_experts, top_k, n, num_blocks, per_slot):
     k = 256 * num_blocks
     gate, up = (
-        _stack_sample(make, kind, num_experts, n, k // FORMATS[kind].block_size)
+        _stack_sample(make, kind, num_experts, n, k // format_of(kind).block_size)
         for kind in (gate_kind, up_kind)
     )
     return {
@@ -230,7 +243,8 @@ def _(a, gate_blocks, up_blocks, ids, gate_kind, up_kind):
         "tpe": "int[num_experts]",
     },
     axes={"kind": KINDS, **SIZES, "num_tokens": (0, 2, 1, 30), "n": (1, 5, 70)},
-    bench=_cases(BENCH_KINDS, 64) + _cases(("Q4_K",), 4096),
+    finite=FINITE,
+    bench=_cases(BENCH_KINDS, 64) + _cases(("Q4_K", "Q4_K:planes"), 4096),
     static=("top_k",),
 )
 def gemm_quant_moe_id(
@@ -264,7 +278,7 @@ def gemm_quant_moe_id(
         pairs = bucket_ids[expert, : max(count, 0)].long()
         pairs = pairs[(pairs >= 0) & (pairs < num_pairs)]
         if len(pairs):
-            weights = dequantize_blocks(blocks[expert], FORMATS[kind]).to(wide.dtype)
+            weights = dequantize_rows(blocks[expert], kind).to(wide.dtype)
             y[pairs] = wide[pairs] @ weights.T
     return y.unflatten(0, (a.shape[0], top_k)).to(a.dtype)
 
@@ -290,7 +304,7 @@ def _(a, blocks, bucket_ids, tpe, kind, top_k):
 
 @gemm_quant_moe_id.sample
 def _(make, kind, num_tokens, num_experts, top_k, n, num_blocks, per_slot):
-    k = num_blocks * FORMATS[kind].block_size
+    k = num_blocks * format_of(kind).block_size
     ids = _ids_sample(make, num_tokens, num_experts, top_k)
     bucket_ids, tpe, _ = compute_ids_tpe.reference(ids, num_experts, n, n)
     return {

@@ -1,0 +1,122 @@
+"""The experts of one layer with weights in planes: gate, up and SiLU, down, and the weighted sum.
+
+    python -m bench.moe_layer [--tokens N ...] [--json FILE]
+
+A token's experts are drawn at random, different ones; those of a single token differ from call to
+call, so that none is read twice from a cache. Up to FEW tokens each pair reads its expert's rows;
+more are sorted by expert first, and gate and up are one product. What is timed was held against the
+definition before.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.results import Row, save_rows
+from bench.timing import device_us
+from ferrum_triton import get_backend
+from ferrum_triton.backends.backend import Backend
+from ferrum_triton.ops.quant import pack_sample
+from ferrum_triton.quant import dequantize_rows
+from ferrum_triton.testing import TensorFactory, assert_close
+
+KIND = "Q4_K:planes"
+NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
+TOKENS = (1, 8, 16, 64, 256, 4096)
+# Up to so many tokens a pair reads its expert's rows by itself.
+FEW = 4
+# Calls in a replay: those of one token read all experts once.
+CALLS = NUM_EXPERTS // TOP_K
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS, metavar="N")
+    parser.add_argument("--json", help="put the rows into this result file")
+    parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
+    options = parser.parse_args()
+    backend = get_backend("cuda")
+    gate_up, down = stacks("cuda")
+    call = partial(layer, backend, gate_up=gate_up, down=down)
+    for num_tokens in options.tokens:
+        calls = tokens("cuda", num_tokens)
+        assert_close(call(**calls[0]), defined(**calls[0], gate_up=gate_up, down=down), scale=2)
+        name = f"moe_layer/q4_K/e{NUM_EXPERTS}k{TOP_K}h{HIDDEN}i{INTERMEDIATE}/t{num_tokens}"
+        us = device_us(call, calls)
+        print(f"{name:<48} {us:9.1f} us", flush=True)
+        if options.json:
+            save_rows(options.json, [Row(name, us, "us")], options.commit)
+
+
+def stacks(
+    device: str,
+    num_experts: int = NUM_EXPERTS,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
+) -> tuple[Tensor, Tensor]:
+    """The experts' gate and up [num_experts, 2 intermediate, ..], and down [.., hidden, ..]."""
+    make = TensorFactory(torch.bfloat16, device)
+    gate_up = [pack_sample(make, KIND, 2 * intermediate, hidden // 256) for _ in range(num_experts)]
+    down = [pack_sample(make, KIND, hidden, intermediate // 256) for _ in range(num_experts)]
+    return torch.stack(gate_up), torch.stack(down)
+
+
+def tokens(
+    device: str,
+    num_tokens: int,
+    num_experts: int = NUM_EXPERTS,
+    top_k: int = TOP_K,
+    hidden: int = HIDDEN,
+) -> list[dict[str, Tensor]]:
+    """Activations [num_tokens, hidden], ids and weights [num_tokens, top_k] of each call."""
+    calls = []
+    for i in range(CALLS if num_tokens < 64 else 4):
+        make = TensorFactory(torch.bfloat16, device, seed=i)
+        order = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(i))
+        if num_tokens == 1:
+            order[0] = -(torch.arange(num_experts) - top_k * i).remainder(num_experts).float()
+        calls.append(
+            {
+                "x": make.randn(num_tokens, hidden),
+                "ids": order.topk(top_k).indices.to(device, torch.int32),
+                "weights": make.randn(num_tokens, top_k).float().softmax(-1),
+            }
+        )
+    return calls
+
+
+def layer(
+    backend: Backend, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    num_experts, top_k, half = len(gate_up), ids.shape[1], gate_up.shape[1] // 2
+    if len(x) <= FEW:
+        gate, up = gate_up[:, :half], gate_up[:, half:]
+        inner = backend.gemv_quant_moe_id_gate_up_silu(x, gate, up, ids, KIND, KIND)
+        slots = backend.gemv_quant_moe_id(inner, down, ids, KIND)
+    else:
+        buckets, tpe, _ = backend.compute_ids_tpe(ids, num_experts, 2 * half, down.shape[1])
+        both = backend.gemm_quant_moe_id(x, gate_up, buckets, tpe, KIND, top_k)
+        inner = backend.fused_silu_mul_split(both)
+        slots = backend.gemm_quant_moe_id(inner, down, buckets, tpe, KIND, top_k)
+    return backend.weighted_sum(slots, weights)
+
+
+def defined(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The layer in float32, an expert at a time."""
+    y = torch.zeros(x.shape, device=x.device)
+    for expert in range(len(gate_up)):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        if len(token):
+            gate, up = (x[token].float() @ dequantize_rows(gate_up[expert], KIND).T).chunk(2, -1)
+            inner = torch.nn.functional.silu(gate) * up
+            out = inner @ dequantize_rows(down[expert], KIND).T
+            y.index_add_(0, token, out * weights[token, slot, None])
+    return y
+
+
+if __name__ == "__main__":
+    main()

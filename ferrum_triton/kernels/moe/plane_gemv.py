@@ -1,0 +1,182 @@
+"""Few tokens by their experts' rows in planes: one program per pair and some rows of its expert.
+
+As :mod:`ferrum_triton.kernels.quant.gemv_planes` with one activation: the threads lie along K, and
+each keeps float32 partial sums that meet once. Which expert a pair has is read on the device; one
+without an expert writes zeros and reads nothing. Pairs of one expert read its rows side by side,
+the later ones from L2.
+"""
+
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ferrum_triton.kernels.elementwise import activated
+from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.quant.gemv_planes import STREAM, first_row, layout_of, row_sums
+from ferrum_triton.kernels.quant.plane_groups import LARGE
+from ferrum_triton.kernels.quant.planes import summed
+from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.quant.planes import ROW_ALIGN
+
+# When a launch that starts while the one before ends waits for that one's end: before it reads ids,
+# or after it has read them and its first weights.
+AT_IDS, AT_ACTIVATIONS = tl.constexpr(1), tl.constexpr(2)
+
+
+@kernel(dynamic=("num_pairs",))
+def _plane_pairs_kernel(
+    y_ptr,  # [num_tokens, top_k, n]
+    a_ptr,  # [num_tokens, k], or [num_tokens, top_k, k]
+    planes_ptr,  # [num_experts, n, row_bytes]
+    up_ptr,  # [num_experts, n, up_row_bytes]: y = silu(planes · a) · (up · a); or None
+    ids_ptr,  # [num_tokens, top_k]
+    stride_y_token,
+    stride_y_slot,
+    stride_a_token,
+    stride_a_slot,  # 0 where a token's slots share a row
+    stride_expert,  # of planes, in units of 16 bytes
+    stride_up_expert,
+    stride_ids_token,
+    num_experts,
+    num_rows,
+    num_pairs,
+    LAYOUT: tl.constexpr,  # see entry
+    UP_LAYOUT: tl.constexpr,  # likewise, None without up
+    GROUPS: tl.constexpr,  # of 32 in a row
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,  # at most num_rows
+    THREADS: tl.constexpr,
+    TIED: tl.constexpr,
+    ASM: tl.constexpr,
+    HINT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    CHAINED: tl.constexpr,  # 0, AT_IDS or AT_ACTIVATIONS
+):
+    if CHAINED == AT_IDS:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair = (tl.program_id(0) % num_pairs).to(tl.int64)
+    token, slot = pair // TOP_K, pair % TOP_K
+    first = first_row(tl.program_id(0) // num_pairs, num_rows, ROWS)
+    y_ptr += token * stride_y_token + slot * stride_y_slot + first
+    r = tl.arange(0, ROWS)
+    expert = tl.load(ids_ptr + token * stride_ids_token + slot).to(tl.int64)
+    if (expert < 0) | (expert >= num_experts):
+        if CHAINED == AT_ACTIVATIONS:
+            gdc_wait()
+        tl.store(y_ptr + r, tl.zeros([ROWS], y_ptr.dtype.element_ty))
+        return
+
+    a_ptr += token * stride_a_token + slot * stride_a_slot
+    planes_ptr += expert * stride_expert * 16
+    if up_ptr is not None:
+        up_ptr += expert * stride_up_expert * 16
+    totals = row_sums(
+        a_ptr, None, planes_ptr, up_ptr, 0, 0, num_rows, first, LAYOUT, UP_LAYOUT, GROUPS, 1, ROWS,
+        THREADS, False, TIED, ASM, HINT, VECTOR, 2 if CHAINED == AT_ACTIVATIONS else 0,
+    )  # fmt: skip
+    BOTH: tl.constexpr = ROWS if up_ptr is None else 2 * ROWS
+    flat = ()
+    for i in tl.static_range(BOTH):
+        flat += totals[i]
+    y = summed(flat, BOTH, BOTH) * LARGE
+    if up_ptr is not None:
+        gate, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS))))
+        y = activated(gate, "silu") * up
+    tl.store(y_ptr + r, y.to(y_ptr.dtype.element_ty))
+
+
+def gemv_plane_pairs(
+    a: Tensor,
+    planes: Tensor,
+    ids: Tensor,
+    kind: str,
+    up: Tensor | None = None,
+    up_kind: str = "",
+    *,
+    out: Tensor | None = None,
+    rows: int | None = None,
+    num_warps: int | None = None,
+    tied: bool = True,
+    max_registers: int | None = None,
+    hint: str = STREAM,
+    chained: bool = False,
+    known_ids: bool = False,
+    asm: bool | None = None,
+) -> Tensor:
+    """y[t, s] = W[ids[t, s]] · a[t, s], or silu of that times U[ids[t, s]] · a[t, s].
+
+    Args:
+        a: [num_tokens, K] or [num_tokens, top_k, K], magnitudes below 2^41.
+        planes: uint8 [num_experts, n, row_bytes], W's rows in planes.
+        ids: [num_tokens, top_k] int32 or int64.
+        kind: of planes, such as ``"Q4_K:planes"``.
+        up, up_kind: U likewise.
+        out: [num_tokens, top_k, n] to write to.
+        rows: of W, and as many of U, a program; a power of two; a plain choice if None.
+        num_warps: of a program, likewise.
+        tied: keep the loads of scales beside those of weights.
+        max_registers: of a thread.
+        hint: to the caches, of the weights' loads.
+        chained: let the launch begin while the one before ends. For NVIDIA GPUs of capability 9.0
+            on.
+        known_ids: of a chained launch: the one before writes no ids, and waited for what did; so
+            weights are loaded while it ends.
+        asm: use PTX; if None, where it can be.
+    """
+    num_experts, num_rows = planes.shape[:2]
+    y = a.new_empty(*ids.shape, num_rows) if out is None else out
+    if y.numel() == 0:
+        return y
+    k = a.shape[-1]
+    best_rows, best_warps = _tile_of(k // 32, 1 if up is None else 2)
+    rows = min(rows or best_rows, 1 << (num_rows.bit_length() - 1))
+    warps = num_warps or best_warps
+    if asm is None:
+        asm = a.is_meta or (a.is_cuda and capability(a.device) >= (8, 0))
+    chained = chained and k > 0 and (a.is_meta or capability(a.device) >= (9, 0))
+    slot = slot_stride(a)
+    aligned = all(stride * a.element_size() % 16 == 0 for stride in (a.stride(0), slot))
+    aligned = aligned and (a.is_meta or a.data_ptr() % 16 == 0)
+    _plane_pairs_kernel.launch(
+        (ids.numel() * cdiv(num_rows, rows),),
+        y,
+        a,
+        planes,
+        up,
+        ids,
+        y.stride(0),
+        y.stride(1),
+        a.stride(0),
+        slot,
+        planes.stride(0) // ROW_ALIGN,
+        0 if up is None else up.stride(0) // ROW_ALIGN,
+        ids.stride(0),
+        num_experts,
+        num_rows,
+        ids.numel(),
+        LAYOUT=layout_of(planes, kind, k),
+        UP_LAYOUT=None if up is None else layout_of(up, up_kind, k),
+        GROUPS=k // 32,
+        TOP_K=ids.shape[1],
+        ROWS=rows,
+        THREADS=32 * warps,
+        TIED=tied and asm,
+        ASM=asm,
+        HINT=hint,
+        VECTOR=asm and aligned,
+        CHAINED=(AT_ACTIVATIONS if known_ids else AT_IDS).value if chained else 0,
+        num_warps=warps,
+        maxnreg=max_registers,
+        **({"launch_pdl": True} if chained else {}),
+    )
+    return y
+
+
+def slot_stride(a: Tensor) -> int:
+    return a.stride(1) if a.dim() == 3 else 0
+
+
+def _tile_of(num_groups: int, matrices: int) -> tuple[int, int]:
+    """Rows a program takes of each matrix, and its warps: a group a thread where there are few."""
+    return 4 // matrices, max(1, min(4, num_groups // 32))

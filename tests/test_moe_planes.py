@@ -1,0 +1,188 @@
+"""The experts of a layer in planes: the whole of it, and what its kernels take of a GPU."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import moe_layer
+from ferrum_triton import get_backend
+from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.moe.plane_gemm import OTHER_TILES, TILES, gemm_plane_pairs
+from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.quant.kinds import format_of, quantize_rows
+from ferrum_triton.quant.planes import PLANE_FORMATS
+from ferrum_triton.registry import OPS
+from ferrum_triton.testing import assert_close
+
+KINDS = pytest.mark.parametrize("kind", PLANE_FORMATS)
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def empty_stack(kind, num_experts, n, k):
+    return empty(num_experts, n, format_of(kind).row_bytes(k), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("backend", "num_tokens"), [("cpu", 2), ("cpu", 11), ("interpret", 11)])
+def test_a_layer_is_its_definition(backend, num_tokens):
+    """Few tokens and more, whose experts are not all chosen."""
+    gate_up, down = moe_layer.stacks("cpu", num_experts=4, hidden=256, intermediate=256)
+    call = moe_layer.tokens("cpu", num_tokens, num_experts=4, top_k=2, hidden=256)[0]
+    got = moe_layer.layer(get_backend(backend), **call, gate_up=gate_up, down=down)
+    assert_close(got, moe_layer.defined(**call, gate_up=gate_up, down=down), scale=2)
+
+
+@pytest.mark.parametrize("config", [*TILES.values(), *OTHER_TILES.values()], ids=str)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_0", "Q3_K"])
+def test_every_tile_gives_the_products(config, kind):
+    """Whatever the number of pairs: an expert has all of them, one has none."""
+    weights = torch.randn(3, 9, 512, generator=torch.Generator().manual_seed(0)) / 512**0.5
+    stack = quantize_rows(weights, f"{kind}:planes")
+    a = torch.randn(35, 512, generator=torch.Generator().manual_seed(1)).half()
+    ids = torch.tensor([2, 0]).repeat_interleave(torch.tensor([67, 3])).view(35, 2)
+    buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 3, 1, 1)
+    got = gemm_plane_pairs(a, stack, buckets, tpe, f"{kind}:planes", 2, config=config)
+    want = OPS["gemv_quant_moe_id"].reference(a.double(), stack, ids, f"{kind}:planes")
+    assert_close(got, want)
+
+
+def test_a_token_meets_other_experts_in_every_call():
+    calls = moe_layer.tokens("cpu", 1)
+    assert torch.cat([call["ids"].flatten() for call in calls]).unique().numel() == 128
+    for call in moe_layer.tokens("cpu", 8):
+        assert all(len(set(row)) == len(row) for row in call["ids"].tolist())
+
+
+@pytest.mark.parametrize("num_tokens", moe_layer.TOKENS)
+def test_a_layer_compiled_for_hopper(num_tokens):
+    target = TARGETS["sm_90"]
+    triton = SimpleNamespace(**{name: op.impls.get("triton") for name, op in OPS.items()})
+    hidden, inner, top_k = moe_layer.HIDDEN, moe_layer.INTERMEDIATE, moe_layer.TOP_K
+    with record_launches(target.capability) as launches:
+        y = moe_layer.layer(
+            triton,
+            empty(num_tokens, hidden),
+            empty(num_tokens, top_k, dtype=torch.int32),
+            empty(num_tokens, top_k, dtype=torch.float32),
+            empty_stack(moe_layer.KIND, moe_layer.NUM_EXPERTS, 2 * inner, hidden),
+            empty_stack(moe_layer.KIND, moe_layer.NUM_EXPERTS, hidden, inner),
+        )
+    assert y.shape == (num_tokens, hidden)
+    for launch in launches:
+        compiled = compile_launch(launch, target)
+        assert compiled.spilled == 0, launch.kernel.name
+        assert compiled.shared <= target.shared_limit
+
+
+def products(kind, num_tokens, target):
+    """What gate and up launch for so many tokens of eight experts each."""
+    ids = empty(num_tokens, 8, dtype=torch.int32)
+    stack = empty_stack(kind, 128, 1536, 2048)
+    buckets, tpe = empty(128, ids.numel(), dtype=torch.int32), empty(128, dtype=torch.int32)
+    with record_launches(TARGETS[target].capability) as launches:
+        gemm_plane_pairs(empty(num_tokens, 2048), stack, buckets, tpe, kind, 8)
+    return launches
+
+
+@KINDS
+@pytest.mark.parametrize("num_tokens", [8, 256, 512, 4096])
+def test_tiles_compiled_for_hopper(kind, num_tokens):
+    """No spills, and weights stay in their registers, pairs of neighbours of K."""
+    compiled = compile_launch(products(kind, num_tokens, "sm_90")[-1], TARGETS["sm_90"])
+    assert compiled.spilled == 0
+    ttgir = compiled.asm["ttgir"]
+    assert not re.search(r"ttg.local_alloc %", ttgir)
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+    unpacking = re.findall(
+        r"elementwise_inline_asm .*packed_element = 2.*? : tensor<\w+, ([^<>]*(?:<\{[^}]*\}>)?)>",
+        ttgir,
+    )
+    assert unpacking
+    for layout in unpacking:
+        text = layouts.get(layout, layout)
+        assert re.search(r"register = \[\[0, 1\]|kWidth = [24]", text), text
+
+
+@pytest.mark.parametrize("kind", ["Q4_K:planes", "Q3_K:planes", "Q5_0:planes", "Q8_0:planes"])
+@pytest.mark.parametrize("num_tokens", [8, 4096])
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+def test_tiles_compiled_elsewhere(kind, num_tokens, target):
+    for launch in products(kind, num_tokens, target):
+        compiled = compile_launch(launch, TARGETS[target])
+        assert compiled.spilled == 0
+        assert compiled.shared <= TARGETS[target].shared_limit
+
+
+def pair_launch(kind, up_kind="", target="sm_90", **options):
+    with record_launches(TARGETS[target].capability) as launches:
+        gemv_plane_pairs(
+            empty(1, 2048),
+            empty_stack(kind, 128, 768, 2048),
+            empty(1, 8, dtype=torch.int32),
+            kind,
+            empty_stack(up_kind, 128, 768, 2048) if up_kind else None,
+            up_kind,
+            **options,
+        )
+    return launches[-1]
+
+
+@KINDS
+@pytest.mark.parametrize("two", ["", "Q4_K:planes"])
+def test_pairs_compiled_for_hopper(kind, two):
+    compiled = compile_launch(pair_launch(kind, two), TARGETS["sm_90"])
+    assert compiled.spilled == 0 and ".ftz" not in compiled.asm["ptx"]
+
+
+def test_gate_and_up_of_one_kind_share_their_activations():
+    """Their loads, 64 bytes a thread, and the products with powers of two."""
+    alike, apart = (
+        compile_launch(pair_launch("Q4_K:planes", up, rows=2), TARGETS["sm_90"]).asm["ptx"]
+        for up in ("Q4_K:planes", "Q5_K:planes")
+    )
+    loads = r"ld\.global\.v4\.b32"
+    assert len(re.findall(loads, alike)) == 4 and len(re.findall(loads, apart)) == 8
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+def test_pairs_compiled_elsewhere(target):
+    launch = pair_launch("Q6_K:planes", "Q4_K:planes", target, asm=target != "gfx942")
+    assert compile_launch(launch, TARGETS[target]).spilled == 0
+
+
+def test_a_chained_launch_waits_before_ids_or_after_its_weights():
+    weights = r"ld\.global\.L1::no_allocate"
+    for known_ids, early in ((False, 0), (True, 4)):
+        launch = pair_launch("Q4_K:planes", rows=4, num_warps=2, chained=True, known_ids=known_ids)
+        ptx = compile_launch(launch, TARGETS["sm_90"]).asm["ptx"]
+        # The last wait is that of programs whose pair has an expert.
+        before, after = ptx.rsplit("griddepcontrol.wait;", 1)
+        assert (len(re.findall(weights, before)), len(re.findall(weights, after))) == (
+            early,
+            4 - early,
+        )
+        assert not re.findall(r"ld\.global\.v4", before) and re.findall(r"ld\.global\.v4", after)
+
+
+@pytest.mark.gpu
+def test_a_chain_of_launches():
+    """Each takes what the launch before it wrote."""
+    kind = moe_layer.KIND
+    gate_up, down = moe_layer.stacks("cuda", num_experts=16, hidden=512, intermediate=512)
+    call = moe_layer.tokens("cuda", 1, num_experts=16, hidden=512)[0]
+    gate, up = gate_up[:, :512], gate_up[:, 512:]
+    for _ in range(3):
+        results = []
+        for chained in (False, True):
+            inner = gemv_plane_pairs(
+                call["x"], gate, call["ids"], kind, up, kind, chained=chained
+            )  # fmt: skip
+            results.append(
+                gemv_plane_pairs(inner, down, call["ids"], kind, chained=chained, known_ids=chained)
+            )
+        assert torch.equal(*results)
