@@ -90,12 +90,8 @@ def test_wrong_calls_are_refused(backend):
         (both, (a, w.blocks, w.blocks[:2], *kinds), "up_blocks"),
         (both, (a, w.blocks, w.blocks, *kinds, "gelu"), "activation"),
         (both, (a.repeat(5, 1), w.blocks, w.blocks, *kinds), "a"),
-        (backend.gemv_quant_qkv, (a, w.blocks, w.blocks, w.blocks, w.kind, "", w.kind), "k_kind"),
-        (
-            backend.gemv_quant_qkv,
-            (a.repeat(5, 1), w.blocks, None, w.blocks, w.kind, "", w.kind),
-            "a",
-        ),
+        (qkv, (a, w.blocks, w.blocks, w.blocks, w.kind, "", w.kind), "k_kind"),
+        (qkv, (a.repeat(5, 1), w.blocks, None, w.blocks, w.kind, "", w.kind), "a"),
     ]
     for door, arguments, *names in refused:
         with pytest.raises(InputError) as error:

@@ -326,7 +326,7 @@ def layout_of(planes: Tensor, kind: str, num_weights: int) -> tuple[int | str, .
 
 
 def uses_ptx(x: Tensor) -> bool:
-    return x.is_meta or (x.is_cuda and torch.version.hip is None)
+    return capability(x.device) >= (8, 0)
 
 
 def may_chain(x: Tensor) -> bool:
