@@ -156,7 +156,7 @@ def test_pairs_compiled_elsewhere(target):
 
 
 def test_a_chained_launch_waits_before_ids_or_after_its_weights():
-    weights = r"ld\.global\.L1::no_allocate"
+    weights = r"ld\.global\.L1::evict_first"
     for known_ids, early in ((False, 0), (True, 4)):
         launch = pair_launch("Q4_K:planes", rows=4, num_warps=2, chained=True, known_ids=known_ids)
         ptx = compile_launch(launch, TARGETS["sm_90"]).asm["ptx"]

@@ -83,7 +83,7 @@ def test_wrong_calls_are_refused(backend):
     w, narrow = (weight("Q8_0:planes", 3, 1, backend.device, k) for k in (64, 32))
     kinds = (w.kind, w.kind)
     a = activations(2, backend.device, k=64)
-    both = backend.gemv_quant_gate_up_silu
+    both, qkv = backend.gemv_quant_gate_up_silu, backend.gemv_quant_qkv
     refused = [
         (both, (a, w.blocks, w.blocks, w.kind, "Q8_1"), "up_kind"),
         (both, (a, narrow.blocks, w.blocks, *kinds), "gate_blocks", "a"),
