@@ -133,8 +133,8 @@ def gemv_plane_pairs(
     rows = min(rows or best_rows, 1 << (num_rows.bit_length() - 1))
     warps = num_warps or best_warps
     if asm is None:
-        asm = a.is_meta or (a.is_cuda and capability(a.device) >= (8, 0))
-    chained = chained and k > 0 and (a.is_meta or capability(a.device) >= (9, 0))
+        asm = capability(a.device) >= (8, 0)
+    chained = chained and k > 0 and capability(a.device) >= (9, 0)
     slot = slot_stride(a)
     aligned = all(stride * a.element_size() % 16 == 0 for stride in (a.stride(0), slot))
     aligned = aligned and (a.is_meta or a.data_ptr() % 16 == 0)

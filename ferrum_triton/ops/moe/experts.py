@@ -254,7 +254,8 @@ def gemm_quant_moe_id(
 
     :func:`compute_ids_tpe` makes the buckets. A tile of an expert's weights is decoded once for up
     to 64 of its pairs. As in ``gemm_quant``, weights are rounded to a's dtype for the tensor cores
-    and sums are in float32.
+    and sums are in float32. Of planes and a in float32 nothing is rounded, and each pair reads its
+    expert's rows.
 
     Args:
         a: [num_tokens, K], a token's row for all its pairs, as for gate and up; or
