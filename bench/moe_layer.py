@@ -58,11 +58,12 @@ def stacks(
     hidden: int = HIDDEN,
     intermediate: int = INTERMEDIATE,
 ) -> tuple[Tensor, Tensor]:
-    """The experts' gate and up [num_experts, 2 intermediate, ..], and down [.., hidden, ..]."""
+    """The experts' gate and up [num_experts, 2, intermediate, ..], and down [.., hidden, ..]."""
     make = TensorFactory(torch.bfloat16, device)
-    gate_up = [pack_sample(make, KIND, 2 * intermediate, hidden // 256) for _ in range(num_experts)]
+    count = 2 * num_experts
+    gate_up = [pack_sample(make, KIND, intermediate, hidden // 256) for _ in range(count)]
     down = [pack_sample(make, KIND, hidden, intermediate // 256) for _ in range(num_experts)]
-    return torch.stack(gate_up), torch.stack(down)
+    return torch.stack(gate_up).unflatten(0, (num_experts, 2)), torch.stack(down)
 
 
 def tokens(
@@ -92,14 +93,16 @@ def tokens(
 def layer(
     backend: Backend, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    num_experts, top_k, half = len(gate_up), ids.shape[1], gate_up.shape[1] // 2
+    num_experts, top_k, n = len(gate_up), ids.shape[1], gate_up.shape[2]
+    gate, up = gate_up.unbind(1)
     if len(x) <= FEW:
-        gate, up = gate_up[:, :half], gate_up[:, half:]
         inner = backend.gemv_quant_moe_id_gate_up_silu(x, gate, up, ids, KIND, KIND)
         slots = backend.gemv_quant_moe_id(inner, down, ids, KIND)
     else:
-        buckets, tpe, _ = backend.compute_ids_tpe(ids, num_experts, 2 * half, down.shape[1])
-        both = backend.gemm_quant_moe_id(x, gate_up, buckets, tpe, KIND, top_k)
+        buckets, tpe, _ = backend.compute_ids_tpe(ids, num_experts, n, down.shape[1])
+        both = x.new_empty(*ids.shape, 2 * n)
+        backend.gemm_quant_moe_id(x, gate, buckets, tpe, KIND, top_k, out=both[..., :n])
+        backend.gemm_quant_moe_id(x, up, buckets, tpe, KIND, top_k, out=both[..., n:])
         inner = backend.fused_silu_mul_split(both)
         slots = backend.gemm_quant_moe_id(inner, down, buckets, tpe, KIND, top_k)
     return backend.weighted_sum(slots, weights)
@@ -111,7 +114,7 @@ def defined(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     for expert in range(len(gate_up)):
         token, slot = (ids == expert).nonzero(as_tuple=True)
         if len(token):
-            gate, up = (x[token].float() @ dequantize_rows(gate_up[expert], KIND).T).chunk(2, -1)
+            gate, up = (x[token].float() @ dequantize_rows(w, KIND).T for w in gate_up[expert])
             inner = torch.nn.functional.silu(gate) * up
             out = inner @ dequantize_rows(down[expert], KIND).T
             y.index_add_(0, token, out * weights[token, slot, None])
