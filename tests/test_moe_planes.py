@@ -175,7 +175,7 @@ def test_a_chain_of_launches():
     kind = moe_layer.KIND
     gate_up, down = moe_layer.stacks("cuda", num_experts=16, hidden=512, intermediate=512)
     call = moe_layer.tokens("cuda", 1, num_experts=16, hidden=512)[0]
-    gate, up = gate_up[:, :512], gate_up[:, 512:]
+    gate, up = gate_up.unbind(1)
     for _ in range(3):
         results = []
         for chained in (False, True):
