@@ -9,6 +9,7 @@ first way, and more a product by torch.
 import torch
 from torch import Tensor
 
+from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
@@ -23,23 +24,39 @@ PROGRAMS, STEPS = 200, 4
 _TILES = {
     8: Config(64, 8, ahead=4),
     16: Config(64, 16, parts=2, stages=3, registers=128, ahead=4),
-    32: Config(128, 32, late=False, warps=8, stages=3, registers=128, ahead=4),
+    32: Config(64, 32, late=False, stages=3),
     64: Config(128, 64, warps=8, stages=3),
     128: Config(64, 128, words=16, late=False, stages=3),
     256: Config(128, 256, words=16, late=False, warps=8, stages=3),
 }
+_TILES_OF = {"Q6_K": {8: Config(64, 8, stages=3, ahead=8), 32: Config(64, 32, parts=2)}}
 MOST = 128  # in a tile of more than 256
+# Of GPUs before Hopper and of AMD's, where those spill or do not compile.
+_OTHER_TILES = {
+    16: Config(64, 16, stages=2),
+    32: Config(64, 32, words=16, late=False, stages=2),
+    64: Config(128, 64, words=16, late=False, warps=8, stages=2),
+}
 
 
-def choose_config(kind: str, num_tokens: int, num_rows: int, num_weights: int) -> Config:
+def choose_config(
+    kind: str, num_tokens: int, num_rows: int, num_weights: int, device: torch.device
+) -> Config:
     """How ``mma_quant`` takes so many tokens by W [num_rows, num_weights]."""
+    is_new = capability(device) >= (9, 0)
+    tiles = _TILES | _TILES_OF.get(kind, {}) if is_new else _OTHER_TILES
     # Q3_K's pairs do not stay in registers for the instruction of 8 tokens.
     least = 16 if kind == "Q3_K" else 8
-    fitting = (tokens for tokens in _TILES if max(num_tokens, least) <= tokens)
-    config = _TILES[next(fitting, MOST)]
+    fitting = (tokens for tokens in tiles if max(num_tokens, least) <= tokens)
+    config = tiles[next(fitting, min(MOST, max(tiles)))]
+    if capability(device) >= (10, 0):  # with as few registers it spills there
+        config = config._replace(registers=0)
     if kind == "Q8_0":  # twice the bytes a stage
         config = config._replace(stages=max(config.stages - 1, 2))
-    return spread_over(config, num_tokens, num_rows, num_weights)
+    spread = spread_over(config, num_tokens, num_rows, num_weights)
+    if config.tokens > MOST and spread.splits > 1:  # too few, and of splits they spill
+        spread = spread_over(tiles[MOST], num_tokens, num_rows, num_weights)
+    return spread
 
 
 def spread_over(config: Config, num_tokens: int, num_rows: int, num_weights: int) -> Config:
@@ -59,5 +76,5 @@ def product_of_planes(a: Tensor, planes: Tensor, kind: str, out: Tensor | None) 
         return gemv_planes(a, planes, kind, out=out)
     if is_wide or num_tokens >= MANY:
         return product_by_torch(a, planes, kind, out=out)
-    config = choose_config(file_kind(kind), num_tokens, planes.shape[0], num_weights)
+    config = choose_config(file_kind(kind), num_tokens, planes.shape[0], num_weights, a.device)
     return mma_quant(a, planes, kind, config, out=out)
