@@ -105,10 +105,22 @@ def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
     return ASTSource(kernel, ordered, constexprs, attributes), options
 
 
+def instructions(cubin: bytes) -> list[str]:
+    """The machine instructions of an NVIDIA GPU's binary, without their operands."""
+    lines = re.findall(
+        r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)", _cuobjdump(cubin, "-sass")
+    )
+    return [line.rstrip(";") for line in lines]
+
+
 def _resource_usage(cubin: bytes) -> str:
+    return _cuobjdump(cubin, "--dump-resource-usage")
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
+        command = [tool, option, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

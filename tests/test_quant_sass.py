@@ -1,0 +1,67 @@
+"""What products with weights in planes are to an H200: its own instructions, read without one."""
+
+import pytest
+import torch
+
+from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
+from ferrum_triton.kernels.quant.int8 import quantize_activations
+from ferrum_triton.kernels.quant.mma import mma_quant
+from ferrum_triton.kernels.quant.plane_products import choose_config
+from ferrum_triton.kernels.resources import TARGETS, compile_launch, instructions
+from ferrum_triton.quant.kinds import file_kind
+from ferrum_triton.quant.planes import PLANE_FORMATS
+
+KINDS = pytest.mark.parametrize("kind", PLANE_FORMATS)
+N, K = 4096, 4096
+ROWS, WARPS = 4, 2
+
+
+def planes_of(kind):
+    row_bytes = PLANE_FORMATS[kind].row_bytes(K)
+    return torch.empty(N, row_bytes, dtype=torch.uint8, device="meta")
+
+
+def machine_code(launches):
+    """The last launch's instructions; none of them may take registers to memory."""
+    compiled = compile_launch(launches[-1], TARGETS["sm_90"])
+    code = instructions(compiled.asm["cubin"])
+    assert compiled.spilled == 0
+    assert not [name for name in code if name.startswith(("LDL", "STL"))]
+    return code
+
+
+def count(code, prefix):
+    return sum(name.startswith(prefix) for name in code)
+
+
+@KINDS
+@pytest.mark.parametrize("int8", [False, True], ids=["exact", "int8"])
+def test_few_activations(kind, int8):
+    """16-byte loads of weights, and conversions of scales at most: none for each weight."""
+    a = torch.empty(1, K, dtype=torch.bfloat16, device="meta")
+    with record_launches((9, 0)) as launches:
+        x = quantize_activations(a) if int8 else a
+        gemv_planes(x, planes_of(kind), kind, tile=Tile(ROWS, WARPS))
+    code = machine_code(launches)
+    wide = {"Q2_K": "LDG.E.EF.64", "Q3_K": "LDG.E.EF.64"}.get(file_kind(kind), "LDG.E.EF.128")
+    per_group = {"Q8_0": 2}.get(file_kind(kind), 1)
+    assert count(code, wide) == ROWS * per_group
+    # A thread takes 32 weights of each row at a time, which have up to four sub-scales.
+    conversions = count(code, "I2F")
+    assert conversions <= ROWS * 5 + 8
+    assert (count(code, "IDP.4A") > 0) == int8
+
+
+@KINDS
+@pytest.mark.parametrize("num_tokens", [8, 16, 64])
+def test_many_activations(kind, num_tokens):
+    """Tensor cores take what words become in registers; no weight is converted."""
+    a = torch.empty(num_tokens, K, dtype=torch.bfloat16, device="meta")
+    with record_launches((9, 0)) as launches:
+        config = choose_config(file_kind(kind), num_tokens, N, K, a.device)
+        mma_quant(a, planes_of(kind), kind, config._replace(splits=1))
+    code = machine_code(launches)
+    assert count(code, "HMMA" if config.tokens == 8 else "HGMMA")
+    assert count(code, "LDGSTS.E.BYPASS.128")
+    assert count(code, "I2F") <= 1  # of the division that finds a program's tile
