@@ -34,7 +34,7 @@ def main() -> None:
         path = Path(directory) / "weights"
         write_random(path, COPIES * NUM_ROWS * FORMATS[KIND].row_bytes(NUM_COLS))
         speed = gb_per_second(path, KIND, COPIES * NUM_ROWS, NUM_COLS, "cuda")
-    rows = [Row(f"load_quant/{KIND[0].lower()}{KIND[1:]}/n{NUM_ROWS}k{NUM_COLS}", speed, "gb_s")]
+    rows = [Row(f"load_quant/{KIND[0].lower()}{KIND[1:]}/n{NUM_ROWS}k{NUM_COLS}", speed, "gbs")]
     print_rows(rows)
     if options.json:
         save_rows(options.json, rows, options.commit)
