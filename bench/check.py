@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HIGHER_IS_BETTER = {"tflops", "tbs", "tok_s"}
+HIGHER_IS_BETTER = {"tflops", "tbs", "gbs", "tok_s"}
 
 
 def verdict(case: dict[str, Any], value: float | None) -> str:

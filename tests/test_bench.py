@@ -15,11 +15,13 @@ from bench.cascade import cascade, sample, whole
 from bench.check import compare, verdict
 from bench.decode_map import cliffs, draw
 from bench.flashinfer_peers import pages
+from bench.load_speed import gb_per_second, load, write_random
 from bench.results import Row, save_rows
 from bench.timing import COLD_BYTES, copies_of
 from ferrum_triton import get_backend
 from ferrum_triton.kernels import tuning
 from ferrum_triton.kernels.tuning import TUNABLES, Tunable, nearest
+from ferrum_triton.quant import FORMATS, load_quant
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
 
@@ -197,3 +199,13 @@ def test_a_prefix_read_once_changes_nothing(backend):
     call = sample("cpu", 3, 48, 20, seed=0, dtype=torch.float32)
     backend = get_backend(backend)
     assert_close(cascade(backend, **call), whole(backend, **call))
+
+
+def test_what_is_timed_to_load_is_the_file_in_planes(tmp_path):
+    file = tmp_path / "weights"
+    write_random(file, 6 * FORMATS["Q4_K"].row_bytes(512))
+    loaded = load(file, "Q4_K", 6, 512, "cpu")
+    assert loaded.kind == "Q4_K:planes"
+    stored = load_quant("Q4_K", file.read_bytes(), 6, 512)
+    assert torch.equal(loaded.as_in_file().blocks, stored.blocks)
+    assert gb_per_second(file, "Q4_K", 6, 512, "cpu", times=1) > 0

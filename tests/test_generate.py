@@ -19,6 +19,7 @@ MODEL = find_default_model()
 pytestmark = pytest.mark.skipif(MODEL is None, reason=f"the real model is absent: {INSTALL}")
 
 TEXT = (Path(__file__).parent / "data" / "alice.txt").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "README.md").read_text()
 CHATS = (
     "What is the capital of France?",
     "Explain in one sentence why the sky is blue.",
@@ -160,6 +161,26 @@ def test_packed_weights_agree_with_float32(model, tokenizer, dtype, chunk):
     found = compare(packed, log_probabilities(model, ids, 512), ids, chunk)
     assert found.argmax_agreement >= 0.985
     assert found.mean_kl < 5e-3
+
+
+def perplexity(log_probabilities, ids):
+    """Of every token but the first, which nothing predicts."""
+    predicted = log_probabilities[:-1].gather(1, ids[1:, None])
+    return predicted.mean().neg().exp().item()
+
+
+# Interpreted, a pass through this model's 30 layers takes minutes.
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [512, 64, 1])
+def test_packed_weights_keep_the_perplexity(model, tokenizer, dtype, chunk):
+    """On this repository's own pages; each chunk is multiplied in another way."""
+    ids = torch.tensor(tokenizer.encode(PAGE)[:512])
+    packed = load_model(MODEL, get_backend("cuda"), dtype)
+    want = perplexity(log_probabilities(model, ids, 512), ids)
+    got = perplexity(log_probabilities(packed, ids, chunk), ids)
+    assert 1 < want < 100, "the model does not know this language"
+    assert abs(got / want - 1) < 0.01
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -75,39 +76,60 @@ PACKED = LlamaConfig(
 )
 
 
-class PackedSource(Source):
-    """Random weights of :data:`PACKED`, V in another format than Q and K."""
+# V in another format than Q and K, and two formats that have no planes.
+PACKED_KINDS = {
+    "token_embd": "Q8_0",
+    "attn_q": "Q4_1",
+    "attn_k": "Q4_1",
+    "attn_v": "Q8_0",
+    "attn_output": "IQ4_NL",
+    "ffn_gate": "Q4_1",
+    "ffn_up": "Q4_1",
+    "ffn_down": "MXFP4",
+}
 
-    def __init__(self) -> None:
+
+class PackedSource(Source):
+    """Random weights of ``config``; ``kind_of`` gives a matrix's format by its name."""
+
+    def __init__(
+        self,
+        config: LlamaConfig = PACKED,
+        kind_of: Callable[[str], str] = lambda name: PACKED_KINDS[name.rpartition(".")[2]],
+    ) -> None:
         self.path = Path("packed")
         make = torch.Generator().manual_seed(4)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        # Sums of as many terms stay as large as those of 64.
+        scale = 0.15 * (64 / hidden) ** 0.5
+        self._tensors: dict[str, Matrix] = {}
 
-        def matrix(rows: int, cols: int, kind: str) -> QuantizedTensor:
-            weights = 0.15 * torch.randn(rows, cols, generator=make)
-            return QuantizedTensor(quantize_blocks(weights, FORMATS[kind]), kind)
+        def matrix(name: str, rows: int, cols: int) -> None:
+            weights, kind = scale * torch.randn(rows, cols, generator=make), kind_of(name)
+            packed = QuantizedTensor(quantize_blocks(weights, FORMATS[kind]), kind)
+            self._tensors[f"{name}.weight"] = packed
 
-        def vector(size: int) -> torch.Tensor:
-            return 1 + 0.3 * torch.randn(size, generator=make)
+        def vector(name: str, size: int) -> None:
+            self._tensors[f"{name}.weight"] = 1 + 0.3 * torch.randn(size, generator=make)
 
-        self._tensors: dict[str, Matrix] = {
-            "token_embd.weight": matrix(96, 64, "Q8_0"),
-            "output_norm.weight": vector(64),
-        }
-        for layer in range(PACKED.num_layers):
-            self._tensors |= {
-                f"blk.{layer}.{name}.weight": tensor
-                for name, tensor in {
-                    "attn_norm": vector(64),
-                    "attn_q": matrix(64, 64, "Q4_1"),
-                    "attn_k": matrix(32, 64, "Q4_1"),
-                    "attn_v": matrix(32, 64, "Q8_0"),
-                    "attn_output": matrix(64, 64, "IQ4_NL"),
-                    "ffn_norm": vector(64),
-                    "ffn_gate": matrix(96, 64, "Q4_1"),
-                    "ffn_up": matrix(96, 64, "Q4_1"),
-                    "ffn_down": matrix(64, 96, "MXFP4"),
-                }.items()
-            }
+        matrix("token_embd", config.vocab_size, hidden)
+        vector("output_norm", hidden)
+        if not config.tie_embeddings:
+            matrix("output", config.vocab_size, hidden)
+        for layer in range(config.num_layers):
+            prefix = f"blk.{layer}."
+            vector(f"{prefix}attn_norm", hidden)
+            matrix(f"{prefix}attn_q", config.q_dim, hidden)
+            matrix(f"{prefix}attn_k", config.kv_dim, hidden)
+            matrix(f"{prefix}attn_v", config.kv_dim, hidden)
+            if config.qk_norm:
+                vector(f"{prefix}attn_q_norm", config.head_dim)
+                vector(f"{prefix}attn_k_norm", config.head_dim)
+            matrix(f"{prefix}attn_output", hidden, config.q_dim)
+            vector(f"{prefix}ffn_norm", hidden)
+            matrix(f"{prefix}ffn_gate", inner, hidden)
+            matrix(f"{prefix}ffn_up", inner, hidden)
+            matrix(f"{prefix}ffn_down", hidden, inner)
 
     def __len__(self) -> int:
         return len(self._tensors)

@@ -163,17 +163,27 @@ def load_weights(
     backend: Backend,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    *,
+    planes: bool | None = None,
 ) -> LlamaWeights:
     """Read every weight a model of ``config`` has.
 
     Packed weights stay packed where the backend multiplies by them in kernels; on the CPU backend,
     where torch does, they are decoded to ``dtype`` once.
 
+    Args:
+        source: where they come from.
+        config: of the model.
+        backend: where it will run.
+        dtype: of weights that are not kept packed.
+        progress: called with tensors loaded and tensors there are.
+        planes: lay out in planes what stays packed; None does so on CUDA devices only.
+
     Raises:
         FileError: a tensor is missing, has another shape than the hyperparameters say, or has no
             place in a model of this family, so that leaving it out would change what is computed.
     """
-    return _Loader(source, config, backend, dtype, progress).load()
+    return _Loader(source, config, backend, dtype, progress, planes).load()
 
 
 class _Loader:
@@ -184,11 +194,14 @@ class _Loader:
         backend: Backend,
         dtype: torch.dtype,
         progress: Progress | None,
+        planes: bool | None,
     ) -> None:
         self.source, self.config, self.dtype = source, config, dtype
         self.device = backend.device
         self.keep_packed = backend.provider_of("gemm_quant") != "reference"
-        self.in_planes = self.device.type == "cuda"
+        self.in_planes = self.keep_packed and (
+            self.device.type == "cuda" if planes is None else planes
+        )
         self.progress, self.loaded = progress, 0
 
     def load(self) -> LlamaWeights:
