@@ -239,9 +239,7 @@ class _Loader:
             attn_out=self.linear(prefix, {"attn_output": hidden}, config.q_dim),
             mlp_norm=self.vector(f"{prefix}ffn_norm.weight", hidden),
             # In planes one launch takes both, and their activation, as matrices of their own.
-            gate_up=self.linear(
-                prefix, {"ffn_gate": inner, "ffn_up": inner}, hidden, joined=not self.in_planes
-            ),
+            gate_up=self.linear(prefix, {"ffn_gate": inner, "ffn_up": inner}, hidden, apart=True),
             down=self.linear(prefix, {"ffn_down": hidden}, inner),
         )
 
@@ -251,8 +249,9 @@ class _Loader:
         sizes: dict[str, int],
         in_features: int,
         biased: bool = False,
-        joined: bool = True,
+        apart: bool = False,
     ) -> Linear:
+        """Matrices stacked along their rows; ``apart`` keeps those in planes from being joined."""
         names = [prefix + name for name in sizes]
         parts = [
             self.matrix(f"{name}.weight", (size, in_features))
@@ -265,9 +264,13 @@ class _Loader:
                 raise FileError(self.source.path, f"some of {', '.join(names)} have no bias")
             pairs = zip(names, sizes.values(), strict=True)
             bias = torch.cat([self.vector(f"{name}.bias", size) for name, size in pairs])
-        fused = FusedTensor.of(parts) if joined else FusedTensor(tuple(parts))
-        if self.in_planes:
-            fused = fused.in_planes()
+        have_planes = all(isinstance(part, QuantizedTensor) and part.has_planes for part in parts)
+        if self.in_planes and apart and have_planes:
+            fused = FusedTensor(tuple(parts)).in_planes()
+        elif self.in_planes:
+            fused = FusedTensor.of(parts).in_planes()
+        else:
+            fused = FusedTensor.of(parts)
         return Linear(fused if len(fused.parts) > 1 else fused.parts[0], bias)
 
     def table(self, name: str, shape: tuple[int, int]) -> Matrix:

@@ -66,9 +66,14 @@ class QuantizedTensor:
         """The same weights on ``device``."""
         return replace(self, blocks=self.blocks.to(device))
 
+    @property
+    def has_planes(self) -> bool:
+        """Whether :meth:`in_planes` lays the weights out anew."""
+        return self.kind + SUFFIX in PLANE_FORMATS
+
     def in_planes(self) -> QuantizedTensor:
         """The same weights in planes, as the fastest kernels take them; formats without stay."""
-        if self.kind + SUFFIX not in PLANE_FORMATS:
+        if not self.has_planes:
             return self
         return QuantizedTensor(to_planes(self.blocks, self.kind), self.kind + SUFFIX)
 
