@@ -431,7 +431,9 @@ class Backend:
     ) -> Tensor:
         """y[m, n] = Σₖ a[m, k] · W[n, k] for few rows of a, where reading W takes the time.
 
-        W is decoded exactly and the products are summed in float32, whatever a's dtype.
+        W is decoded exactly and the products are summed in float32, whatever a's dtype. Over planes,
+        more than two rows of float16 or bfloat16 go as in :func:`gemm_quant`, and an activation of 2^41
+        or more counts as infinite; where one is not finite, nor is its row of the result.
 
         Args:
             a: [m, K] with m <= 8.
@@ -451,8 +453,8 @@ class Backend:
     ) -> Tensor:
         """y[m, n] = Σₖ a[m, k] · W[n, k] for any number of rows of a.
 
-        W is decoded exactly and, where m > 8, rounded to a's dtype for the tensor cores; sums are in
-        float32. In float16 a weight beyond 65504 then counts as infinite.
+        W is decoded exactly and, where m > 8, rounded to a's dtype for the tensor cores, over planes to
+        float16; sums are in float32. A weight beyond float16's 65504 may then count as infinite.
 
         Args:
             a: [m, K].
@@ -1231,7 +1233,8 @@ class Backend:
 
         :func:`compute_ids_tpe` makes the buckets. A tile of an expert's weights is decoded once for up
         to 64 of its pairs. As in ``gemm_quant``, weights are rounded to a's dtype for the tensor cores
-        and sums are in float32.
+        and sums are in float32. Of planes and a in float32 nothing is rounded, and each pair reads its
+        expert's rows.
 
         Args:
             a: [num_tokens, K], a token's row for all its pairs, as for gate and up; or
@@ -1243,6 +1246,36 @@ class Backend:
             tpe: [num_experts] int32 or int64, entries of each bucket; more than capacity counts as
                 capacity, less than 0 as 0.
             kind: the format of blocks.
+            top_k: slots of a token.
+
+        Returns:
+            [num_tokens, top_k, n] in a's dtype.
+        """
+    def gemm_quant_moe_id_gate_up_silu(
+        self,
+        a: Tensor,
+        gate_blocks: Tensor,
+        up_blocks: Tensor,
+        bucket_ids: Tensor,
+        tpe: Tensor,
+        gate_kind: str,
+        up_kind: str,
+        top_k: int,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[p // top_k, p mod top_k] = silu(a[p] · G[e]ᵀ) · (a[p] · U[e]ᵀ), e the bucket p is in.
+
+        Both products are those of :func:`gemm_quant_moe_id`, of which gate and up of one kind in planes
+        share a launch and are rounded after the activation. Others are rounded to a's dtype before it
+        too.
+
+        Args:
+            a: [num_tokens, K] or [num_tokens, top_k, K].
+            gate_blocks: uint8 [num_experts, n, row_bytes], up to 1024 experts.
+            up_blocks: uint8 [num_experts, n, row_bytes], of a format that may be another.
+            bucket_ids, tpe: as :func:`gemm_quant_moe_id` takes them.
+            gate_kind, up_kind: the formats.
             top_k: slots of a token.
 
         Returns:
