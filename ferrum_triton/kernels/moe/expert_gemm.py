@@ -182,4 +182,5 @@ def gemm_quant_moe_id_gate_up_silu(
         gemm_quant_moe_id(a, blocks, bucket_ids, tpe, kind, top_k)
         for blocks, kind in ((gate_blocks, gate_kind), (up_blocks, up_kind))
     )
-    return silu_mul(gate, up, out=out)
+    y = silu_mul(gate, up)
+    return y if out is None else out.copy_(y)
