@@ -43,6 +43,7 @@ OTHER_TILES = {
     32: Config(64, 32, words=16, late=False, stages=2),
     64: Config(128, 64, words=16, late=False, warps=8, stages=2),
 }
+OTHER_SHORT = SHORT._replace(stages=2, registers=0)
 SOUGHT = 64  # pairs a program past the tiles looks for
 
 
@@ -293,8 +294,8 @@ def _config_of(
     most = 32 if is_gated and kind in ("Q2_K", "Q3_K") else max(tiles)
     average = next_power_of_2(max(cdiv(num_pairs, num_experts), least))
     config = tiles[min(average, most)]
-    if is_new and config.tokens == SHORT.tokens and (is_gated or kind == "Q3_K"):
-        config = SHORT
+    if config.tokens == SHORT.tokens and (is_gated or kind == "Q3_K"):
+        config = SHORT if is_new else OTHER_SHORT
     if kind == "Q8_0":  # twice the bytes a stage
         config = config._replace(stages=max(config.stages - 1, 2))
     return config
