@@ -4,7 +4,8 @@
 
 A token's experts are drawn at random, different ones; those of a single token differ from call to
 call, so that none is read twice from a cache. Up to FEW tokens each pair reads its expert's rows;
-more are sorted by expert first. What is timed was held against the definition before.
+more are sorted by expert first, and gate and up are one product. What is timed was held against the
+definition before.
 """
 
 from __future__ import annotations
@@ -99,9 +100,10 @@ def layer(
         slots = backend.gemv_quant_moe_id(inner, down, ids, KIND)
     else:
         buckets, tpe, _ = backend.compute_ids_tpe(ids, num_experts, n, down.shape[1])
-        inner = backend.gemm_quant_moe_id_gate_up_silu(
-            x, gate, up, buckets, tpe, KIND, KIND, top_k
-        )  # fmt: skip
+        both = x.new_empty(*ids.shape, 2 * n)
+        backend.gemm_quant_moe_id(x, gate, buckets, tpe, KIND, top_k, out=both[..., :n])
+        backend.gemm_quant_moe_id(x, up, buckets, tpe, KIND, top_k, out=both[..., n:])
+        inner = backend.fused_silu_mul_split(both)
         slots = backend.gemm_quant_moe_id(inner, down, buckets, tpe, KIND, top_k)
     return backend.weighted_sum(slots, weights)
 

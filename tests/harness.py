@@ -25,7 +25,6 @@ CONTIGUOUS_ONLY = {"copy_slice": "addresses its tensors as one row of elements"}
 DISTINCT_ROWS = {
     "gemv_quant_q8": ("codes", "info"),  # which belong together
     "gemm_quant_moe_id": ("bucket_ids",),  # a pair in two experts' buckets has two results
-    "gemm_quant_moe_id_gate_up_silu": ("bucket_ids",),
     # A page of two sequences may be given two tokens for one slot.
     "kv_cache_append_paged": ("block_tables",),
     "split_qkv_norm_rope_into_paged_cache": ("block_tables",),

@@ -1251,36 +1251,6 @@ class Backend:
         Returns:
             [num_tokens, top_k, n] in a's dtype.
         """
-    def gemm_quant_moe_id_gate_up_silu(
-        self,
-        a: Tensor,
-        gate_blocks: Tensor,
-        up_blocks: Tensor,
-        bucket_ids: Tensor,
-        tpe: Tensor,
-        gate_kind: str,
-        up_kind: str,
-        top_k: int,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """y[p // top_k, p mod top_k] = silu(a[p] · G[e]ᵀ) · (a[p] · U[e]ᵀ), e the bucket p is in.
-
-        Both products are those of :func:`gemm_quant_moe_id`, of which gate and up of one kind in planes
-        share a launch and are rounded after the activation. Others are rounded to a's dtype before it
-        too.
-
-        Args:
-            a: [num_tokens, K] or [num_tokens, top_k, K].
-            gate_blocks: uint8 [num_experts, n, row_bytes], up to 1024 experts.
-            up_blocks: uint8 [num_experts, n, row_bytes], of a format that may be another.
-            bucket_ids, tpe: as :func:`gemm_quant_moe_id` takes them.
-            gate_kind, up_kind: the formats.
-            top_k: slots of a token.
-
-        Returns:
-            [num_tokens, top_k, n] in a's dtype.
-        """
     def route_topk_softmax(
         self,
         logits: Tensor,

@@ -9,7 +9,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.elementwise import silu_mul
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, start_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
@@ -159,28 +158,3 @@ def gemm_quant_moe_id(
         enable_fp_fusion=False,
     )
     return y
-
-
-@ops.gemm_quant_moe_id_gate_up_silu.impl("triton")
-def gemm_quant_moe_id_gate_up_silu(
-    a: Tensor,
-    gate_blocks: Tensor,
-    up_blocks: Tensor,
-    bucket_ids: Tensor,
-    tpe: Tensor,
-    gate_kind: str,
-    up_kind: str,
-    top_k: int,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    if gate_kind == up_kind and gate_kind in PLANE_FORMATS:
-        return gemm_plane_pairs(
-            a, gate_blocks, bucket_ids, tpe, gate_kind, top_k, up_blocks, out=out
-        )
-    gate, up = (
-        gemm_quant_moe_id(a, blocks, bucket_ids, tpe, kind, top_k)
-        for blocks, kind in ((gate_blocks, gate_kind), (up_blocks, up_kind))
-    )
-    y = silu_mul(gate, up)
-    return y if out is None else out.copy_(y)

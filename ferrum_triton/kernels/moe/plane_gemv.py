@@ -100,7 +100,7 @@ def gemv_plane_pairs(
     tied: bool = True,
     max_registers: int | None = None,
     hint: str = STREAM,
-    chained: bool = True,
+    chained: bool = False,
     known_ids: bool = False,
     asm: bool | None = None,
 ) -> Tensor:
@@ -118,7 +118,7 @@ def gemv_plane_pairs(
         tied: keep the loads of scales beside those of weights.
         max_registers: of a thread.
         hint: to the caches, of the weights' loads.
-        chained: let the launch begin while the one before ends, on NVIDIA GPUs of capability 9.0
+        chained: let the launch begin while the one before ends. For NVIDIA GPUs of capability 9.0
             on.
         known_ids: of a chained launch: the one before writes no ids, and waited for what did; so
             weights are loaded while it ends.
@@ -178,6 +178,5 @@ def slot_stride(a: Tensor) -> int:
 
 
 def _tile_of(num_groups: int, matrices: int) -> tuple[int, int]:
-    """Rows a program takes of each matrix, and its warps: two groups a thread, or more."""
-    warps = min(4, max(1, num_groups // 64))
-    return 8 // matrices, 1 << (warps.bit_length() - 1)
+    """Rows a program takes of each matrix, and its warps: a group a thread where there are few."""
+    return 4 // matrices, max(1, min(4, num_groups // 32))
