@@ -70,7 +70,7 @@ def quantize_q8(a: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.full_like(largest, 127.0) / largest  # a number / tensor would round twice
     scaled = torch.where(counts[..., None], groups * inverse[..., None], 0.0)
     codes = scaled.round().to(torch.int8)
-    steps = torch.where(counts, largest / 127.0, 0.0).view(torch.int32)
+    steps = torch.where(counts, largest / torch.full_like(largest, 127.0), 0.0).view(torch.int32)
     sums = codes.unflatten(-1, (2, GROUP // 2)).sum(-1, dtype=torch.int32)
     halves = sums[..., 0] & 0xFFFF | sums[..., 1] << 16
     return codes.flatten(1), torch.stack((torch.where(finite, steps, NAN_BITS), halves), -1)

@@ -178,5 +178,6 @@ def slot_stride(a: Tensor) -> int:
 
 
 def _tile_of(num_groups: int, matrices: int) -> tuple[int, int]:
-    """Rows a program takes of each matrix, and its warps: a group a thread where there are few."""
-    return 4 // matrices, max(1, min(4, num_groups // 32))
+    """Rows a program takes of each matrix, and its warps: two groups a thread, or more."""
+    warps = min(4, max(1, num_groups // 64))
+    return 4 // matrices, 1 << (warps.bit_length() - 1)

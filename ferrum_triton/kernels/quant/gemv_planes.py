@@ -115,7 +115,7 @@ def row_sums(
             begin once that has ended.
     """
     zero = num_rows >> 31  # 0, as no compiler can know
-    num_rows = num_rows.to(tl.int64)
+    num_rows = tl.full((), 1, tl.int64) * num_rows
     thread = tl.arange(0, THREADS)
     EVEN: tl.constexpr = GROUPS % THREADS == 0
     STEPS: tl.constexpr = (GROUPS + THREADS - 1) // THREADS

@@ -149,7 +149,7 @@ def tile_product(
     """
     SCALED: tl.constexpr = SCALES != ""
     # Tiles of planes: words, what lies above them, and scales.
-    plane = num_rows.to(tl.int64) * 16  # bytes of a plane whose rows are a unit
+    plane = tl.full((), 16, tl.int64) * num_rows  # bytes of a plane whose rows are a unit
     q_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
     planes_ptr += plane * q_row
     h_ptr = planes_ptr.to(tl.pointer_type(tl.int32))

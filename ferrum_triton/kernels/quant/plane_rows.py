@@ -62,7 +62,7 @@ def _decode_planes_kernel(
         row = tl.where(known, row, 0)
     first = tl.program_id(1) * BLOCK_K
     row = row[:, None] * 16
-    plane = table_rows.to(tl.int64) * 16  # bytes of a plane whose rows are a unit
+    plane = tl.full((), 16, tl.int64) * table_rows  # bytes of a plane whose rows are a unit
     q_ptr = planes_ptr + row * q_row
     planes_ptr += plane * q_row
     h_ptr = planes_ptr + row * h_row

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS, compute_ids_tpe
 from ferrum_triton.ops.precision import widen
-from ferrum_triton.ops.quant import check_kind, pack_sample
-from ferrum_triton.quant import dequantize_rows
+from ferrum_triton.ops.quant import check_kind
+from ferrum_triton.quant import dequantize_rows, quantize_rows
 from ferrum_triton.quant.kinds import KINDS, format_of
 from ferrum_triton.registry import Case, Op, op
 
@@ -73,8 +73,8 @@ def _check_rows(of_op: Op, a: Tensor, num_tokens: int, top_k: int) -> None:
 
 
 def _stack_sample(make, kind: str, num_experts: int, n: int, num_blocks: int) -> Tensor:
-    packed = pack_sample(make, kind, num_experts * n, num_blocks)
-    return packed.view(num_experts, n, packed.shape[-1])
+    k = num_blocks * format_of(kind).block_size
+    return quantize_rows(make.randn(num_experts, n, k, scale=k**-0.5), kind)
 
 
 def _activations(make, num_tokens: int, top_k: int, k: int, per_slot: bool) -> Tensor:
