@@ -69,7 +69,9 @@ def test_a_layer_compiled_for_hopper(num_tokens):
             empty(num_tokens, hidden),
             empty(num_tokens, top_k, dtype=torch.int32),
             empty(num_tokens, top_k, dtype=torch.float32),
-            empty_stack(moe_layer.KIND, moe_layer.NUM_EXPERTS, 2 * inner, hidden),
+            empty_stack(moe_layer.KIND, 2 * moe_layer.NUM_EXPERTS, inner, hidden).unflatten(
+                0, (moe_layer.NUM_EXPERTS, 2)
+            ),
             empty_stack(moe_layer.KIND, moe_layer.NUM_EXPERTS, hidden, inner),
         )
     assert y.shape == (num_tokens, hidden)
