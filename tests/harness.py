@@ -95,11 +95,15 @@ def place(value: Tensor, layout: str, own_rows: bool = False) -> Buffer:
     return Buffer(tensor, flat, inside, flat.clone())
 
 
-def layouts_of(arguments: dict[str, Any], name: str, layout: st.SearchStrategy[str]) -> Any:
-    """Those an argument is drawn in: a matrix in planes is contiguous, and aligned."""
+def in_planes(arguments: dict[str, Any], name: str) -> bool:
+    """Whether an argument is a matrix in planes, which is contiguous, and aligned."""
     kind = arguments.get(name.replace("blocks", "kind"), "")
-    aligned = name.endswith("blocks") and str(kind) in PLANE_FORMATS
-    return st.just("plain") if aligned else layout
+    return name.endswith("blocks") and str(kind) in PLANE_FORMATS
+
+
+def layouts_of(arguments: dict[str, Any], name: str, layout: st.SearchStrategy[str]) -> Any:
+    """Those an argument is drawn in."""
+    return st.just("plain") if in_planes(arguments, name) else layout
 
 
 def place_far_apart(value: Tensor, dim: int) -> Tensor:

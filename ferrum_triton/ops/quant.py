@@ -150,7 +150,7 @@ def embedding_lookup_quant(blocks: Tensor, ids: Tensor, kind: str, dtype: torch.
     rows = torch.where(known, ids, 0).long()
     if kind in PLANE_FORMATS:
         stored = take_rows(blocks, rows.flatten(), file_kind(kind))
-        rows = dequantize_rows(stored, kind).view(*rows.shape, -1)
+        rows = dequantize_rows(stored, kind).unflatten(0, rows.shape)
     else:
         rows = dequantize_rows(blocks[rows], kind)
     return torch.where(known[..., None], rows, 0.0).to(dtype)
