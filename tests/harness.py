@@ -182,8 +182,11 @@ def assert_call_matches(op: Op, got: tuple, arguments: dict, want: tuple, left: 
     assert len(got) == len(want)
     if op.name in STEPS:
         got, want = _with_steps(got), _with_steps(want)
+    # Minimums in planes are multiplied by sums of activations, which are rounded to float16.
+    kinds = [value for value in arguments.values() if isinstance(value, str)]
+    scale = 2 if any(kind in PLANE_FORMATS for kind in kinds) else 1
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert g.shape == w.shape, f"{op.name} output {i}: {g.shape} for {w.shape}"
-        assert_close(g, w, name=f"{op.name} output {i}")
+        assert_close(g, w, scale=scale, name=f"{op.name} output {i}")
     for name, value in left.items():
         assert_close(arguments[name], value, name=f"{op.name} {name}")
