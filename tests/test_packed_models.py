@@ -43,7 +43,7 @@ each_mix = pytest.mark.parametrize("mix", MIXES)
 
 
 def narrow(config):
-    """Few rows, since the interpreter takes a hundredth of a second for each.
+    """Few rows, since the interpreter is slow at each.
 
     Products with short rows are left to a format without planes.
     """

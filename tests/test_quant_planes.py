@@ -139,6 +139,7 @@ def rounded(quantised):
         (1, 5, 1280, {"tile": Tile(4, 1, prefetch=True)}),
         (3, 3, 512, {"tile": Tile(2, 2), "tied": False}),
         (8, 2, 256, {}),
+        (1, 2, 3584, {}),  # as many groups of 32 as three warps and a half have threads
     ],
 )
 def test_products_are_the_definitions(device, kind, m, n, k, options):

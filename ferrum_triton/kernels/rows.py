@@ -17,6 +17,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def previous_power_of_2(n: int) -> int:
+    """The largest power of two <= n, for n >= 1."""
+    return 1 << (n.bit_length() - 1)
+
+
 def as_rows(op: str, name: str, x: Tensor) -> Tensor:
     """View ``x`` [..., n] as [rows, n].
 

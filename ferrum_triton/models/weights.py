@@ -265,12 +265,10 @@ class _Loader:
             pairs = zip(names, sizes.values(), strict=True)
             bias = torch.cat([self.vector(f"{name}.bias", size) for name, size in pairs])
         have_planes = all(isinstance(part, QuantizedTensor) and part.has_planes for part in parts)
-        if self.in_planes and apart and have_planes:
-            fused = FusedTensor(tuple(parts)).in_planes()
-        elif self.in_planes:
-            fused = FusedTensor.of(parts).in_planes()
-        else:
-            fused = FusedTensor.of(parts)
+        keep_apart = self.in_planes and apart and have_planes
+        fused = FusedTensor(tuple(parts)) if keep_apart else FusedTensor.of(parts)
+        if self.in_planes:
+            fused = fused.in_planes()
         return Linear(fused if len(fused.parts) > 1 else fused.parts[0], bias)
 
     def table(self, name: str, shape: tuple[int, int]) -> Matrix:

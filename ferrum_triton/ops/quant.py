@@ -11,12 +11,11 @@ from torch import Tensor
 
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.quant import FORMATS, dequantize_rows, quantize_rows
-from ferrum_triton.quant.kinds import KINDS, file_kind, format_of
-from ferrum_triton.quant.planes import PLANE_FORMATS, take_rows
+from ferrum_triton.quant.kinds import KINDS, file_kind, format_of, take_rows
+from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.registry import Case, Op, op
 
 MAX_GEMV_ROWS = 8
-
 
 SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
 
@@ -147,12 +146,8 @@ def embedding_lookup_quant(blocks: Tensor, ids: Tensor, kind: str, dtype: torch.
         [..., K] in ``dtype``.
     """
     known = (ids >= 0) & (ids < blocks.shape[0])
-    rows = torch.where(known, ids, 0).long()
-    if kind in PLANE_FORMATS:
-        stored = take_rows(blocks, rows.flatten(), file_kind(kind))
-        rows = dequantize_rows(stored, kind).unflatten(0, rows.shape)
-    else:
-        rows = dequantize_rows(blocks[rows], kind)
+    stored = take_rows(blocks, torch.where(known, ids, 0).long().flatten(), kind)
+    rows = dequantize_rows(stored, kind).unflatten(0, ids.shape)
     return torch.where(known[..., None], rows, 0.0).to(dtype)
 
 

@@ -1,8 +1,7 @@
 """Products of activations of eight bits with packed weights: llama.cpp's choice of precision.
 
 Each 32 activations have a step of their own, the largest magnitude of them over 127. That adds an
-error of about a hundredth of the weights' own, in exchange for integer products; the exact ones are
-in :mod:`quant`.
+error, in exchange for integer products; the exact ones are in :mod:`quant`.
 """
 
 import torch

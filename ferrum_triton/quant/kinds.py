@@ -6,7 +6,13 @@ from torch import Tensor
 
 from ferrum_triton.quant.encode import quantize_blocks
 from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
-from ferrum_triton.quant.planes import PLANE_FORMATS, PlaneFormat, from_planes, to_planes
+from ferrum_triton.quant.planes import (
+    PLANE_FORMATS,
+    PlaneFormat,
+    from_planes,
+    to_planes,
+)
+from ferrum_triton.quant.planes import take_rows as take_rows_of_planes
 
 KINDS = (*PLANE_FORMATS, *FORMATS)
 
@@ -25,6 +31,13 @@ def dequantize_rows(rows: Tensor, kind: str) -> Tensor:
     """Decode uint8 [..., rows, row_bytes] to float32 [..., rows, K], with the bits of ggml's."""
     stored = from_planes(rows, file_kind(kind)) if kind in PLANE_FORMATS else rows
     return dequantize_blocks(stored, FORMATS[file_kind(kind)])
+
+
+def take_rows(blocks: Tensor, rows: Tensor, kind: str) -> Tensor:
+    """Rows [i] of a packed matrix [n, row_bytes], as a matrix of their own."""
+    if kind in PLANE_FORMATS:
+        return take_rows_of_planes(blocks, rows, file_kind(kind))
+    return blocks[rows]
 
 
 def quantize_rows(weights: Tensor, kind: str) -> Tensor:

@@ -14,6 +14,7 @@ from ferrum_triton.kernels.moe.buckets import bucket_tiles, start_of_tile, tile_
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.moe.prepare import prepare
 from ferrum_triton.kernels.quant.mma import Config, halves_of, tile_meta, tile_product
+from ferrum_triton.kernels.quant.plane_products import OTHER_TILES, fitted, least_tokens
 from ferrum_triton.kernels.quant.planes import row_sizes
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.quant.kinds import file_kind
@@ -26,12 +27,6 @@ TILES = {
     16: Config(64, 16, words=16, parts=2, registers=128),
     32: Config(128, 32, words=16, late=False, warps=8, registers=128),
     64: Config(128, 64, words=16, late=False, warps=8, stages=3, registers=128),
-}
-# Of GPUs before Hopper and of AMD's, where those spill or do not compile.
-OTHER_TILES = {
-    16: Config(64, 16, stages=2),
-    32: Config(64, 32, words=16, late=False, stages=2),
-    64: Config(128, 64, words=16, late=False, warps=8, stages=2),
 }
 
 
@@ -209,10 +204,6 @@ def gemm_plane_pairs(
 def _config_of(kind: str, num_pairs: int, num_experts: int, device: torch.device) -> Config:
     """Tiles of what an expert has on average."""
     tiles = TILES if capability(device) >= (9, 0) else OTHER_TILES
-    # Q3_K's pairs do not stay in registers for the instruction of 8 tokens.
-    least = 16 if kind == "Q3_K" else min(tiles)
+    least = max(least_tokens(kind), min(tiles))
     average = next_power_of_2(max(cdiv(num_pairs, num_experts), least))
-    config = tiles[min(average, max(tiles))]
-    if kind == "Q8_0":  # twice the bytes a stage
-        config = config._replace(stages=max(config.stages - 1, 2))
-    return config
+    return fitted(kind, tiles[min(average, max(tiles))])

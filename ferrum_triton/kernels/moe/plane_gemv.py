@@ -11,11 +11,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.elementwise import activated
-from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.gemv_planes import STREAM, first_row, layout_of, row_sums
 from ferrum_triton.kernels.quant.plane_groups import LARGE
-from ferrum_triton.kernels.quant.planes import summed
-from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, summed, uses_ptx
+from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 from ferrum_triton.quant.planes import ROW_ALIGN
 
 # When a launch that starts while the one before ends waits for that one's end: before it reads ids,
@@ -97,9 +97,6 @@ def gemv_plane_pairs(
     out: Tensor | None = None,
     rows: int | None = None,
     num_warps: int | None = None,
-    tied: bool = True,
-    max_registers: int | None = None,
-    hint: str = STREAM,
     chained: bool = False,
     known_ids: bool = False,
     asm: bool | None = None,
@@ -115,9 +112,6 @@ def gemv_plane_pairs(
         out: [num_tokens, top_k, n] to write to.
         rows: of W, and as many of U, a program; a power of two; a plain choice if None.
         num_warps: of a program, likewise.
-        tied: keep the loads of scales beside those of weights.
-        max_registers: of a thread.
-        hint: to the caches, of the weights' loads.
         chained: let the launch begin while the one before ends. For NVIDIA GPUs of capability 9.0
             on.
         known_ids: of a chained launch: the one before writes no ids, and waited for what did; so
@@ -130,14 +124,11 @@ def gemv_plane_pairs(
         return y
     k = a.shape[-1]
     best_rows, best_warps = _tile_of(k // 32, 1 if up is None else 2)
-    rows = min(rows or best_rows, 1 << (num_rows.bit_length() - 1))
+    rows = min(rows or best_rows, previous_power_of_2(num_rows))
     warps = num_warps or best_warps
     if asm is None:
-        asm = capability(a.device) >= (8, 0)
-    chained = chained and k > 0 and capability(a.device) >= (9, 0)
-    slot = slot_stride(a)
-    aligned = all(stride * a.element_size() % 16 == 0 for stride in (a.stride(0), slot))
-    aligned = aligned and (a.is_meta or a.data_ptr() % 16 == 0)
+        asm = uses_ptx(a)
+    chained = chained and may_chain(a)
     _plane_pairs_kernel.launch(
         (ids.numel() * cdiv(num_rows, rows),),
         y,
@@ -148,7 +139,7 @@ def gemv_plane_pairs(
         y.stride(0),
         y.stride(1),
         a.stride(0),
-        slot,
+        slot_stride(a),
         planes.stride(0) // ROW_ALIGN,
         0 if up is None else up.stride(0) // ROW_ALIGN,
         ids.stride(0),
@@ -161,13 +152,12 @@ def gemv_plane_pairs(
         TOP_K=ids.shape[1],
         ROWS=rows,
         THREADS=32 * warps,
-        TIED=tied and asm,
+        TIED=asm,
         ASM=asm,
-        HINT=hint,
-        VECTOR=asm and aligned,
+        HINT=STREAM,
+        VECTOR=asm and is_aligned(a),
         CHAINED=(AT_ACTIVATIONS if known_ids else AT_IDS).value if chained else 0,
         num_warps=warps,
-        maxnreg=max_registers,
         **({"launch_pdl": True} if chained else {}),
     )
     return y
@@ -179,5 +169,4 @@ def slot_stride(a: Tensor) -> int:
 
 def _tile_of(num_groups: int, matrices: int) -> tuple[int, int]:
     """Rows a program takes of each matrix, and its warps: two groups a thread, or more."""
-    warps = min(4, max(1, num_groups // 64))
-    return 4 // matrices, 1 << (warps.bit_length() - 1)
+    return 4 // matrices, min(4, previous_power_of_2(max(num_groups // 64, 1)))

@@ -20,16 +20,14 @@ from ferrum_triton.kernels.quant.gemv_planes import (
     STREAM,
     Tile,
     first_row,
-    is_aligned,
     layout_of,
-    may_chain,
     row_sums,
     store_rows,
     tile_of,
-    uses_ptx,
 )
 from ferrum_triton.kernels.quant.plane_groups import LARGE
-from ferrum_triton.kernels.quant.planes import summed
+from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, summed, uses_ptx
+from ferrum_triton.kernels.rows import previous_power_of_2
 from ferrum_triton.ops import quant_fused as ops
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -229,7 +227,7 @@ def gemv_quant_qkv(
     layouts = [layout_of(blocks, kind, k) for blocks, kind in parts]
     fewest = min(count for count in counts if count)
     tile = tile_of(file_kind(q_kind), sum(counts), k // 32, num_tokens)
-    tile = tile._replace(rows=min(tile.rows, 1 << (fewest.bit_length() - 1)))
+    tile = tile._replace(rows=min(tile.rows, previous_power_of_2(fewest)))
     _qkv_planes_kernel.launch(
         (sum(triton.cdiv(count, tile.rows) for count in counts),),
         y,

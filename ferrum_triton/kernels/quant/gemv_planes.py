@@ -13,12 +13,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.int8 import Int8Activations
 from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group, add_group_int8
-from ferrum_triton.kernels.quant.planes import load_rows, row_sizes, summed, tied_zero
+from ferrum_triton.kernels.quant.planes import (
+    is_aligned,
+    load_rows,
+    may_chain,
+    row_sizes,
+    summed,
+    tied_zero,
+    uses_ptx,
+)
+from ferrum_triton.kernels.rows import previous_power_of_2
 from ferrum_triton.ops import quant_int8 as ops
-from ferrum_triton.quant.kinds import file_kind, format_of
+from ferrum_triton.quant.kinds import file_kind
 
 # Weights are read once: they leave the first-level cache to the activations.
 STREAM = ".L1::evict_first"
@@ -55,8 +64,8 @@ def tile_of(
     else:
         tile = Tile(4, 4)
     return tile._replace(
-        rows=min(tile.rows, 1 << (num_rows.bit_length() - 1)),
-        warps=max(1, min(tile.warps, num_groups // 32)),
+        rows=min(tile.rows, previous_power_of_2(num_rows)),
+        warps=min(tile.warps, previous_power_of_2(max(num_groups // 32, 1))),
     )
 
 
@@ -247,7 +256,6 @@ def gemv_planes(
     out: Tensor | None = None,
     tile: Tile | None = None,
     tied: bool = True,
-    hint: str = STREAM,
     asm: bool | None = None,
 ) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k], summed in float32, for m <= 8.
@@ -263,7 +271,6 @@ def gemv_planes(
             weights, while the one before ends: that one may write the activations but not the
             weights, and the GPU is of capability 9.0 or more. None for :func:`tile_of`'s.
         tied: keep the loads of scales beside those of weights.
-        hint: to the caches, of the weights' loads.
         asm: use PTX; if None, where it can be.
     """
     is_int8 = isinstance(a, Int8Activations)
@@ -273,7 +280,7 @@ def gemv_planes(
         out = torch.empty(num_tokens, num_rows, dtype=a.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    num_weights = format_of(kind).row_weights(planes.shape[1])
+    num_weights = x.shape[1]
     if tile is None:
         tile = tile_of(file_kind(kind), num_rows, num_weights // 32, num_tokens, is_int8)
     if asm is None:
@@ -298,7 +305,7 @@ def gemv_planes(
         PREFETCH=tile.prefetch,
         TIED=tied and asm,
         ASM=asm,
-        HINT=hint,
+        HINT=STREAM,
         VECTOR=asm and is_aligned(x),
         CHAINED=chained,
         num_warps=tile.warps,
@@ -323,17 +330,3 @@ def gemv_quant_q8(
 def layout_of(planes: Tensor, kind: str, num_weights: int) -> tuple[int | str, ...]:
     """What :func:`entry` reads."""
     return *row_sizes(planes, kind, num_weights).values(), file_kind(kind)
-
-
-def uses_ptx(x: Tensor) -> bool:
-    return capability(x.device) >= (8, 0)
-
-
-def may_chain(x: Tensor) -> bool:
-    """Whether a launch on activations [m, K] can wait for the one before by itself."""
-    return x.shape[1] > 0 and capability(x.device) >= (9, 0)
-
-
-def is_aligned(x: Tensor) -> bool:
-    """Whether rows start at multiples of 16 bytes."""
-    return x.stride(0) * x.element_size() % 16 == 0 and (x.is_meta or x.data_ptr() % 16 == 0)

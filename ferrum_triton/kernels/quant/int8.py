@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.quant.planes import may_chain
 from ferrum_triton.ops import quant_int8 as ops
 
 NAN_BITS, LEAST = tl.constexpr(ops.NAN_BITS), tl.constexpr(ops.LEAST)
@@ -149,7 +150,7 @@ def _launch_quantize(codes: Tensor, info: Tensor, a: Tensor, chained: bool = Fal
         return
     num_groups = a.shape[1] // 32
     block = min(triton.next_power_of_2(num_groups), 8)
-    chained = chained and (a.is_meta or capability(a.device) >= (9, 0))
+    chained = chained and may_chain(a)
     _quantize_q8_kernel.launch(
         (triton.cdiv(num_groups, block), a.shape[0]),
         codes,

@@ -402,7 +402,6 @@ def mma_quant(
     kind: str,
     config: Config,
     *,
-    arranged: tuple[Tensor, Tensor, Tensor] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k], W in planes.
@@ -412,8 +411,6 @@ def mma_quant(
         planes: uint8 [n, row_bytes], W's rows in planes.
         kind: their kind, such as ``"Q4_K:planes"``.
         config: of the launch.
-        arranged: :func:`arrange` of a for the config's words, where several products share it;
-            in halves for formats with a one-bit plane.
     """
     (num_tokens, k), num_rows = a.shape, planes.shape[0]
     y = a.new_empty((num_tokens, num_rows)) if out is None else out
@@ -421,9 +418,7 @@ def mma_quant(
         return y
     sizes = row_sizes(planes, kind, k)
     ahead = config.ahead if capability(a.device) >= (9, 0) else 0
-    if arranged is None:
-        arranged = arrange(a, config.words, halves_of(kind), ahead > 0)
-    x, sums, factor = arranged
+    x, sums, factor = arrange(a, config.words, halves_of(kind), ahead > 0)
     splits = config.splits
     partial = y
     if splits > 1:

@@ -6,6 +6,8 @@ less than what cuBLAS gains over it. float32 activations are never rounded: few 
 first way, and more a product by torch.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -14,13 +16,16 @@ from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
 from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.ops.quant import MAX_GEMV_ROWS
+from ferrum_triton.ops.quant_fused import FEW
 from ferrum_triton.quant.kinds import file_kind
 
-FEW, MANY = 2, 512
+MANY = 512
 # Programs enough for 132 processors, of at least so many steps of the loop each.
 PROGRAMS, STEPS = 200, 4
 
-# The fastest of bench.quant_tiles at n 28672 and k 4096, by the most tokens they are for.
+# The fastest of bench.quant_tiles at n 28672 and k 4096, or nearly, by the most tokens they are
+# for.
 _TILES = {
     8: Config(64, 8, ahead=4),
     16: Config(64, 16, parts=2, stages=3, registers=128, ahead=4),
@@ -32,31 +37,41 @@ _TILES = {
 _TILES_OF = {"Q6_K": {8: Config(64, 8, stages=3, ahead=8), 32: Config(64, 32, parts=2)}}
 MOST = 128  # in a tile of more than 256
 # Of GPUs before Hopper and of AMD's, where those spill or do not compile.
-_OTHER_TILES = {
+OTHER_TILES = {
     16: Config(64, 16, stages=2),
     32: Config(64, 32, words=16, late=False, stages=2),
     64: Config(128, 64, words=16, late=False, warps=8, stages=2),
 }
 
 
+@lru_cache(maxsize=4096)
 def choose_config(
     kind: str, num_tokens: int, num_rows: int, num_weights: int, device: torch.device
 ) -> Config:
     """How ``mma_quant`` takes so many tokens by W [num_rows, num_weights]."""
     is_new = capability(device) >= (9, 0)
-    tiles = _TILES | _TILES_OF.get(kind, {}) if is_new else _OTHER_TILES
-    # Q3_K's pairs do not stay in registers for the instruction of 8 tokens.
-    least = 16 if kind == "Q3_K" else 8
-    fitting = (tokens for tokens in tiles if max(num_tokens, least) <= tokens)
+    tiles = _TILES | _TILES_OF.get(kind, {}) if is_new else OTHER_TILES
+    least = max(num_tokens, least_tokens(kind))
+    fitting = (tokens for tokens in tiles if least <= tokens)
     config = tiles[next(fitting, min(MOST, max(tiles)))]
     if capability(device) >= (10, 0):  # with as few registers it spills there
         config = config._replace(registers=0)
-    if kind == "Q8_0":  # twice the bytes a stage
-        config = config._replace(stages=max(config.stages - 1, 2))
+    config = fitted(kind, config)
     spread = spread_over(config, num_tokens, num_rows, num_weights)
     if config.tokens > MOST and spread.splits > 1:  # too few, and of splits they spill
         spread = spread_over(tiles[MOST], num_tokens, num_rows, num_weights)
     return spread
+
+
+def least_tokens(kind: str) -> int:
+    """Of a tile."""
+    # Q3_K's pairs do not stay in registers for the instruction of 8 tokens.
+    return 16 if kind == "Q3_K" else 8
+
+
+def fitted(kind: str, config: Config) -> Config:
+    """``config`` with the stages that fit: one of Q8_0 takes twice the bytes."""
+    return config._replace(stages=max(config.stages - 1, 2)) if kind == "Q8_0" else config
 
 
 def spread_over(config: Config, num_tokens: int, num_rows: int, num_weights: int) -> Config:
@@ -72,7 +87,7 @@ def product_of_planes(a: Tensor, planes: Tensor, kind: str, out: Tensor | None) 
     """y[m, n] = Σₖ a[m, k] · W[n, k] for W's rows in planes."""
     num_tokens, num_weights = a.shape
     is_wide = a.dtype == torch.float32
-    if num_tokens <= (8 if is_wide else FEW):
+    if num_tokens <= (MAX_GEMV_ROWS if is_wide else FEW):
         return gemv_planes(a, planes, kind, out=out)
     if is_wide or num_tokens >= MANY:
         return product_by_torch(a, planes, kind, out=out)

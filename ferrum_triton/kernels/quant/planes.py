@@ -14,11 +14,14 @@ the bytes of two words::
     Q8_0            w ^ 0x80 each      the same           0, none
 """
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
+from ferrum_triton.kernels.jit import capability
 from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
 GROUP = tl.constexpr(32)  # weights a thread takes at a time
@@ -360,6 +363,21 @@ def summed(values, COUNT: tl.constexpr, PADDED: tl.constexpr):
     return total
 
 
+def uses_ptx(x: Tensor) -> bool:
+    return capability(x.device) >= (8, 0)
+
+
+def may_chain(x: Tensor) -> bool:
+    """Whether a launch on activations [..., K] can wait for the one before by itself."""
+    return x.shape[-1] > 0 and capability(x.device) >= (9, 0)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes."""
+    apart = any(stride * x.element_size() % 16 for stride in x.stride()[:-1])
+    return not apart and x.data_ptr() % 16 == 0
+
+
 def row_sizes(planes: Tensor, kind: str, num_weights: int) -> dict[str, int]:
     """Bytes of a row of each plane, as kernels name them: Q, H, S, T and D, 0 of one there is not.
 
@@ -376,5 +394,10 @@ def row_sizes(planes: Tensor, kind: str, num_weights: int) -> dict[str, int]:
         allowed = f"contiguous planes at a multiple of {ROW_ALIGN} bytes"
         advice = "Copy it: .clone(memory_format=torch.contiguous_format)."
         raise InputError(kind, "blocks", got, allowed, advice)
+    return _row_sizes(kind, num_weights)
+
+
+@lru_cache(maxsize=4096)
+def _row_sizes(kind: str, num_weights: int) -> dict[str, int]:
     sizes = PLANE_FORMATS[kind].row_sizes(num_weights)
     return {plane.upper(): sizes.get(plane, 0) for plane in "qhstd"}

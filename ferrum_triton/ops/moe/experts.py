@@ -33,9 +33,6 @@ LAYER = {"num_experts": 128, "top_k": 8}
 # What files of experts hold most.
 BENCH_KINDS = ("Q4_K", "Q6_K", "MXFP4", "Q4_K:planes", "Q6_K:planes")
 
-# Planes take offsets from sums of activations, where infinities may cancel.
-FINITE = ("a",)
-
 
 def _cases(kinds: tuple[str, ...], *num_tokens: int) -> list[Case]:
     return [
@@ -101,7 +98,6 @@ def _pair_products(a: Tensor, blocks: Tensor, ids: Tensor, kind: str) -> Tensor:
         "ids": "int[num_tokens, top_k]",
     },
     axes={"kind": KINDS, **SIZES},
-    finite=FINITE,
     bench=_cases(BENCH_KINDS, 1) + _cases(("Q4_K", "Q4_K:planes"), 4),
 )
 def gemv_quant_moe_id(a: Tensor, blocks: Tensor, ids: Tensor, kind: str) -> Tensor:
@@ -163,7 +159,6 @@ def _(a, blocks, ids, kind):
     },
     # Units of 256 weights are whole blocks of any kind.
     axes={"gate_kind": KINDS, "up_kind": KINDS, **SIZES},
-    finite=FINITE,
     bench=[
         Case(
             f"{gate.lower()}_{up.lower()}/e128k8n768k2048/m{m}",
@@ -243,7 +238,6 @@ def _(a, gate_blocks, up_blocks, ids, gate_kind, up_kind):
         "tpe": "int[num_experts]",
     },
     axes={"kind": KINDS, **SIZES, "num_tokens": (0, 2, 1, 30), "n": (1, 5, 70)},
-    finite=FINITE,
     bench=_cases(BENCH_KINDS, 64) + _cases(("Q4_K", "Q4_K:planes"), 4096),
     static=("top_k",),
 )
