@@ -6,6 +6,7 @@ without an expert writes zeros and reads nothing. Pairs of one expert read its r
 the later ones from L2.
 """
 
+import torch
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -13,7 +14,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.gemv_planes import STREAM, first_row, layout_of, row_sums
-from ferrum_triton.kernels.quant.plane_groups import LARGE
 from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, summed, uses_ptx
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 from ferrum_triton.quant.planes import ROW_ALIGN
@@ -50,6 +50,7 @@ def _plane_pairs_kernel(
     ASM: tl.constexpr,
     HINT: tl.constexpr,
     VECTOR: tl.constexpr,
+    NARROW: tl.constexpr,
     CHAINED: tl.constexpr,  # 0, AT_IDS or AT_ACTIVATIONS
 ):
     if CHAINED == AT_IDS:
@@ -73,13 +74,13 @@ def _plane_pairs_kernel(
         up_ptr += expert * stride_up_expert * 16
     totals = row_sums(
         a_ptr, None, planes_ptr, up_ptr, 0, 0, num_rows, first, LAYOUT, UP_LAYOUT, GROUPS, 1, ROWS,
-        THREADS, False, TIED, ASM, HINT, VECTOR, 2 if CHAINED == AT_ACTIVATIONS else 0,
+        THREADS, False, TIED, ASM, HINT, VECTOR, NARROW, 2 if CHAINED == AT_ACTIVATIONS else 0,
     )  # fmt: skip
     BOTH: tl.constexpr = ROWS if up_ptr is None else 2 * ROWS
     flat = ()
     for i in tl.static_range(BOTH):
         flat += totals[i]
-    y = summed(flat, BOTH, BOTH) * LARGE
+    y = summed(flat, BOTH, ASM)
     if up_ptr is not None:
         gate, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS))))
         y = activated(gate, "silu") * up
@@ -156,6 +157,7 @@ def gemv_plane_pairs(
         ASM=asm,
         HINT=STREAM,
         VECTOR=asm and is_aligned(a),
+        NARROW=a.dtype != torch.float32,
         CHAINED=(AT_ACTIVATIONS if known_ids else AT_IDS).value if chained else 0,
         num_warps=warps,
         **({"launch_pdl": True} if chained else {}),

@@ -25,7 +25,6 @@ from ferrum_triton.kernels.quant.gemv_planes import (
     store_rows,
     tile_of,
 )
-from ferrum_triton.kernels.quant.plane_groups import LARGE
 from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, summed, uses_ptx
 from ferrum_triton.kernels.rows import previous_power_of_2
 from ferrum_triton.ops import quant_fused as ops
@@ -54,6 +53,7 @@ def _gate_up_planes_kernel(
     THREADS: tl.constexpr,
     ASM: tl.constexpr,
     VECTOR: tl.constexpr,
+    NARROW: tl.constexpr,
     CHAINED: tl.constexpr,  # weights are loaded while the launch before may still run
 ):
     if CHAINED:
@@ -61,14 +61,14 @@ def _gate_up_planes_kernel(
     first = first_row(tl.program_id(0), num_rows, ROWS)
     totals = row_sums(
         a_ptr, None, gate_ptr, up_ptr, stride_a_token, 0, num_rows, first, GATE, UP, GROUPS, M,
-        ROWS, THREADS, False, ASM, ASM, HINT, VECTOR, CHAINED,
+        ROWS, THREADS, False, ASM, ASM, HINT, VECTOR, NARROW, CHAINED,
     )  # fmt: skip
     # A product of gate beside that of up, so that one exchange of threads does for both.
     flat = ()
     for r in tl.static_range(ROWS):
         for m in tl.static_range(M):
             flat += (totals[r][m], totals[ROWS + r][m])
-    sums = summed(flat, 2 * ROWS * M, 2 * SUMS) * LARGE
+    sums = summed(flat, 2 * SUMS, ASM)
     gate, up = tl.split(tl.reshape(sums, (SUMS, 2)))
     store_rows(y_ptr, activated(gate, ACTIVATION) * up, stride_y_token, first, M, ROWS)
 
@@ -78,17 +78,17 @@ def _part_of_rows(
     y_ptr, a_ptr, planes_ptr, stride_y_token, stride_a_token, num_rows, program,
     LAYOUT: tl.constexpr, GROUPS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     SUMS: tl.constexpr, THREADS: tl.constexpr, ASM: tl.constexpr, VECTOR: tl.constexpr,
-    CHAINED: tl.constexpr,
+    NARROW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     first = first_row(program, num_rows, ROWS)
     totals = row_sums(
         a_ptr, None, planes_ptr, None, stride_a_token, 0, num_rows, first, LAYOUT, None, GROUPS,
-        M, ROWS, THREADS, False, ASM, ASM, HINT, VECTOR, CHAINED,
+        M, ROWS, THREADS, False, ASM, ASM, HINT, VECTOR, NARROW, CHAINED,
     )  # fmt: skip
     flat = ()
     for r in tl.static_range(ROWS):
         flat += totals[r]
-    y = summed(flat, ROWS * M, SUMS) * LARGE
+    y = summed(flat, SUMS, ASM)
     store_rows(y_ptr, y, stride_y_token, first, M, ROWS)
 
 
@@ -114,6 +114,7 @@ def _qkv_planes_kernel(
     THREADS: tl.constexpr,
     ASM: tl.constexpr,
     VECTOR: tl.constexpr,
+    NARROW: tl.constexpr,
     CHAINED: tl.constexpr,  # weights are loaded while the launch before may still run
 ):
     if CHAINED:
@@ -124,17 +125,20 @@ def _qkv_planes_kernel(
     if program < first_k:
         _part_of_rows(
             y_ptr, a_ptr, q_ptr, stride_y_token, stride_a_token, nq, program,
-            Q, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, CHAINED,
+            Q, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, NARROW,
+            CHAINED,
         )  # fmt: skip
     elif program >= first_v:
         _part_of_rows(
             y_ptr + nq + nk, a_ptr, v_ptr, stride_y_token, stride_a_token, nv,
-            program - first_v, V, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, CHAINED,
+            program - first_v, V, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, NARROW,
+            CHAINED,
         )  # fmt: skip
     elif k_ptr is not None:
         _part_of_rows(
             y_ptr + nq, a_ptr, k_ptr, stride_y_token, stride_a_token, nk, program - first_k,
-            K, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, CHAINED,
+            K, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, NARROW,
+            CHAINED,
         )  # fmt: skip
 
 
@@ -149,6 +153,7 @@ def _launch_options(a: Tensor, tile: Tile) -> dict[str, Any]:
         "THREADS": 32 * tile.warps,
         "ASM": asm,
         "VECTOR": asm and is_aligned(a),
+        "NARROW": a.dtype != torch.float32,
         "CHAINED": chained,
         "num_warps": tile.warps,
         **({"launch_pdl": True} if chained else {}),

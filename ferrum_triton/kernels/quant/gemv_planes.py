@@ -15,7 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.int8 import Int8Activations
-from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group, add_group_int8
+from ferrum_triton.kernels.quant.integer_groups import add_integers, load_int8, make_int16
+from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group
 from ferrum_triton.kernels.quant.planes import (
     is_aligned,
     load_rows,
@@ -106,16 +107,17 @@ def row_sums(
     a_ptr, info_ptr, first_ptr, second_ptr, stride_a_token, stride_info_token, num_rows, row,
     FIRST: tl.constexpr, SECOND: tl.constexpr, GROUPS: tl.constexpr, M: tl.constexpr,
     ROWS: tl.constexpr, THREADS: tl.constexpr, PREFETCH: tl.constexpr, TIED: tl.constexpr,
-    ASM: tl.constexpr, HINT: tl.constexpr, VECTOR: tl.constexpr, CHAINED: tl.constexpr,
+    ASM: tl.constexpr, HINT: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Activations by ROWS rows of one or two matrices: [matrix, row][token], [threads] each.
 
-    What threads hold of one product is to be summed, and multiplied by LARGE where the activations
-    are not int8.
+    What threads hold of one product is to be summed.
 
     Args:
         a_ptr: [m, k]; int8 codes where there is info.
         info_ptr: int32 [m, groups, 2], else None; then matrices are of one kind.
+        NARROW: a is float16 or bfloat16, which the interpreter widens.
         first_ptr, second_ptr: the matrices, of num_rows rows each.
         row: the first of ROWS, int64.
         FIRST, SECOND: the matrices' layouts, see :func:`entry`; of one matrix SECOND is None.
@@ -130,6 +132,7 @@ def row_sums(
     STEPS: tl.constexpr = (GROUPS + THREADS - 1) // THREADS
     KIND: tl.constexpr = entry(FIRST, 5)
     COUNT: tl.constexpr = ROWS if SECOND is None else 2 * ROWS
+    ONE_KIND: tl.constexpr = SECOND is None or entry(SECOND, 5) == KIND
 
     start = tl.zeros([THREADS], tl.float32)
     totals = ()
@@ -169,25 +172,44 @@ def row_sums(
         else:
             none = tl.zeros([THREADS], tl.int32)
         if info_ptr is not None:
-            totals = add_group_int8(
-                totals, none, rows, a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask,
-                KIND, COUNT, M, ASM,
-            )  # fmt: skip
-        elif SECOND is None or entry(SECOND, 5) == KIND:
-            # Rows of one kind share what is made of the activations.
+            integers = load_int8(
+                a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
+            )
+            totals = add_integers(totals, none, rows, integers, group, KIND, COUNT, M, ASM)
+        elif NARROW:
+            integers = make_int16(a_ptr, stride_a_token, group, mask, M, VECTOR, ASM)
+            if ONE_KIND:
+                totals = add_integers(totals, none, rows, integers, group, KIND, COUNT, M, ASM)
+            else:
+                totals = add_integers(
+                    _part(totals, 0, ROWS), none, _part(rows, 0, ROWS), integers, group, KIND, ROWS,
+                    M, ASM,
+                ) + add_integers(
+                    _part(totals, ROWS, ROWS), none, _part(rows, ROWS, ROWS), integers, group,
+                    entry(SECOND, 5), ROWS, M, ASM,
+                )  # fmt: skip
+        elif ONE_KIND:  # rows of one kind share what is made of the activations
             totals = add_group(
-                totals, none, rows, a_ptr, stride_a_token, group, mask, KIND, COUNT, M, VECTOR
+                totals, none, rows, a_ptr, stride_a_token, group, mask, KIND, COUNT, M, VECTOR, ASM
             )
         else:
             totals = add_group(
                 _part(totals, 0, ROWS), none, _part(rows, 0, ROWS), a_ptr, stride_a_token, group,
-                mask, KIND, ROWS, M, VECTOR,
+                mask, KIND, ROWS, M, VECTOR, ASM,
             ) + add_group(
                 _part(totals, ROWS, ROWS), none, _part(rows, ROWS, ROWS), a_ptr, stride_a_token,
-                group, mask, entry(SECOND, 5), ROWS, M, VECTOR,
+                group, mask, entry(SECOND, 5), ROWS, M, VECTOR, ASM,
             )  # fmt: skip
         if PREFETCH:
             rows = later
+    if info_ptr is None and not NARROW:
+        scaled = ()
+        for r in tl.static_range(COUNT):
+            each = ()
+            for m in tl.static_range(M):
+                each += (totals[r][m] * LARGE,)
+            scaled += (each,)
+        totals = scaled
     return totals
 
 
@@ -229,6 +251,7 @@ def _gemv_planes_kernel(
     ASM: tl.constexpr,
     HINT: tl.constexpr,
     VECTOR: tl.constexpr,
+    NARROW: tl.constexpr,  # a is float16 or bfloat16
     CHAINED: tl.constexpr,
 ):
     if CHAINED:
@@ -237,14 +260,12 @@ def _gemv_planes_kernel(
     totals = row_sums(
         a_ptr, info_ptr, planes_ptr, None, stride_a_token, stride_info_token, num_rows, first,
         LAYOUT, None, GROUPS, M, ROWS, THREADS, PREFETCH, TIED,
-        ASM, HINT, VECTOR, CHAINED,
+        ASM, HINT, VECTOR, NARROW, CHAINED,
     )  # fmt: skip
     flat = ()
     for r in tl.static_range(ROWS):
         flat += totals[r]
-    y = summed(flat, ROWS * M, SUMS)
-    if info_ptr is None:
-        y *= LARGE
+    y = summed(flat, SUMS, ASM)
     store_rows(y_ptr, y, stride_y_token, first, M, ROWS)
 
 
@@ -307,6 +328,7 @@ def gemv_planes(
         ASM=asm,
         HINT=STREAM,
         VECTOR=asm and is_aligned(x),
+        NARROW=x.dtype != torch.float32,
         CHAINED=chained,
         num_warps=tile.warps,
         **({"launch_pdl": True} if chained else {}),

@@ -1,13 +1,11 @@
-"""A group of 32 weights of some rows times activations: exactly, and by activations of eight bits.
+"""A group of 32 weights of some rows times float32 activations, exactly.
 
-Exactly, weights never become floats by an instruction of their own. Bits 0 to 23 of a float32 whose
-others are 0 mean that many 2^-149: masked where they lie, an integer q with s bits below it is the
-float q 2^(s - 149), and times an activation that was multiplied by 2^(UNIT - s) once for all rows
-the product is a q 2^(UNIT - 149). The sum is rounded as ever, since a fused multiply-add takes
-denormal factors as they are. So a weight costs a mask and a multiply-add. Offsets and minimums
-count by the group's sum of activations.
-
-With int8 activations four products are one ``dp4a``; offsets start the integers' sum.
+Weights never become floats by an instruction of their own. Bits 0 to 23 of a float32 whose others
+are 0 mean that many 2^-149: masked where they lie, an integer q with s bits below it is the float
+q 2^(s - 149), and times an activation that was multiplied by 2^(UNIT - s) once for all rows the
+product is a q 2^(UNIT - 149). The sum is rounded as ever, since a fused multiply-add takes denormal
+factors as they are. So a weight costs a mask and a multiply-add. Offsets and minimums count by the
+group's sum of activations.
 """
 
 import triton
@@ -23,7 +21,6 @@ from ferrum_triton.kernels.quant.planes import (
     load_words,
     offset_of,
     place_of,
-    shift_of,
     sub_scales,
 )
 
@@ -34,7 +31,7 @@ SMALL, LARGE = tl.constexpr(2.0**-63), tl.constexpr(2.0**63)
 
 
 @triton.jit
-def _float_pair(word, DTYPE: tl.constexpr):
+def float_pair(word, DTYPE: tl.constexpr):
     """The two 16-bit floats of a word as float32."""
     if DTYPE == tl.bfloat16:
         low = (word << 16).to(tl.float32, bitcast=True)
@@ -46,7 +43,7 @@ def _float_pair(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _eight_activations(ptr, mask, VECTOR: tl.constexpr):
+def eight_activations(ptr, mask, VECTOR: tl.constexpr):
     """Eight activations in a row as a tuple of float32 [threads]."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     if VECTOR and dtype == tl.float32:
@@ -59,7 +56,7 @@ def _eight_activations(ptr, mask, VECTOR: tl.constexpr):
         words = load_words(ptr.to(tl.pointer_type(tl.int32)), mask, 4, True, "")
         x = ()
         for i in tl.static_range(4):
-            x += _float_pair(words[i], dtype)
+            x += float_pair(words[i], dtype)
     else:
         x = ()
         for i in tl.static_range(8):
@@ -137,6 +134,7 @@ def _group_value(total, dots, sums, raw, group, M: tl.constexpr, KIND: tl.conste
 def add_group(
     totals, none, rows, a_ptr, stride_a_token, group, mask,
     KIND: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, VECTOR: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """totals[r][m] plus the products of each row's group; ``none`` is a 0 to start sums at."""
     HALVES: tl.constexpr = has_halves(KIND)
@@ -150,7 +148,7 @@ def add_group(
         eights = ()
         for m in tl.static_range(M):
             at = a_ptr + m * stride_a_token + group * GROUP + 8 * e
-            x = _eight_activations(at, mask, VECTOR)
+            x = eight_activations(at, mask, VECTOR)
             scaled += (_scaled_eight(x, e, KIND),)
             eights += (_sum_eight(x) * (OFFSET * SMALL),)
         if e == 0:
@@ -169,7 +167,7 @@ def add_group(
             kept = dots
         new = ()
         for r in tl.static_range(ROWS):
-            words = eight_words(rows[r][0], rows[r][1], e, KIND, False)
+            words = eight_words(rows[r][0], rows[r][1], e, KIND, False, ASM)
             each = ()
             for m in tl.static_range(M):
                 if e == 0 or (HALVES and e == 2):
@@ -184,104 +182,4 @@ def add_group(
             out += (_group_value(totals[r], kept[r] + dots[r], sums, rows[r][2], group, M, KIND),)
         else:
             out += (_group_value(totals[r], dots[r], sums, rows[r][2], group, M, KIND),)
-    return out
-
-
-@triton.jit
-def _dp4a(a, b, acc, ASM: tl.constexpr):
-    """acc + the products of the four int8 of a and of b."""
-    if ASM:
-        acc = tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        for i in tl.static_range(4):
-            acc += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
-    return acc
-
-
-@triton.jit
-def _dot_eight_int8(acc, x, words, E: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """acc + the products of two words of activations with the integers of eight E."""
-    for i in tl.static_range(2):
-        word = words[i]
-        if KIND != "Q8_0":
-            word = (word >> shift_of(E, i, KIND)) & (((1 << bits_of(KIND)) - 1) * 0x01010101)
-        acc = _dp4a(word, x[i], acc, ASM)
-    return acc
-
-
-@triton.jit
-def _group_value_int8(
-    total, first, dots, steps, low_sums, high_sums, raw, group, M: tl.constexpr, KIND: tl.constexpr
-):
-    """total[m] plus the group's product, from the dots of its integers or of its halves'."""
-    scales = block_scales(raw, KIND)
-    factors = sub_scales(raw, group, KIND)
-    out = ()
-    for m in tl.static_range(M):
-        dot = dots[m]
-        scale = scales[0]
-        if KIND == "Q4_K" or KIND == "Q5_K":
-            scale = scale * factors[0].to(tl.float32)
-        elif KIND == "Q2_K" or KIND == "Q3_K" or KIND == "Q6_K":
-            dot = factors[0] * first[m] + factors[1] * dot
-        value = tl.fma(scale, steps[m] * dot.to(tl.float32), total[m])
-        if KIND == "Q2_K":
-            value = tl.fma(-scales[1] * factors[2].to(tl.float32), low_sums[m], value)
-            value = tl.fma(-scales[1] * factors[3].to(tl.float32), high_sums[m], value)
-        elif KIND == "Q4_K" or KIND == "Q5_K":
-            low = scales[1] * factors[1].to(tl.float32)
-            value = tl.fma(-low, low_sums[m] + high_sums[m], value)
-        elif KIND == "Q4_1" or KIND == "Q5_1":
-            value = tl.fma(scales[1], low_sums[m] + high_sums[m], value)
-        out += (value,)
-    return out
-
-
-@triton.jit
-def add_group_int8(
-    totals, none, rows, x_ptr, info_ptr, stride_x_token, stride_info_token, group, mask,
-    KIND: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """As :func:`add_group`, of activations as ``quantize_activations`` leaves them."""
-    HALVES: tl.constexpr = has_halves(KIND)
-    # Q8_0's integers are taken as they are stored; what has a minimum has no offset.
-    OFFSET: tl.constexpr = 0 if KIND == "Q8_0" or offset_of(KIND) == 1 else offset_of(KIND)
-    x, steps, lows, highs, low_sums, high_sums = (), (), (), (), (), ()
-    for m in tl.static_range(M):
-        at = (x_ptr + m * stride_x_token).to(tl.pointer_type(tl.int32)) + group * 8
-        x += (load_words(at, mask, 4, ASM, "") + load_words(at + 4, mask, 4, ASM, ""),)
-        info = load_words(info_ptr + m * stride_info_token + group * 2, mask, 2, ASM, "")
-        steps += (info[0].to(tl.float32, bitcast=True),)
-        lows += ((info[1] << 16) >> 16,)
-        highs += (info[1] >> 16,)
-        low_sums += (steps[m] * lows[m].to(tl.float32),)
-        high_sums += (steps[m] * highs[m].to(tl.float32),)
-    out = ()
-    for r in tl.static_range(ROWS):
-        first, dots = (), ()
-        for m in tl.static_range(M):
-            start = lows[m]
-            if not HALVES:
-                start = lows[m] + highs[m]
-            dots += (start * -OFFSET + none,)
-        for e in tl.static_range(4):
-            words = eight_words(rows[r][0], rows[r][1], e, KIND, True)
-            if HALVES and e == 2:
-                first = dots
-                dots = ()
-                for m in tl.static_range(M):
-                    dots += (highs[m] * -OFFSET + none,)
-            new = ()
-            for m in tl.static_range(M):
-                pair = (x[m][2 * e], x[m][2 * e + 1])
-                new += (_dot_eight_int8(dots[m], pair, words, e, KIND, ASM),)
-            dots = new
-        out += (
-            _group_value_int8(
-                totals[r], first, dots, steps, low_sums, high_sums, rows[r][2], group, M, KIND
-            ),
-        )
     return out

@@ -204,7 +204,9 @@ def _shifted(w, LEFT: tl.constexpr):
 
 
 @triton.jit
-def eight_words(q, h, E: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr):
+def eight_words(
+    q, h, E: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """The integers of eight E, four a word; ``shift_of`` bits lie below and foreign bits above.
 
     SIGNED: leave Q8_0's as they are, two's complement; else they are 128 more.
@@ -213,14 +215,14 @@ def eight_words(q, h, E: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr)
         first = q[E // 2]
         second = first
     elif KIND == "Q3_K":
-        first = _merged(_shifted(q[E // 2], -4 * (E % 2)), h[0], 0x03030303, 2 - 2 * E)
-        second = _merged(_shifted(q[E // 2], -4 * (E % 2) - 2), h[0], 0x03030303, 1 - 2 * E)
+        first = _merged(_shifted(q[E // 2], -4 * (E % 2)), h[0], 0x03030303, 2 - 2 * E, ASM)
+        second = _merged(_shifted(q[E // 2], -4 * (E % 2) - 2), h[0], 0x03030303, 1 - 2 * E, ASM)
     elif KIND == "Q6_K":
-        first = _merged(q[E], h[E // 2], 0x0F0F0F0F, 4 - 4 * (E % 2))
-        second = _merged(q[E] >> 4, h[E // 2], 0x0F0F0F0F, 2 - 4 * (E % 2))
+        first = _merged(q[E], h[E // 2], 0x0F0F0F0F, 4 - 4 * (E % 2), ASM)
+        second = _merged(q[E] >> 4, h[E // 2], 0x0F0F0F0F, 2 - 4 * (E % 2), ASM)
     elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K":
-        first = _merged(q[E], h[0], 0x0F0F0F0F, 4 - 2 * E)
-        second = _merged(q[E] >> 4, h[0], 0x0F0F0F0F, 3 - 2 * E)
+        first = _merged(q[E], h[0], 0x0F0F0F0F, 4 - 2 * E, ASM)
+        second = _merged(q[E] >> 4, h[0], 0x0F0F0F0F, 3 - 2 * E, ASM)
     elif KIND == "Q8_0":
         first, second = q[2 * E], q[2 * E + 1]
         if not SIGNED:
@@ -232,10 +234,22 @@ def eight_words(q, h, E: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr)
     return first, second
 
 
+@triton.constexpr_function
+def merge_asm(mask):
+    return f"lop3.b32 $0, $1, $2, {mask:#x}, 0xE4;"
+
+
 @triton.jit
-def _merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr):
+def _merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr, ASM: tl.constexpr):
     """Bits of ``low`` where LOW has them, above them those of ``high``, moved there."""
-    return (low & LOW) | (_shifted(high, LEFT) & ~LOW)
+    high = _shifted(high, LEFT)
+    if ASM:  # in one instruction, which the compiler does not find
+        word = tl.inline_asm_elementwise(
+            merge_asm(LOW), "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        word = (low & LOW) | (high & ~LOW)
+    return word
 
 
 @triton.jit
@@ -337,29 +351,68 @@ def load_rows(
 
 
 @triton.jit
-def summed(values, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """The sum over threads of each of COUNT tensors [threads]: [PADDED], a power of two.
+def _filled_up(values, PADDED: tl.constexpr):
+    """A tuple of PADDED tensors: the values, then zeros."""
+    zero = tl.zeros_like(values[0])
+    out = values
+    for _ in tl.static_range(PADDED - len(values)):
+        out += (zero,)
+    return out
 
-    Laid side by side in each thread first, so that there is one exchange for all of them.
+
+@triton.jit
+def _side_by_side(parts, PADDED: tl.constexpr):
+    """Tensors [threads] laid beside each other in each thread: [threads, PADDED]."""
+    THREADS: tl.constexpr = parts[0].shape[0]
+    # The first half beside the second, so that the first new axis tells them apart; and so on.
+    for _ in tl.static_range(6):
+        if len(parts) > 1:
+            joined = ()
+            for i in tl.static_range(len(parts) // 2):
+                joined += (tl.join(parts[i], parts[i + len(parts) // 2]),)
+            parts = joined
+    return tl.reshape(parts[0], (THREADS, PADDED))
+
+
+@triton.constexpr_function
+def swap_asm(lanes):
+    return f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
+
+
+@triton.jit
+def _halved(values, LANES: tl.constexpr):
+    """Sums of lanes LANES apart, half the values each: the second half where the lane has LANES."""
+    HALF: tl.constexpr = len(values) // 2
+    upper = (tl.arange(0, values[0].shape[0]) & LANES) != 0
+    out = ()
+    for i in tl.static_range(HALF):
+        low, high = values[i], values[i + HALF]
+        other = tl.inline_asm_elementwise(
+            swap_asm(LANES), "=f,f", [tl.where(upper, low, high)], dtype=tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+        out += (tl.where(upper, high, low) + other,)
+    return out
+
+
+@triton.jit
+def summed(values, PADDED: tl.constexpr, ASM: tl.constexpr):
+    """The sum over threads of each tensor [threads]: [PADDED], a power of two.
+
+    By PTX lanes exchange half of their values with each other, then a quarter, and so on.
     """
+    parts = _filled_up(values, PADDED)
     if PADDED == 1:
-        total = tl.sum(values[0], axis=0, keep_dims=True)
-    else:
-        zero = tl.zeros_like(values[0])
-        parts = ()
-        for i in tl.static_range(PADDED):
-            if i < COUNT:
-                parts += (values[i],)
-            else:
-                parts += (zero,)
-        # The first half beside the second, so that the first new axis tells them apart; and so on.
-        for _ in tl.static_range(6):
+        total = tl.sum(parts[0], axis=0, keep_dims=True)
+    elif ASM and PADDED <= 32:
+        WARPS: tl.constexpr = parts[0].shape[0] // 32
+        for i in tl.static_range(5):
             if len(parts) > 1:
-                joined = ()
-                for i in tl.static_range(len(parts) // 2):
-                    joined += (tl.join(parts[i], parts[i + len(parts) // 2]),)
-                parts = joined
-        total = tl.reshape(tl.sum(parts[0], axis=0), (PADDED,))
+                parts = _halved(parts, 16 >> i)
+        each = tl.reshape(parts[0], (WARPS, PADDED, 32 // PADDED))
+        total = tl.sum(tl.sum(each, axis=2), axis=0)
+    else:
+        total = tl.sum(_side_by_side(parts, PADDED), axis=0)
     return total
 
 
