@@ -4,7 +4,7 @@
 
 A token's experts are drawn at random, different ones; those of a single token differ from call to
 call, so that none is read twice from a cache. Up to FEW tokens each pair reads its expert's rows;
-more are sorted by expert first, and gate and up are one product. What is timed was held against the
+more are sorted by expert first. What is timed was held against the
 definition before.
 """
 
@@ -28,7 +28,7 @@ KIND = "Q4_K:planes"
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 TOKENS = (1, 8, 16, 64, 256, 4096)
 # Up to so many tokens a pair reads its expert's rows by itself.
-FEW = 4
+FEW = 16
 # Calls in a replay: those of one token read all experts once.
 CALLS = NUM_EXPERTS // TOP_K
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from bench.timing import copies_of, device_us
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
+from ferrum_triton.kernels.quant.int16 import int16_activations
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
 from ferrum_triton.kernels.quant.plane_products import spread_over
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
@@ -82,7 +83,7 @@ TILES = {
 
 GEMV_TILES = [
     Tile(rows, warps, prefetch, chained)
-    for rows, warps in ((4, 2), (4, 4), (8, 2), (8, 4))
+    for rows, warps in ((4, 2), (4, 4), (8, 2), (8, 4), (16, 4))
     for prefetch in (False, True)
     for chained in (False, True)
 ]
@@ -105,7 +106,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         for shape in options.shapes:
             n, k = map(int, shape.split("x"))
             for m in options.tokens:
-                tiles: list[Config | Tile] = [*GEMV_TILES] if m <= 2 else []
+                tiles: list[Config | Tile] = [*GEMV_TILES] if m <= 4 else []
                 for tile in TILES[max(least for least in TILES if least <= m)] if m > 2 else []:
                     splits = spread_over(tile, m, n, k).splits
                     for each in {splits, max(splits // 2, 1)}:
@@ -118,7 +119,8 @@ def run(job: Job, a: Tensor, planes: Tensor) -> Tensor:
     """The product of a [m, k] and planes [n, row_bytes] in the job's tile."""
     kind = f"{job.kind}:planes"
     if isinstance(job.tile, Tile):
-        return gemv_planes(a, planes, kind, tile=job.tile)
+        x = a if job.m == 1 else int16_activations(a)
+        return gemv_planes(x, planes, kind, tile=job.tile)
     return mma_quant(a, planes, kind, job.tile)
 
 

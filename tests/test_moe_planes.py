@@ -28,7 +28,7 @@ def empty_stack(kind, num_experts, n, k):
     return empty(num_experts, n, format_of(kind).row_bytes(k), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(("backend", "num_tokens"), [("cpu", 2), ("cpu", 11), ("interpret", 11)])
+@pytest.mark.parametrize(("backend", "num_tokens"), [("cpu", 2), ("cpu", 17), ("interpret", 17)])
 def test_a_layer_is_its_definition(backend, num_tokens):
     """Few tokens and more, whose experts are not all chosen."""
     gate_up, down = moe_layer.stacks("cpu", num_experts=4, hidden=256, intermediate=256)
@@ -141,14 +141,14 @@ def test_pairs_compiled_for_hopper(kind, two):
     assert compiled.spilled == 0 and ".ftz" not in compiled.asm["ptx"]
 
 
-def test_gate_and_up_of_one_kind_share_their_activations():
-    """Their loads, 64 bytes a thread, and the products with powers of two."""
+def test_gate_and_up_share_their_activations():
+    """Their loads, 64 bytes a thread, and the integers made of them, whatever the kinds."""
     alike, apart = (
         compile_launch(pair_launch("Q4_K:planes", up, rows=2), TARGETS["sm_90"]).asm["ptx"]
         for up in ("Q4_K:planes", "Q5_K:planes")
     )
     loads = r"ld\.global\.v4\.b32"
-    assert len(re.findall(loads, alike)) == 4 and len(re.findall(loads, apart)) == 8
+    assert len(re.findall(loads, alike)) == len(re.findall(loads, apart)) == 4
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])

@@ -10,6 +10,7 @@ from ferrum_triton import InputError
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
 from ferrum_triton.kernels.quant.int8 import quantize_activations
+from ferrum_triton.kernels.quant.int16 import int16_activations
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import FORMATS, QuantizedTensor, dequantize_blocks, from_planes, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
@@ -155,17 +156,59 @@ def test_products_are_the_definitions(device, kind, m, n, k, options):
     assert_close(product(quantised, planes, kind, **options), want, name="int8")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "Q5_1"])
-def test_narrow_activations(device, kind, dtype):
-    blocks = blocks_for(kind, 3, 512, seed=7)
-    a = torch.randn(2, 512, generator=seeded(8)).to(dtype).to(device)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype"),
+    [
+        (1, 3, 512, torch.float16),
+        (2, 2, 1280, torch.bfloat16),
+        (4, 1, 256, torch.bfloat16),
+        pytest.param(3, 49, 4096, torch.float16, marks=pytest.mark.gpu),
+    ],
+)
+@KINDS
+def test_activations_of_16_bits(device, kind, m, n, k, dtype):
+    """As integers made by each program or before: what they lose is less than float32 keeps."""
+    blocks = blocks_for(kind, n, k, seed=7)
+    a = torch.randn(m, k, generator=seeded(8)).to(dtype)
     planes = to_planes(blocks, kind).to(device)
-    want = a.cpu().double() @ dequantize_blocks(blocks, FORMATS[kind]).double().T
-    for x in (a, quantize_activations(a)):
-        got = product(x, planes, kind)
-        assert got.dtype == dtype
-    assert_close(product(a, planes, kind), want)
+    weights = dequantize_blocks(blocks, FORMATS[kind]).double()
+    want = a.double() @ weights.T
+    size = a.double().abs() @ weights.abs().T
+    for x in (a.to(device), int16_activations(a.to(device))):
+        assert product(x, planes, kind).dtype == dtype
+        got = product(x, planes, kind, out=torch.empty(m, n, device=device)).cpu()
+        assert ((got - want).abs() <= 2e-5 * size).all()
+    assert product(quantize_activations(a.to(device)), planes, kind).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_integers_of_16_bits(device, dtype):
+    """Off by half a step at most, and a step is 2^-14 of the power of two below the largest."""
+    a = torch.randn(2, 320, generator=seeded(18)).to(dtype)
+    a[0, 5], a[1, 40:64], a[1, 64:96] = 900.0, a[1, 40:64] * 2.0**-20, 0.0
+    got = int16_activations(a.to(device))
+    info = got.info.cpu()
+    steps = info[..., 0].contiguous().view(torch.float32)
+    integers = got.codes.cpu().view(torch.int16).unflatten(-1, (-1, 32))
+    groups = a.float().unflatten(-1, (-1, 32))
+    largest = groups.abs().amax(-1)
+    assert ((integers * steps[..., None] - groups).abs() <= steps[..., None] / 2).all()
+    assert (steps <= largest * 2.0**-14)[largest > 0].all() and (integers[largest == 0] == 0).all()
+    assert torch.equal(info[..., 1:3], integers.unflatten(-1, (2, 16)).int().sum(-1).int())
+    kept = groups.abs() >= largest[..., None] * (2.0**-7 if dtype == torch.bfloat16 else 2.0**-4)
+    assert torch.equal((integers * steps[..., None])[kept], groups[kept])
+
+
+def test_an_activation_among_smaller_ones(device):
+    """One a thousand times the others: what they lose is less than what it may have lost before."""
+    blocks = blocks_for("Q5_K", 6, 1024, seed=19)
+    weights = dequantize_blocks(blocks, FORMATS["Q5_K"]).double()
+    a = torch.randn(1, 1024, generator=seeded(20)).to(torch.bfloat16)
+    a[0, 77] = 1000.0
+    planes = to_planes(blocks, "Q5_K").to(device)
+    got = product(a.to(device), planes, "Q5_K", out=torch.empty(1, 6, device=device)).cpu()
+    want = a.double() @ weights.T
+    assert ((got - want).abs() <= 2.0**-14 * (a.double().abs() @ weights.abs().T)).all()
 
 
 @KINDS
@@ -211,6 +254,8 @@ def test_a_lost_number_stays_lost(device, kind):
         got = product(a.to(device), planes, kind)
         assert not got[0].isfinite().any()
         assert_close(got[1:], want)
+        got = product(a.to(device, torch.bfloat16), planes, kind)
+        assert not got[0].isfinite().any() and got[1].isfinite().all()
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 256), (2, 0, 256), (2, 3, 0)])

@@ -432,8 +432,9 @@ class Backend:
         """y[m, n] = Σₖ a[m, k] · W[n, k] for few rows of a, where reading W takes the time.
 
         W is decoded exactly and the products are summed in float32, whatever a's dtype. Over planes,
-        more than two rows of float16 or bfloat16 go as in :func:`gemm_quant`, and an activation of 2^41
-        or more counts as infinite; where one is not finite, nor is its row of the result.
+        up to four rows of float16 or bfloat16 are taken as integers of 16 bits, steps of a power of two
+        for each 32, and more rows as in :func:`gemm_quant`; a float32 of 2^41 or more counts as
+        infinite. Where an activation is not finite, nor is its row of the result.
 
         Args:
             a: [m, K] with m <= 8.

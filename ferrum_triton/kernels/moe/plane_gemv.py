@@ -21,6 +21,8 @@ from ferrum_triton.quant.planes import ROW_ALIGN
 # When a launch that starts while the one before ends waits for that one's end: before it reads ids,
 # or after it has read them and its first weights.
 AT_IDS, AT_ACTIVATIONS = tl.constexpr(1), tl.constexpr(2)
+# From so many pairs on there are programs enough.
+MANY_PAIRS = 32
 
 
 @kernel(dynamic=("num_pairs",))
@@ -105,7 +107,7 @@ def gemv_plane_pairs(
     """y[t, s] = W[ids[t, s]] · a[t, s], or silu of that times U[ids[t, s]] · a[t, s].
 
     Args:
-        a: [num_tokens, K] or [num_tokens, top_k, K], magnitudes below 2^41.
+        a: [num_tokens, K] or [num_tokens, top_k, K]; in float32 of magnitudes below 2^41.
         planes: uint8 [num_experts, n, row_bytes], W's rows in planes.
         ids: [num_tokens, top_k] int32 or int64.
         kind: of planes, such as ``"Q4_K:planes"``.
@@ -124,7 +126,8 @@ def gemv_plane_pairs(
     if y.numel() == 0:
         return y
     k = a.shape[-1]
-    best_rows, best_warps = _tile_of(k // 32, 1 if up is None else 2)
+    is_wide, matrices = a.dtype == torch.float32, 1 if up is None else 2
+    best_rows, best_warps = _tile_of(k // 32, ids.numel(), matrices, is_wide)
     rows = min(rows or best_rows, previous_power_of_2(num_rows))
     warps = num_warps or best_warps
     if asm is None:
@@ -157,7 +160,7 @@ def gemv_plane_pairs(
         ASM=asm,
         HINT=STREAM,
         VECTOR=asm and is_aligned(a),
-        NARROW=a.dtype != torch.float32,
+        NARROW=not is_wide,
         CHAINED=(AT_ACTIVATIONS if known_ids else AT_IDS).value if chained else 0,
         num_warps=warps,
         **({"launch_pdl": True} if chained else {}),
@@ -169,6 +172,8 @@ def slot_stride(a: Tensor) -> int:
     return a.stride(1) if a.dim() == 3 else 0
 
 
-def _tile_of(num_groups: int, matrices: int) -> tuple[int, int]:
-    """Rows a program takes of each matrix, and its warps: two groups a thread, or more."""
-    return 4 // matrices, min(4, previous_power_of_2(max(num_groups // 64, 1)))
+def _tile_of(num_groups: int, num_pairs: int, matrices: int, is_wide: bool) -> tuple[int, int]:
+    """Rows a program takes of each matrix, and its warps."""
+    # What is made of 16-bit activations is shared by all rows of a program.
+    rows = 4 if is_wide else 8 if num_pairs < MANY_PAIRS else 16
+    return rows // matrices, min(4, previous_power_of_2(max(num_groups // 32, 1)))

@@ -15,7 +15,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.int8 import Int8Activations
-from ferrum_triton.kernels.quant.integer_groups import add_integers, load_int8, make_int16
+from ferrum_triton.kernels.quant.int16 import Int16Activations
+from ferrum_triton.kernels.quant.integer_groups import (
+    add_integers,
+    load_int8,
+    load_int16,
+    make_int16,
+)
 from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group
 from ferrum_triton.kernels.quant.planes import (
     is_aligned,
@@ -26,7 +32,7 @@ from ferrum_triton.kernels.quant.planes import (
     tied_zero,
     uses_ptx,
 )
-from ferrum_triton.kernels.rows import previous_power_of_2
+from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 from ferrum_triton.ops import quant_int8 as ops
 from ferrum_triton.quant.kinds import file_kind
 
@@ -45,29 +51,59 @@ class Tile(NamedTuple):
     chained: bool = True
 
 
-def tile_of(
-    kind: str, num_rows: int, num_groups: int, num_tokens: int, is_int8: bool = False
-) -> Tile:
-    """The fastest of those that ``bench.quant_tiles`` timed at its sizes, or nearly."""
+def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: int = 16) -> Tile:
+    """The fastest of those that ``bench.quant_tiles`` timed at its sizes, or nearly.
+
+    Args:
+        kind: of the weights, as in the file.
+        num_rows: of W.
+        num_groups: of 32 weights in a row.
+        num_tokens: up to 8.
+        bits: of an activation: 8, 16 or 32.
+    """
     is_long, is_tall = num_groups > MANY_GROUPS, num_rows >= MANY_ROWS
-    if num_tokens > 2:
+    if bits == 16:
+        tile = _tile_for_int16(kind, is_tall, is_long, num_tokens)
+    elif num_tokens > 2:
         tile = Tile(4 if num_tokens <= 4 else 2, 1)
     elif num_tokens == 2:
-        tile = Tile(4, 2) if is_int8 else Tile(8, 2, chained=not is_long)
+        tile = Tile(4, 2) if bits == 8 else Tile(8, 2)
     elif is_tall and not is_long:
-        tile = Tile(8, 2) if is_int8 else Tile(8, 4)
-    elif kind == "Q8_0" or (kind in ("Q2_K", "Q3_K") and is_long and not is_int8):
+        tile = Tile(8, 2) if bits == 8 else Tile(8, 4)
+    elif kind == "Q8_0":
         tile = Tile(8, 4)
-    elif is_long and kind in ("Q5_K", "Q6_K") and (is_int8 or kind == "Q6_K"):
+    elif is_long and kind in ("Q5_K", "Q6_K"):
         tile = Tile(4, 2, prefetch=True)
-    elif is_long and not is_int8:
-        tile = Tile(4, 2, chained=False)
     else:
         tile = Tile(4, 4)
     return tile._replace(
-        rows=min(tile.rows, previous_power_of_2(num_rows)),
-        warps=min(tile.warps, previous_power_of_2(max(num_groups // 32, 1))),
+        rows=min(tile.rows, previous_power_of_2(num_rows)), warps=_warps_for(num_groups, tile.warps)
     )
+
+
+def _tile_for_int16(kind: str, is_tall: bool, is_long: bool, num_tokens: int) -> Tile:
+    is_wide = kind in ("Q5_1", "Q5_K", "Q6_K", "Q8_0")
+    if num_tokens > 1 and is_long:
+        tile = Tile(4, 2) if is_wide else Tile(8, 4 if num_tokens == 2 else 2)
+    elif num_tokens > 1:
+        tile = Tile(8, 4)
+    elif kind == "Q2_K" and not is_long:
+        tile = Tile(16 if is_tall else 4, 4)
+    elif kind == "Q2_K" or (kind == "Q8_0" and is_long):
+        tile = Tile(8, 4 if kind == "Q2_K" else 2, prefetch=True)
+    elif (is_long and is_wide) or (kind == "Q6_K" and not is_tall):
+        tile = Tile(4, 2, prefetch=True)
+    else:
+        tile = Tile(8, 4)
+    return tile
+
+
+def _warps_for(num_groups: int, most: int) -> int:
+    """As many, or fewer where a quarter of their threads would have no group of a row."""
+    warps = min(most, previous_power_of_2(max(num_groups // 32, 1)))
+    while warps > 1 and num_groups < 0.75 * cdiv(num_groups, 32 * warps) * 32 * warps:
+        warps //= 2
+    return warps
 
 
 @triton.constexpr_function
@@ -115,8 +151,8 @@ def row_sums(
     What threads hold of one product is to be summed.
 
     Args:
-        a_ptr: [m, k]; int8 codes where there is info.
-        info_ptr: int32 [m, groups, 2], else None; then matrices are of one kind.
+        a_ptr: [m, k]; codes of Int8Activations or Int16Activations where there is info.
+        info_ptr: theirs, else None; then matrices are of one kind.
         NARROW: a is float16 or bfloat16, which the interpreter widens.
         first_ptr, second_ptr: the matrices, of num_rows rows each.
         row: the first of ROWS, int64.
@@ -172,9 +208,14 @@ def row_sums(
         else:
             none = tl.zeros([THREADS], tl.int32)
         if info_ptr is not None:
-            integers = load_int8(
-                a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
-            )
+            if a_ptr.dtype.element_ty == tl.int8:
+                integers = load_int8(
+                    a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
+                )
+            else:
+                integers = load_int16(
+                    a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
+                )
             totals = add_integers(totals, none, rows, integers, group, KIND, COUNT, M, ASM)
         elif NARROW:
             integers = make_int16(a_ptr, stride_a_token, group, mask, M, VECTOR, ASM)
@@ -233,8 +274,8 @@ def store_rows(y_ptr, y, stride_y_token, first, M: tl.constexpr, ROWS: tl.conste
 @kernel(dynamic=("num_rows",))
 def _gemv_planes_kernel(
     y_ptr,  # [m, n]
-    a_ptr,  # [m, k]; int8 codes where there is info
-    info_ptr,  # int32 [m, groups, 2]
+    a_ptr,  # [m, k]; integers' codes where there is info
+    info_ptr,  # int32 [m, groups, 2 or 4]
     planes_ptr,  # [n, row_bytes]
     stride_y_token,
     stride_a_token,
@@ -270,7 +311,7 @@ def _gemv_planes_kernel(
 
 
 def gemv_planes(
-    a: Tensor | Int8Activations,
+    a: Tensor | Int8Activations | Int16Activations,
     planes: Tensor,
     kind: str,
     *,
@@ -282,8 +323,8 @@ def gemv_planes(
     """y[m, n] = Σₖ a[m, k] · W[n, k], summed in float32, for m <= 8.
 
     Args:
-        a: [m, K] in float32, float16 or bfloat16, magnitudes below 2^41; or what
-            ``quantize_activations`` made of it.
+        a: [m, K] in float32, magnitudes below 2^41, float16 or bfloat16, which become integers of
+            16 bits; or what ``quantize_activations`` or ``int16_activations`` made of it.
         planes: uint8 [n, row_bytes], W's rows in planes.
         kind: their kind, such as ``"Q4_K:planes"``.
         out: [m, n] to write to.
@@ -294,16 +335,16 @@ def gemv_planes(
         tied: keep the loads of scales beside those of weights.
         asm: use PTX; if None, where it can be.
     """
-    is_int8 = isinstance(a, Int8Activations)
-    x, info = (a.codes, a.info) if is_int8 else (a, None)
+    x, info = (a, None) if isinstance(a, Tensor) else (a.codes, a.info)
     num_tokens, num_rows = x.shape[0], planes.shape[0]
     if out is None:
         out = torch.empty(num_tokens, num_rows, dtype=a.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    num_weights = x.shape[1]
+    num_weights = a.num_weights if isinstance(a, Int16Activations) else x.shape[1]
     if tile is None:
-        tile = tile_of(file_kind(kind), num_rows, num_weights // 32, num_tokens, is_int8)
+        bits = {torch.int8: 8, torch.float32: 32}.get(x.dtype, 16)
+        tile = tile_of(file_kind(kind), num_rows, num_weights // 32, num_tokens, bits)
     if asm is None:
         asm = uses_ptx(x)
     chained = tile.chained and may_chain(x)

@@ -111,7 +111,7 @@ def add_integers(
     """totals[r][m] plus the products of each row's group; ``none`` is a 0 to start sums at.
 
     Args:
-        activations: of :func:`load_int8` or :func:`make_int16`.
+        activations: of :func:`load_int8`, :func:`load_int16` or :func:`make_int16`.
     """
     x, _, lows, highs = activations
     HALVES: tl.constexpr = has_halves(KIND)
@@ -159,6 +159,26 @@ def load_int8(
         steps += (info[0].to(tl.float32, bitcast=True),)
         lows += ((info[1] << 16) >> 16,)
         highs += (info[1] >> 16,)
+    return x, steps, lows, highs
+
+
+@triton.jit
+def load_int16(
+    x_ptr, info_ptr, stride_x_token, stride_info_token, group, mask, M: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """As :func:`load_int8`, of ``int16_activations``, in words of two integers."""
+    x, steps, lows, highs = (), (), (), ()
+    for m in tl.static_range(M):
+        at = x_ptr + m * stride_x_token + group * 16
+        words = ()
+        for i in tl.static_range(4):
+            words += load_words(at + 4 * i, mask, 4, ASM, "")
+        x += (words,)
+        info = load_words(info_ptr + m * stride_info_token + group * 4, mask, 4, ASM, "")
+        steps += (info[0].to(tl.float32, bitcast=True),)
+        lows += (info[1],)
+        highs += (info[2],)
     return x, steps, lows, highs
 
 

@@ -1,9 +1,9 @@
 """Products with rows in planes: which kernel takes how many activations.
 
-One or two activations take as long as W is read: :func:`gemv_planes`. More fill tensor cores, W
-as their tall operand: :func:`mma_quant`, whose tile grows with them. From MANY on decoding W costs
-less than what cuBLAS gains over it. float32 activations are never rounded: few of them take the
-first way, and more a product by torch.
+Up to four activations take about as long as W is read: :func:`gemv_planes`. More fill tensor cores,
+W as their tall operand: :func:`mma_quant`, whose tile grows with them. From MANY on decoding W
+costs less than what cuBLAS gains over it. float32 activations are never rounded: up to eight of
+them take the first way, and more a product by torch.
 """
 
 from functools import lru_cache
@@ -13,14 +13,16 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
+from ferrum_triton.kernels.quant.int16 import int16_activations
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops.quant import MAX_GEMV_ROWS
-from ferrum_triton.ops.quant_fused import FEW
 from ferrum_triton.quant.kinds import file_kind
 
-MANY = 512
+FEW, MANY = 4, 512
+# Weights from which on two activations become integers in a launch of their own.
+LARGE = 1 << 25
 # Programs enough for 132 processors, of at least so many steps of the loop each.
 PROGRAMS, STEPS = 200, 4
 
@@ -87,8 +89,11 @@ def product_of_planes(a: Tensor, planes: Tensor, kind: str, out: Tensor | None) 
     """y[m, n] = Σₖ a[m, k] · W[n, k] for W's rows in planes."""
     num_tokens, num_weights = a.shape
     is_wide = a.dtype == torch.float32
-    if num_tokens <= (MAX_GEMV_ROWS if is_wide else FEW):
+    if is_wide and num_tokens <= MAX_GEMV_ROWS:
         return gemv_planes(a, planes, kind, out=out)
+    if num_tokens <= FEW:
+        apart = num_tokens > 2 or (num_tokens == 2 and planes.shape[0] * num_weights >= LARGE)
+        return gemv_planes(int16_activations(a) if apart else a, planes, kind, out=out)
     if is_wide or num_tokens >= MANY:
         return product_by_torch(a, planes, kind, out=out)
     config = choose_config(file_kind(kind), num_tokens, planes.shape[0], num_weights, a.device)
