@@ -18,6 +18,7 @@ from ferrum_triton.registry import Case, Op, op
 MAX_GEMV_ROWS = 8
 
 SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
+OTHER_SHAPES = [(n, k) for n in (1024, 2560, 29568) for k in (3584, 5120, 8192)]
 
 
 def case_name(kind: str) -> str:
@@ -190,6 +191,7 @@ def wide_product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
         "num_blocks": (1, 3, 18),
     },
     bench=[product_case(kind, 1, n, k) for kind in PLANE_FORMATS for n, k in SHAPES]
+    + [product_case("Q4_K:planes", 1, n, k) for n, k in OTHER_SHAPES]
     + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (1, 4)],
 )
 def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:

@@ -211,7 +211,7 @@ def gemv_quant_moe_id(
     a: Tensor, blocks: Tensor, ids: Tensor, kind: str, *, out: Tensor | None = None
 ) -> Tensor:
     if kind in PLANE_FORMATS:
-        return gemv_plane_pairs(a, blocks, ids, kind, out=out)
+        return gemv_plane_pairs(a, blocks, ids, kind, out=out, chained=True)
     num_experts, num_rows = blocks.shape[:2]
     y = a.new_empty(*ids.shape, num_rows) if out is None else out
     if y.numel() == 0:
@@ -261,7 +261,9 @@ def gemv_quant_moe_id_gate_up_silu(
 ) -> Tensor:
     in_planes = [kind in PLANE_FORMATS for kind in (gate_kind, up_kind)]
     if all(in_planes):
-        return gemv_plane_pairs(a, gate_blocks, ids, gate_kind, up_blocks, up_kind, out=out)
+        return gemv_plane_pairs(
+            a, gate_blocks, ids, gate_kind, up_blocks, up_kind, out=out, chained=True
+        )
     num_experts, num_rows = gate_blocks.shape[:2]
     y = a.new_empty(*ids.shape, num_rows) if out is None else out
     if y.numel() == 0:
