@@ -1,4 +1,16 @@
-"""Packed weights, read as GGUF files store them. One module a shape of work."""
+"""Packed weights. One module a shape of work.
+
+As files store them: ``decode`` reads blocks; ``gemv`` takes few activations, ``gemm`` many, and
+``rows`` are looked up or decoded.
+
+In planes (:mod:`ferrum_triton.quant.planes`), where ``plane_products`` chooses:
+
+* ``planes`` reads them, and ``plane_groups`` and ``integer_groups`` multiply 32 weights by
+  activations that are float32 or integers, which ``int8`` and ``int16`` make;
+* ``gemv_planes`` takes few activations, and ``gemv_fused`` several matrices in one launch;
+* ``fragments`` unpacks for tensor cores, in ``mma``, what ``activations`` lays out for them;
+* ``plane_rows`` decodes rows.
+"""
 
 from ferrum_triton.kernels.quant import (  # noqa: F401  registers the launchers
     gemm,

@@ -16,6 +16,7 @@ from ferrum_triton.kernels.quant.planes import (
     bits_of,
     block_scales,
     eight_words,
+    fp16_pair,
     has_halves,
     load_one,
     load_words,
@@ -37,8 +38,7 @@ def float_pair(word, DTYPE: tl.constexpr):
         low = (word << 16).to(tl.float32, bitcast=True)
         high = (word & -65536).to(tl.float32, bitcast=True)
     else:
-        low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        low, high = fp16_pair(word)
     return low, high
 
 
