@@ -4,8 +4,7 @@
 
 A token's experts are drawn at random, different ones; those of a single token differ from call to
 call, so that none is read twice from a cache. Up to FEW tokens each pair reads its expert's rows;
-more are sorted by expert first. What is timed was held against the
-definition before.
+more are sorted by expert first. What is timed was held against the definition before.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import hypothesis
 import pytest
 import torch
 
+from ferrum_triton.kernels import interpreter
+
 # torch fills what it allocates with NaN (or the largest integer), so that a kernel which leaves an
 # element unwritten, or reads one it should not, shows.
 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -28,3 +30,17 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Names of the kernels that the test interprets."""
+    names = set()
+    original = interpreter.run_raw
+
+    def note(kernel, *args):
+        names.add(kernel.fn.__name__)
+        return original(kernel, *args)
+
+    monkeypatch.setattr(interpreter, "run_raw", note)
+    return names

@@ -7,7 +7,6 @@ import torch
 
 from ferrum_triton import FileError, InputError, get_backend
 from ferrum_triton.files.gguf import open_gguf
-from ferrum_triton.kernels import interpreter
 from ferrum_triton.models import Llama, LlamaConfig, load_model
 from ferrum_triton.models.config import RopeConfig
 from ferrum_triton.models.rope import rope_tables
@@ -84,20 +83,12 @@ def test_later_tokens_cannot_change_earlier_logits(tiny):
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3", "mistral", "packed"])
-def test_interpreted_kernels_equal_the_cpu(tiny, variant, monkeypatch):
+def test_interpreted_kernels_equal_the_cpu(tiny, variant, interpreted):
     """A prefill of 8 tokens and two decode steps, every kernel of the path interpreted."""
     models = [
         packed(name) if variant == "packed" else load_model(tiny(variant)[0], get_backend(name))
         for name in ("cpu", "interpret")
     ]
-    interpreted = set()
-    original = interpreter.run_raw
-
-    def note(kernel, *args):
-        interpreted.add(kernel.fn.__name__)
-        return original(kernel, *args)
-
-    monkeypatch.setattr(interpreter, "run_raw", note)
     # More than 8 tokens at once multiply packed weights in tiles, fewer row by row.
     prefill = 10 if variant == "packed" else 8
     ids = tokens(prefill + 2, seed=5)

@@ -7,25 +7,21 @@ import pytest
 import torch
 
 from ferrum_triton import get_backend
-from ferrum_triton.kernels import interpreter
-from ferrum_triton.models import Llama, LlamaConfig
+from ferrum_triton.models import Llama
 from ferrum_triton.models.config import RopeConfig
 from ferrum_triton.models.weights import load_weights
 from ferrum_triton.quant import FusedTensor, QuantizedTensor
 from tests.tiny_models import PACKED, PackedSource
 
 # Every K is a block of 256.
-LLAMA = LlamaConfig(
+LLAMA = replace(
+    PACKED,
     vocab_size=64,
     hidden_size=256,
     intermediate_size=256,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=64,
-    rms_norm_eps=1e-5,
-    max_positions=64,
-    rope=RopeConfig(theta=10000.0, dim=64, interleaved=True),
+    rope=replace(PACKED.rope, dim=64),
+    tie_embeddings=False,
 )
 QWEN3 = {"rope": RopeConfig(theta=1e6, dim=64), "qk_norm": True, "tie_embeddings": True}
 MODELS = {"llama": LLAMA, "qwen3": replace(LLAMA, **QWEN3)}
@@ -110,17 +106,9 @@ def test_planes_are_multiplied_like_decoded_weights(model, mix, monkeypatch):
 
 
 @pytest.mark.parametrize(("model", "mix"), [("llama", "Q4_K_M"), ("qwen3", "Q5_K_M")])
-def test_kernels_over_planes_equal_the_decoded_model(model, mix, monkeypatch):
+def test_kernels_over_planes_equal_the_decoded_model(model, mix, interpreted):
     config = narrow(MODELS[model])
     want = logits_of(load(config, mix, get_backend("cpu")))
-    interpreted = set()
-    original = interpreter.run_raw
-
-    def note(kernel, *args):
-        interpreted.add(kernel.fn.__name__)
-        return original(kernel, *args)
-
-    monkeypatch.setattr(interpreter, "run_raw", note)
     got = logits_of(load(config, mix, get_backend("interpret")))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert {

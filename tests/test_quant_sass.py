@@ -50,6 +50,7 @@ def test_few_activations(kind, int8):
     # A thread takes 32 weights of each row at a time, which have up to four sub-scales.
     conversions = count(code, "I2F")
     assert conversions <= ROWS * 5 + 8
+    assert (count(code, "IDP.4A") > 0) == int8
     # Four products an instruction, or two.
     assert count(code, "IDP.4A" if int8 else "IDP.2A") >= ROWS * (8 if int8 else 16)
 

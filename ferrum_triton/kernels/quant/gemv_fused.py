@@ -125,20 +125,17 @@ def _qkv_planes_kernel(
     if program < first_k:
         _part_of_rows(
             y_ptr, a_ptr, q_ptr, stride_y_token, stride_a_token, nq, program,
-            Q, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, NARROW,
-            CHAINED,
+            Q, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, NARROW, CHAINED,
         )  # fmt: skip
     elif program >= first_v:
         _part_of_rows(
             y_ptr + nq + nk, a_ptr, v_ptr, stride_y_token, stride_a_token, nv,
-            program - first_v, V, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, NARROW,
-            CHAINED,
+            program - first_v, V, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, NARROW, CHAINED,
         )  # fmt: skip
     elif k_ptr is not None:
         _part_of_rows(
             y_ptr + nq, a_ptr, k_ptr, stride_y_token, stride_a_token, nk, program - first_k,
-            K, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, NARROW,
-            CHAINED,
+            K, GROUPS, M, ROWS, SUMS, THREADS, ASM, VECTOR, NARROW, CHAINED,
         )  # fmt: skip
 
 

@@ -139,6 +139,21 @@ def _part(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _add_rows(
+    totals, none, rows, integers, a_ptr, stride_a_token, group, mask, KIND: tl.constexpr,
+    ROWS: tl.constexpr, M: tl.constexpr, VECTOR: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Rows of one kind by activations: ``integers``, or float32 ones where that is None."""
+    if integers is None:
+        totals = add_group(
+            totals, none, rows, a_ptr, stride_a_token, group, mask, KIND, ROWS, M, VECTOR, ASM
+        )
+    else:
+        totals = add_integers(totals, none, rows, integers, group, KIND, ROWS, M, ASM)
+    return totals
+
+
+@triton.jit
 def row_sums(
     a_ptr, info_ptr, first_ptr, second_ptr, stride_a_token, stride_info_token, num_rows, row,
     FIRST: tl.constexpr, SECOND: tl.constexpr, GROUPS: tl.constexpr, M: tl.constexpr,
@@ -152,7 +167,7 @@ def row_sums(
 
     Args:
         a_ptr: [m, k]; codes of Int8Activations or Int16Activations where there is info.
-        info_ptr: theirs, else None; then matrices are of one kind.
+        info_ptr: theirs, else None.
         NARROW: a is float16 or bfloat16, which the interpreter widens.
         first_ptr, second_ptr: the matrices, of num_rows rows each.
         row: the first of ROWS, int64.
@@ -168,7 +183,6 @@ def row_sums(
     STEPS: tl.constexpr = (GROUPS + THREADS - 1) // THREADS
     KIND: tl.constexpr = entry(FIRST, 5)
     COUNT: tl.constexpr = ROWS if SECOND is None else 2 * ROWS
-    ONE_KIND: tl.constexpr = SECOND is None or entry(SECOND, 5) == KIND
 
     start = tl.zeros([THREADS], tl.float32)
     totals = ()
@@ -207,39 +221,31 @@ def row_sums(
             none = tied_zero(rows, zero)
         else:
             none = tl.zeros([THREADS], tl.int32)
-        if info_ptr is not None:
-            if a_ptr.dtype.element_ty == tl.int8:
-                integers = load_int8(
-                    a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
-                )
-            else:
-                integers = load_int16(
-                    a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
-                )
-            totals = add_integers(totals, none, rows, integers, group, KIND, COUNT, M, ASM)
-        elif NARROW:
-            integers = make_int16(a_ptr, stride_a_token, group, mask, M, VECTOR, ASM)
-            if ONE_KIND:
-                totals = add_integers(totals, none, rows, integers, group, KIND, COUNT, M, ASM)
-            else:
-                totals = add_integers(
-                    _part(totals, 0, ROWS), none, _part(rows, 0, ROWS), integers, group, KIND, ROWS,
-                    M, ASM,
-                ) + add_integers(
-                    _part(totals, ROWS, ROWS), none, _part(rows, ROWS, ROWS), integers, group,
-                    entry(SECOND, 5), ROWS, M, ASM,
-                )  # fmt: skip
-        elif ONE_KIND:  # rows of one kind share what is made of the activations
-            totals = add_group(
-                totals, none, rows, a_ptr, stride_a_token, group, mask, KIND, COUNT, M, VECTOR, ASM
+        if info_ptr is None:
+            integers = None
+            if NARROW:
+                integers = make_int16(a_ptr, stride_a_token, group, mask, M, VECTOR, ASM)
+        elif a_ptr.dtype.element_ty == tl.int8:
+            integers = load_int8(
+                a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
             )
         else:
-            totals = add_group(
-                _part(totals, 0, ROWS), none, _part(rows, 0, ROWS), a_ptr, stride_a_token, group,
-                mask, KIND, ROWS, M, VECTOR, ASM,
-            ) + add_group(
-                _part(totals, ROWS, ROWS), none, _part(rows, ROWS, ROWS), a_ptr, stride_a_token,
-                group, mask, entry(SECOND, 5), ROWS, M, VECTOR, ASM,
+            integers = load_int16(
+                a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
+            )
+        if SECOND is None or entry(SECOND, 5) == KIND:
+            # Rows of one kind share what is made of float32 activations.
+            totals = _add_rows(
+                totals, none, rows, integers, a_ptr, stride_a_token, group, mask, KIND, COUNT, M,
+                VECTOR, ASM,
+            )  # fmt: skip
+        else:
+            totals = _add_rows(
+                _part(totals, 0, ROWS), none, _part(rows, 0, ROWS), integers, a_ptr,
+                stride_a_token, group, mask, KIND, ROWS, M, VECTOR, ASM,
+            ) + _add_rows(
+                _part(totals, ROWS, ROWS), none, _part(rows, ROWS, ROWS), integers, a_ptr,
+                stride_a_token, group, mask, entry(SECOND, 5), ROWS, M, VECTOR, ASM,
             )  # fmt: skip
         if PREFETCH:
             rows = later

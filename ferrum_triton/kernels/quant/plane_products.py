@@ -22,7 +22,7 @@ from ferrum_triton.quant.kinds import file_kind
 
 FEW, MANY = 4, 512
 # Weights from which on two activations become integers in a launch of their own.
-LARGE = 1 << 25
+MANY_WEIGHTS = 1 << 25
 # Programs enough for 132 processors, of at least so many steps of the loop each.
 PROGRAMS, STEPS = 200, 4
 
@@ -92,7 +92,9 @@ def product_of_planes(a: Tensor, planes: Tensor, kind: str, out: Tensor | None) 
     if is_wide and num_tokens <= MAX_GEMV_ROWS:
         return gemv_planes(a, planes, kind, out=out)
     if num_tokens <= FEW:
-        apart = num_tokens > 2 or (num_tokens == 2 and planes.shape[0] * num_weights >= LARGE)
+        apart = num_tokens > 2 or (
+            num_tokens == 2 and planes.shape[0] * num_weights >= MANY_WEIGHTS
+        )
         return gemv_planes(int16_activations(a) if apart else a, planes, kind, out=out)
     if is_wide or num_tokens >= MANY:
         return product_by_torch(a, planes, kind, out=out)
