@@ -211,7 +211,9 @@ def gemv_quant_moe_id(
     a: Tensor, blocks: Tensor, ids: Tensor, kind: str, *, out: Tensor | None = None
 ) -> Tensor:
     if kind in PLANE_FORMATS:
-        return gemv_plane_pairs(a, blocks, ids, kind, out=out, chained=True)
+        # A row a pair was made by a product with the same ids.
+        guess = a.dim() == 3
+        return gemv_plane_pairs(a, blocks, ids, kind, out=out, chained=True, guess=guess)
     num_experts, num_rows = blocks.shape[:2]
     y = a.new_empty(*ids.shape, num_rows) if out is None else out
     if y.numel() == 0:

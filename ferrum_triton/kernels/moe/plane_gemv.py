@@ -7,6 +7,7 @@ the later ones from L2.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -18,9 +19,10 @@ from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, summed, us
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 from ferrum_triton.quant.planes import ROW_ALIGN
 
-# When a launch that starts while the one before ends waits for that one's end: before it reads ids,
-# or after it has read them and its first weights.
-AT_IDS, AT_ACTIVATIONS = tl.constexpr(1), tl.constexpr(2)
+# What a launch that starts while the one before ends does before it waits for that one's end:
+# nothing, or it reads ids and begins to load their experts' weights. They are read again then, and
+# where they differ the product is made once more.
+NOTHING, GUESS = tl.constexpr(1), tl.constexpr(2)
 # From so many pairs on there are programs enough.
 MANY_PAIRS = 32
 
@@ -53,40 +55,63 @@ def _plane_pairs_kernel(
     HINT: tl.constexpr,
     VECTOR: tl.constexpr,
     NARROW: tl.constexpr,
-    CHAINED: tl.constexpr,  # 0, AT_IDS or AT_ACTIVATIONS
+    CHAINED: tl.constexpr,  # 0, NOTHING or GUESS
 ):
-    if CHAINED == AT_IDS:
+    if CHAINED == NOTHING:
         gdc_wait()
         gdc_launch_dependents()
     pair = (tl.program_id(0) % num_pairs).to(tl.int64)
     token, slot = pair // TOP_K, pair % TOP_K
     first = first_row(tl.program_id(0) // num_pairs, num_rows, ROWS)
     y_ptr += token * stride_y_token + slot * stride_y_slot + first
+    a_ptr += token * stride_a_token + slot * stride_a_slot
+    ids_ptr += token * stride_ids_token + slot
+    expert = tl.load(ids_ptr).to(tl.int64)
+    _store_rows_of(
+        y_ptr, a_ptr, planes_ptr, up_ptr, expert, stride_expert, stride_up_expert, num_experts,
+        num_rows, first, LAYOUT, UP_LAYOUT, GROUPS, ROWS, THREADS, TIED, ASM, HINT, VECTOR, NARROW,
+        2 if CHAINED == GUESS else 0,
+    )  # fmt: skip
+    if CHAINED == GUESS:
+        known = tl.load(ids_ptr, volatile=True).to(tl.int64)
+        if known != expert:
+            _store_rows_of(
+                y_ptr, a_ptr, planes_ptr, up_ptr, known, stride_expert, stride_up_expert,
+                num_experts, num_rows, first, LAYOUT, UP_LAYOUT, GROUPS, ROWS, THREADS, TIED, ASM,
+                HINT, VECTOR, NARROW, 0,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_rows_of(
+    y_ptr, a_ptr, planes_ptr, up_ptr, expert, stride_expert, stride_up_expert, num_experts,
+    num_rows, first, LAYOUT: tl.constexpr, UP_LAYOUT: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, THREADS: tl.constexpr, TIED: tl.constexpr, ASM: tl.constexpr,
+    HINT: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """ROWS products with one expert's rows to y_ptr; zeros where there is no such expert."""
     r = tl.arange(0, ROWS)
-    expert = tl.load(ids_ptr + token * stride_ids_token + slot).to(tl.int64)
-    if (expert < 0) | (expert >= num_experts):
-        if CHAINED == AT_ACTIVATIONS:
+    if (expert >= 0) & (expert < num_experts):
+        planes_ptr += expert * stride_expert * 16
+        if up_ptr is not None:
+            up_ptr += expert * stride_up_expert * 16
+        totals = row_sums(
+            a_ptr, None, planes_ptr, up_ptr, 0, 0, num_rows, first, LAYOUT, UP_LAYOUT, GROUPS, 1,
+            ROWS, THREADS, False, TIED, ASM, HINT, VECTOR, NARROW, CHAINED,
+        )  # fmt: skip
+        BOTH: tl.constexpr = ROWS if up_ptr is None else 2 * ROWS
+        flat = ()
+        for i in tl.static_range(BOTH):
+            flat += totals[i]
+        y = summed(flat, BOTH, ASM)
+        if up_ptr is not None:
+            gate, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS))))
+            y = activated(gate, "silu") * up
+        tl.store(y_ptr + r, y.to(y_ptr.dtype.element_ty))
+    else:
+        if CHAINED:
             gdc_wait()
         tl.store(y_ptr + r, tl.zeros([ROWS], y_ptr.dtype.element_ty))
-        return
-
-    a_ptr += token * stride_a_token + slot * stride_a_slot
-    planes_ptr += expert * stride_expert * 16
-    if up_ptr is not None:
-        up_ptr += expert * stride_up_expert * 16
-    totals = row_sums(
-        a_ptr, None, planes_ptr, up_ptr, 0, 0, num_rows, first, LAYOUT, UP_LAYOUT, GROUPS, 1, ROWS,
-        THREADS, False, TIED, ASM, HINT, VECTOR, NARROW, 2 if CHAINED == AT_ACTIVATIONS else 0,
-    )  # fmt: skip
-    BOTH: tl.constexpr = ROWS if up_ptr is None else 2 * ROWS
-    flat = ()
-    for i in tl.static_range(BOTH):
-        flat += totals[i]
-    y = summed(flat, BOTH, ASM)
-    if up_ptr is not None:
-        gate, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS))))
-        y = activated(gate, "silu") * up
-    tl.store(y_ptr + r, y.to(y_ptr.dtype.element_ty))
 
 
 def gemv_plane_pairs(
@@ -101,7 +126,7 @@ def gemv_plane_pairs(
     rows: int | None = None,
     num_warps: int | None = None,
     chained: bool = False,
-    known_ids: bool = False,
+    guess: bool = False,
     asm: bool | None = None,
 ) -> Tensor:
     """y[t, s] = W[ids[t, s]] · a[t, s], or silu of that times U[ids[t, s]] · a[t, s].
@@ -117,8 +142,8 @@ def gemv_plane_pairs(
         num_warps: of a program, likewise.
         chained: let the launch begin while the one before ends. For NVIDIA GPUs of capability 9.0
             on.
-        known_ids: of a chained launch: the one before writes no ids, and waited for what did; so
-            weights are loaded while it ends.
+        guess: of a chained launch: that the ids are there while the launch before still ends, as
+            they are where a product before this one took them; wrong, it costs time alone.
         asm: use PTX; if None, where it can be.
     """
     num_experts, num_rows = planes.shape[:2]
@@ -161,7 +186,7 @@ def gemv_plane_pairs(
         HINT=STREAM,
         VECTOR=asm and is_aligned(a),
         NARROW=not is_wide,
-        CHAINED=(AT_ACTIVATIONS if known_ids else AT_IDS).value if chained else 0,
+        CHAINED=(GUESS if guess else NOTHING).value if chained else 0,
         num_warps=warps,
         **({"launch_pdl": True} if chained else {}),
     )
