@@ -465,6 +465,31 @@ class Backend:
         Returns:
             [m, n] in a's dtype.
         """
+    def linear_quant(
+        self,
+        a: Tensor,
+        blocks: Tensor,
+        kind: str,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = a · Wᵀ + bias + residual: a layer's product with what follows it.
+
+        The product is that of :func:`gemm_quant`, and the sum with the others is rounded once. For few
+        rows of a over planes it is one launch.
+
+        Args:
+            a: [m, K].
+            blocks: uint8 [n, row_bytes], W's packed rows.
+            kind: W's format.
+            bias: [n] in any float dtype, or None.
+            residual: [m, n] in any float dtype, or None.
+
+        Returns:
+            [m, n] in a's dtype.
+        """
     def quantize_q8(
         self,
         a: Tensor,

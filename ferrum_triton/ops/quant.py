@@ -6,6 +6,8 @@ file stores them: a row of K weights has K / block_size blocks and may start at 
 which kernels read faster; it is contiguous and starts at a multiple of 16 bytes.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -275,4 +277,77 @@ def _(make, kind, m, n, num_blocks):
 
 @gemm_quant.flops
 def _(a, blocks, kind):
+    return 2 * a.shape[0] * a.shape[1] * blocks.shape[0]
+
+
+def _ended_case(m: int, k: int) -> Case:
+    """A layer's last product, which the residual stream is added to."""
+    case = product_case("Q4_K:planes", m, 4096, k)
+    return replace(case, axes={**case.axes, "ends": "residual"})
+
+
+@op(
+    tensors={
+        "a": "T[m, k]",
+        "blocks": "uint8[n, row_bytes]",
+        "bias": "float[n]",
+        "residual": "float[m, n]",
+    },
+    axes={
+        "kind": KINDS,
+        "m": (1, 0, 3, 9, 20),
+        "n": (1, 5, 70),
+        "num_blocks": (1, 3),
+        "ends": ("both", "bias", "residual", "none"),
+    },
+    bench=[_ended_case(m, k) for m in (1, 4, 16) for k in (4096, 14336)],
+)
+def linear_quant(
+    a: Tensor,
+    blocks: Tensor,
+    kind: str,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y = a · Wᵀ + bias + residual: a layer's product with what follows it.
+
+    The product is that of :func:`gemm_quant`, and the sum with the others is rounded once. For few
+    rows of a over planes it is one launch.
+
+    Args:
+        a: [m, K].
+        blocks: uint8 [n, row_bytes], W's packed rows.
+        kind: W's format.
+        bias: [n] in any float dtype, or None.
+        residual: [m, n] in any float dtype, or None.
+
+    Returns:
+        [m, n] in a's dtype.
+    """
+    y = wide_product(a, blocks, kind)
+    if bias is not None:
+        y = y + widen(bias)
+    if residual is not None:
+        y = y + widen(residual)
+    return y.to(a.dtype)
+
+
+@linear_quant.rule
+def _(a, blocks, kind, bias, residual):
+    check_product(linear_quant, a, blocks, kind)
+
+
+@linear_quant.sample
+def _(make, kind, m, n, num_blocks, ends):
+    return {
+        "a": make.randn(m, num_blocks * format_of(kind).block_size),
+        "blocks": pack_sample(make, kind, n, num_blocks),
+        "kind": kind,
+        "bias": make.randn(n) if ends in ("both", "bias") else None,
+        "residual": make.randn(m, n) if ends in ("both", "residual") else None,
+    }
+
+
+@linear_quant.flops
+def _(a, blocks, kind, bias, residual):
     return 2 * a.shape[0] * a.shape[1] * blocks.shape[0]

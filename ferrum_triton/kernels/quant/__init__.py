@@ -10,6 +10,8 @@ In planes (:mod:`ferrum_triton.quant.planes`), where ``plane_products`` chooses:
 * ``gemv_planes`` takes few activations, and ``gemv_fused`` several matrices in one launch;
 * ``fragments`` unpacks for tensor cores, in ``mma``, what ``activations`` lays out for them;
 * ``plane_rows`` decodes rows.
+
+``linear`` adds what follows a layer's product.
 """
 
 from ferrum_triton.kernels.quant import (  # noqa: F401  registers the launchers
@@ -18,5 +20,6 @@ from ferrum_triton.kernels.quant import (  # noqa: F401  registers the launchers
     gemv_fused,
     gemv_planes,
     int8,
+    linear,
     rows,
 )

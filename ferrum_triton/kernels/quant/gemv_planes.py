@@ -267,14 +267,20 @@ def first_row(program, num_rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def store_rows(y_ptr, y, stride_y_token, first, M: tl.constexpr, ROWS: tl.constexpr):
-    """y[i % m, first + i // m] of [m, n] ← y[i] for the rows of a program."""
+def store_rows(
+    y_ptr, y, stride_y_token, first, M: tl.constexpr, ROWS: tl.constexpr, bias_ptr=None,
+    residual_ptr=None, stride_residual_token=0,
+):  # fmt: skip
+    """y[i % m, first + i // m] of [m, n] ← y[i] + bias + residual for the rows of a program."""
     i = tl.arange(0, y.shape[0])
-    tl.store(
-        y_ptr + (i % M).to(tl.int64) * stride_y_token + first + i // M,
-        y.to(y_ptr.dtype.element_ty),
-        mask=i < ROWS * M,
-    )
+    token, row = (i % M).to(tl.int64), first + i // M
+    mask = i < ROWS * M
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = residual_ptr + token * stride_residual_token + row
+        y += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * stride_y_token + row, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel(dynamic=("num_rows",))
@@ -283,9 +289,12 @@ def _gemv_planes_kernel(
     a_ptr,  # [m, k]; integers' codes where there is info
     info_ptr,  # int32 [m, groups, 2 or 4]
     planes_ptr,  # [n, row_bytes]
+    bias_ptr,  # [n], or None
+    residual_ptr,  # [m, n], or None
     stride_y_token,
     stride_a_token,
     stride_info_token,
+    stride_residual_token,
     num_rows,
     LAYOUT: tl.constexpr,  # see entry
     GROUPS: tl.constexpr,  # of 32 in a row
@@ -313,7 +322,9 @@ def _gemv_planes_kernel(
     for r in tl.static_range(ROWS):
         flat += totals[r]
     y = summed(flat, SUMS, ASM)
-    store_rows(y_ptr, y, stride_y_token, first, M, ROWS)
+    store_rows(
+        y_ptr, y, stride_y_token, first, M, ROWS, bias_ptr, residual_ptr, stride_residual_token
+    )
 
 
 def gemv_planes(
@@ -321,18 +332,22 @@ def gemv_planes(
     planes: Tensor,
     kind: str,
     *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
     out: Tensor | None = None,
     tile: Tile | None = None,
     tied: bool = True,
     asm: bool | None = None,
 ) -> Tensor:
-    """y[m, n] = Σₖ a[m, k] · W[n, k], summed in float32, for m <= 8.
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual, summed in float32, for m <= 8.
 
     Args:
         a: [m, K] in float32, magnitudes below 2^41, float16 or bfloat16, which become integers of
             16 bits; or what ``quantize_activations`` or ``int16_activations`` made of it.
         planes: uint8 [n, row_bytes], W's rows in planes.
         kind: their kind, such as ``"Q4_K:planes"``.
+        bias: [n], unit stride.
+        residual: [m, n], unit stride along n.
         out: [m, n] to write to.
         tile: rows of W a program, a power of two, at most n; its warps; whether a step's weights
             are loaded before the step before is computed; and whether the launch begins, and loads
@@ -360,9 +375,12 @@ def gemv_planes(
         x,
         info,
         planes,
+        bias,
+        residual,
         out.stride(0),
         x.stride(0),
         0 if info is None else info.stride(0),
+        0 if residual is None else residual.stride(0),
         num_rows,
         LAYOUT=layout_of(planes, kind, num_weights),
         GROUPS=num_weights // 32,

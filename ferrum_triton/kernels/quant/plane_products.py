@@ -85,18 +85,32 @@ def spread_over(config: Config, num_tokens: int, num_rows: int, num_weights: int
     return config._replace(splits=splits)
 
 
+def takes_one_launch(a: Tensor) -> bool:
+    """Whether a product of ``a`` with rows in planes is :func:`product_of_few`'s."""
+    return a.shape[0] <= (MAX_GEMV_ROWS if a.dtype == torch.float32 else FEW)
+
+
+def product_of_few(
+    a: Tensor,
+    planes: Tensor,
+    kind: str,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual for W's rows in planes."""
+    num_tokens, num_weights = a.shape
+    apart = num_tokens > 2 or (num_tokens == 2 and planes.shape[0] * num_weights >= MANY_WEIGHTS)
+    x = int16_activations(a) if apart and a.dtype != torch.float32 else a
+    return gemv_planes(x, planes, kind, bias=bias, residual=residual, out=out)
+
+
 def product_of_planes(a: Tensor, planes: Tensor, kind: str, out: Tensor | None) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for W's rows in planes."""
+    if takes_one_launch(a):
+        return product_of_few(a, planes, kind, out=out)
     num_tokens, num_weights = a.shape
-    is_wide = a.dtype == torch.float32
-    if is_wide and num_tokens <= MAX_GEMV_ROWS:
-        return gemv_planes(a, planes, kind, out=out)
-    if num_tokens <= FEW:
-        apart = num_tokens > 2 or (
-            num_tokens == 2 and planes.shape[0] * num_weights >= MANY_WEIGHTS
-        )
-        return gemv_planes(int16_activations(a) if apart else a, planes, kind, out=out)
-    if is_wide or num_tokens >= MANY:
+    if a.dtype == torch.float32 or num_tokens >= MANY:
         return product_by_torch(a, planes, kind, out=out)
     config = choose_config(file_kind(kind), num_tokens, planes.shape[0], num_weights, a.device)
     return mma_quant(a, planes, kind, config, out=out)
