@@ -32,14 +32,15 @@ from ferrum_triton.kernels.quant.planes import (
     tied_zero,
     uses_ptx,
 )
-from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 from ferrum_triton.ops import quant_int8 as ops
 from ferrum_triton.quant.kinds import file_kind
 
 # Weights are read once: they leave the first-level cache to the activations.
 STREAM = ".L1::evict_first"
-# From where on there are many rows of W, or of groups in a row: the tiles differ.
-MANY_ROWS, MANY_GROUPS = 16384, 256
+# From where on there are many rows of W, or of groups in a row, and up to where there are few rows:
+# the tiles differ.
+MANY_ROWS, MANY_GROUPS, FEW_ROWS = 16384, 256, 2048
 
 
 class Tile(NamedTuple):
@@ -64,6 +65,8 @@ def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: in
     is_long, is_tall = num_groups > MANY_GROUPS, num_rows >= MANY_ROWS
     if bits == 16:
         tile = _tile_for_int16(kind, is_tall, is_long, num_tokens)
+        if num_tokens == 1 and num_rows < FEW_ROWS:
+            tile = Tile(4, 8)
     elif num_tokens > 2:
         tile = Tile(4 if num_tokens <= 4 else 2, 1)
     elif num_tokens == 2:
@@ -76,8 +79,11 @@ def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: in
         tile = Tile(4, 2, prefetch=True)
     else:
         tile = Tile(4, 4)
+    # Tall matrices wait for memory, short ones for the last of their few programs' passes.
+    idle = 1 / 8 if is_tall else (1 / 2 if num_tokens == 1 else 1 / 4)
     return tile._replace(
-        rows=min(tile.rows, previous_power_of_2(num_rows)), warps=_warps_for(num_groups, tile.warps)
+        rows=min(tile.rows, previous_power_of_2(num_rows)),
+        warps=_warps_for(num_groups, tile.warps, idle),
     )
 
 
@@ -98,10 +104,10 @@ def _tile_for_int16(kind: str, is_tall: bool, is_long: bool, num_tokens: int) ->
     return tile
 
 
-def _warps_for(num_groups: int, most: int) -> int:
-    """As many, or fewer where a quarter of their threads would have no group of a row."""
-    warps = min(most, previous_power_of_2(max(num_groups // 32, 1)))
-    while warps > 1 and num_groups < 0.75 * cdiv(num_groups, 32 * warps) * 32 * warps:
+def _warps_for(num_groups: int, most: int, idle: float) -> int:
+    """As many, or fewer where more than ``idle`` of their threads would have no group of a row."""
+    warps = min(most, next_power_of_2(max(cdiv(num_groups, 32), 1)))
+    while warps > 1 and num_groups < (1 - idle) * cdiv(num_groups, 32 * warps) * 32 * warps:
         warps //= 2
     return warps
 
