@@ -99,10 +99,7 @@ def layer(
         slots = backend.gemv_quant_moe_id(inner, down, ids, KIND)
     else:
         buckets, tpe, _ = backend.compute_ids_tpe(ids, num_experts, n, down.shape[1])
-        both = x.new_empty(*ids.shape, 2 * n)
-        backend.gemm_quant_moe_id(x, gate, buckets, tpe, KIND, top_k, out=both[..., :n])
-        backend.gemm_quant_moe_id(x, up, buckets, tpe, KIND, top_k, out=both[..., n:])
-        inner = backend.fused_silu_mul_split(both)
+        inner = backend.gemm_quant_moe_id_gate_up_silu(x, gate, up, buckets, tpe, KIND, KIND, top_k)
         slots = backend.gemm_quant_moe_id(inner, down, buckets, tpe, KIND, top_k)
     return backend.weighted_sum(slots, weights)
 

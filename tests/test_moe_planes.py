@@ -52,6 +52,36 @@ def test_every_tile_gives_the_products(config, kind):
     got = gemm_plane_pairs(a, stack, buckets, tpe, f"{kind}:planes", 2, config=config)
     want = OPS["gemv_quant_moe_id"].reference(a.double(), stack, ids, f"{kind}:planes")
     assert_close(got, want)
+    up = quantize_rows(weights.flip(1), f"{kind}:planes")
+    got = gemm_plane_pairs(a, stack, buckets, tpe, f"{kind}:planes", 2, up, config=config)
+    gated = OPS["gemv_quant_moe_id_gate_up_silu"].reference
+    assert_close(got, gated(a.double(), stack, up, ids, *[f"{kind}:planes"] * 2), scale=2)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q3_K"])
+@pytest.mark.parametrize("num_rows", [128, 192])
+def test_a_program_takes_tiles_one_after_the_other(kind, num_rows):
+    """Of gate and up and alone; pairs of no expert get zeros whatever lay there."""
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (
+        quantize_rows(
+            torch.randn(3, num_rows, 512, generator=generator) / 512**0.5, f"{kind}:planes"
+        )
+        for _ in range(2)
+    )
+    a = torch.randn(9, 512, generator=generator).half()
+    ids = torch.tensor([[2, 0], [-1, 2], [3, 1]]).repeat(3, 1)
+    buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 3, 1, 1)
+    buckets[0, 1] = 99  # no pair: the one that was there gets zeros as well
+    config = TILES[16]._replace(words=16, parts=2)
+    for second in (None, up):
+        out = torch.full((9, 2, num_rows), torch.nan, dtype=a.dtype)
+        gemm_plane_pairs(a, gate, buckets, tpe, f"{kind}:planes", 2, second, out=out, config=config)
+        args = (a.double(), gate, *(() if second is None else (up,)), buckets, tpe)
+        name = "gemm_quant_moe_id" + ("" if second is None else "_gate_up_silu")
+        want = OPS[name].reference(*args, *[f"{kind}:planes"] * (len(args) - 3), 2)
+        assert (want == 0).all(-1).sum() == 7  # three of expert -1, three of 3, and that one
+        assert_close(out, want, scale=2)
 
 
 def test_a_token_meets_other_experts_in_every_call():
@@ -84,21 +114,23 @@ def test_a_layer_compiled_for_hopper(num_tokens):
         assert compiled.shared <= target.shared_limit
 
 
-def products(kind, num_tokens, target):
-    """What gate and up launch for so many tokens of eight experts each."""
+def products(kind, num_tokens, target, gated=False):
+    """What gate, or gate and up, launch for so many tokens of eight experts each."""
     ids = empty(num_tokens, 8, dtype=torch.int32)
     stack = empty_stack(kind, 128, 1536, 2048)
     buckets, tpe = empty(128, ids.numel(), dtype=torch.int32), empty(128, dtype=torch.int32)
     with record_launches(TARGETS[target].capability) as launches:
-        gemm_plane_pairs(empty(num_tokens, 2048), stack, buckets, tpe, kind, 8)
+        up = stack if gated else None
+        gemm_plane_pairs(empty(num_tokens, 2048), stack, buckets, tpe, kind, 8, up)
     return launches
 
 
 @KINDS
 @pytest.mark.parametrize("num_tokens", [8, 256, 512, 4096])
-def test_tiles_compiled_for_hopper(kind, num_tokens):
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles_compiled_for_hopper(kind, num_tokens, gated):
     """No spills, and weights stay in their registers, pairs of neighbours of K."""
-    compiled = compile_launch(products(kind, num_tokens, "sm_90")[-1], TARGETS["sm_90"])
+    compiled = compile_launch(products(kind, num_tokens, "sm_90", gated)[-1], TARGETS["sm_90"])
     assert compiled.spilled == 0
     ttgir = compiled.asm["ttgir"]
     assert not re.search(r"ttg.local_alloc %", ttgir)
@@ -117,7 +149,7 @@ def test_tiles_compiled_for_hopper(kind, num_tokens):
 @pytest.mark.parametrize("num_tokens", [8, 4096])
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 def test_tiles_compiled_elsewhere(kind, num_tokens, target):
-    for launch in products(kind, num_tokens, target):
+    for launch in products(kind, num_tokens, target, gated=True):
         compiled = compile_launch(launch, TARGETS[target])
         assert compiled.spilled == 0
         assert compiled.shared <= TARGETS[target].shared_limit

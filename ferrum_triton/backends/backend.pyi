@@ -1277,6 +1277,36 @@ class Backend:
         Returns:
             [num_tokens, top_k, n] in a's dtype.
         """
+    def gemm_quant_moe_id_gate_up_silu(
+        self,
+        a: Tensor,
+        gate_blocks: Tensor,
+        up_blocks: Tensor,
+        bucket_ids: Tensor,
+        tpe: Tensor,
+        gate_kind: str,
+        up_kind: str,
+        top_k: int,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[p] = silu(a[p] · G[e]ᵀ) · (a[p] · U[e]ᵀ) for p in the first tpe[e] of bucket_ids[e].
+
+        :func:`gemm_quant_moe_id` of gate and up in one launch where both are one kind of planes, with
+        its arguments and its rounding of weights. What the two give is not rounded in between.
+
+        Args:
+            a: [num_tokens, K] or [num_tokens, top_k, K].
+            gate_blocks: uint8 [num_experts, n, row_bytes]; up to 1024 experts.
+            up_blocks: uint8 [num_experts, n, row_bytes], of a format that may be another.
+            bucket_ids: [num_experts, capacity] int32 or int64, the pairs of each expert.
+            tpe: [num_experts] int32 or int64, entries of each bucket.
+            gate_kind, up_kind: the formats.
+            top_k: slots of a token.
+
+        Returns:
+            [num_tokens, top_k, n] in a's dtype; zeros for pairs in no bucket.
+        """
     def route_topk_softmax(
         self,
         logits: Tensor,

@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
-from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.jit import capability, kernel
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import combine as ops
 
@@ -73,7 +74,10 @@ def _weighted_sum_kernel(
     ADD: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,  # this kernel may start before the end of the one before
 ):
+    if EARLY:
+        gdc_wait()
     token, h, mask = token_and_columns(hidden_size, BLOCK_H)
     slots_ptr += token * stride_slots_token
     weights_ptr += token * stride_weights_token
@@ -161,6 +165,7 @@ def _launch_sum(y: Tensor, slots: Tensor, weights: Tensor, add: bool) -> None:
     if num_tokens * hidden_size == 0:
         return
     block = _block(hidden_size)
+    early = capability(slots.device) >= (9, 0)
     _weighted_sum_kernel.launch(
         (num_tokens * cdiv(hidden_size, block),),
         y,
@@ -174,7 +179,9 @@ def _launch_sum(y: Tensor, slots: Tensor, weights: Tensor, add: bool) -> None:
         ADD=add,
         TOP_K=top_k,
         BLOCK_H=block,
+        EARLY=early,
         num_warps=_warps(block),
+        **({"launch_pdl": True} if early else {}),
     )
 
 

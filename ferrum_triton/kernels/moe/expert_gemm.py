@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ferrum_triton.kernels.elementwise import silu_mul
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, start_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
@@ -158,3 +159,28 @@ def gemm_quant_moe_id(
         enable_fp_fusion=False,
     )
     return y
+
+
+@ops.gemm_quant_moe_id_gate_up_silu.impl("triton")
+def gemm_quant_moe_id_gate_up_silu(
+    a: Tensor,
+    gate_blocks: Tensor,
+    up_blocks: Tensor,
+    bucket_ids: Tensor,
+    tpe: Tensor,
+    gate_kind: str,
+    up_kind: str,
+    top_k: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    if gate_kind == up_kind and gate_kind in PLANE_FORMATS:
+        return gemm_plane_pairs(
+            a, gate_blocks, bucket_ids, tpe, gate_kind, top_k, up_blocks, out=out
+        )
+    y = a.new_empty(a.shape[0], top_k, gate_blocks.shape[1]) if out is None else out
+    # Sums are rounded once, at the end.
+    gate, up = (y.new_empty(y.shape, dtype=torch.float32) for _ in range(2))
+    gemm_quant_moe_id(a, gate_blocks, bucket_ids, tpe, gate_kind, top_k, out=gate)
+    gemm_quant_moe_id(a, up_blocks, bucket_ids, tpe, up_kind, top_k, out=up)
+    return y.copy_(silu_mul(gate, up))

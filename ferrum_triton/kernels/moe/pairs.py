@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from ferrum_triton.kernels.jit import Kernel, kernel
+from ferrum_triton.kernels.jit import Kernel, capability, kernel
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import pairs as ops
 
@@ -77,7 +78,10 @@ def _ids_tpe_kernel(
     BLOCK_E: tl.constexpr,  # power of two >= num_experts
     LANES: tl.constexpr,
     STEP: tl.constexpr,
+    RELEASE: tl.constexpr,  # the kernel after this one may start; it waits for the end by itself
 ):
+    if RELEASE:
+        gdc_launch_dependents()
     program = tl.program_id(0)
     matches = tl.zeros([LANES], tl.int32)
     counts = tl.zeros([BLOCK_E], tl.int32)
@@ -278,6 +282,7 @@ def compute_ids_tpe(
         cdiv(gate_up_rows, row_tile),
         cdiv(down_rows, row_tile),
         token_tile,
+        RELEASE=capability(ids.device) >= (9, 0),
     )
     return buckets, tpe, grid_args
 

@@ -1,19 +1,24 @@
 """Many tokens by their experts' rows in planes, on tensor cores: one program per tile of an expert.
 
 Activations are arranged once, every row of them (:mod:`ferrum_triton.kernels.moe.prepare`), and
-gathered by pair in the loop that :mod:`ferrum_triton.kernels.quant.mma` has for one matrix. float32
+gathered by pair in a loop of the steps that :mod:`ferrum_triton.kernels.quant.mma` takes for one
+matrix, one tile of rows after the other. Of gate and up a tile has rows of both. float32
 activations are never rounded: each of their pairs is a product of its own.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import capability, kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, start_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
-from ferrum_triton.kernels.moe.prepare import prepare
-from ferrum_triton.kernels.quant.mma import Config, halves_of, tile_meta, tile_product
+from ferrum_triton.kernels.moe.prepare import clear_lost, prepare
+from ferrum_triton.kernels.quant.mma import Config, halves_of, tile_meta
+from ferrum_triton.kernels.quant.mma_steps import add_step, block_scales, operands
 from ferrum_triton.kernels.quant.plane_products import OTHER_TILES, fitted, least_tokens
 from ferrum_triton.kernels.quant.planes import row_sizes
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -23,26 +28,68 @@ from ferrum_triton.quant.planes import ROW_ALIGN
 # By the pairs of a tile. Those of plane_products, with shorter steps where the gathered rows'
 # addresses leave fewer registers, and so that the loop is not over before its pipeline is full.
 TILES = {
-    8: Config(64, 8),
-    16: Config(64, 16, words=16, parts=2, registers=128),
+    8: Config(64, 8, stages=3),
+    16: Config(64, 16, late=False, stages=3, registers=128),
     32: Config(128, 32, words=16, late=False, warps=8, registers=128),
     64: Config(128, 64, words=16, late=False, warps=8, stages=3, registers=128),
 }
 
 
-@kernel(dynamic=("capacity",))
+# Of gate and up, whose tiles have half as many rows of each.
+_GATED_TILES = {8: Config(128, 8, stages=3, registers=168)}
+# Of kinds that would spill.
+_TILES_OF = {
+    "Q2_K": {
+        16: Config(64, 16, parts=2, stages=3, registers=128),
+        64: Config(128, 64, words=16, parts=2, late=False, warps=8, stages=3, registers=128),
+    },
+    "Q3_K": {16: Config(64, 16, words=16, parts=2, registers=128)},
+}
+# Steps of its loop that a program has at most, unless a tile has more: by the pairs of a tile.
+STEPS = {8: 32, 16: 16, 32: 16, 64: 32}
+# Rows of the result that a program looks after which no tile may write.
+CLEARED = 64
+
+
+@triton.jit
+def _store_tile(
+    y_ptr, factor_ptr, pairs_ptr, acc, n, num_rows, left, stride_y_token, stride_y_slot,
+    TOP_K: tl.constexpr, PER_PAIR: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's rows ``n`` of y, for pairs of which ``left`` are left."""
+    m = tl.arange(0, acc.shape[1])
+    # Read again, of L2: they would take registers all the while.
+    pair = tl.load(pairs_ptr + m, mask=m < left, other=0, cache_modifier=".cg").to(tl.int64)
+    token, slot = pair // TOP_K, pair % TOP_K
+    acc *= tl.load(factor_ptr + (pair if PER_PAIR else token))[None, :]
+    if GATED:
+        acc = tl.reshape(acc, [acc.shape[0] // 16, 2, 8, acc.shape[1]])
+        gate, up = tl.split(tl.permute(acc, (0, 2, 3, 1)))
+        acc = tl.reshape(activated(gate, "silu") * up, [n.shape[0], acc.shape[3]])
+    y_row = y_ptr + (token * stride_y_token + slot * stride_y_slot)[None, :]
+    tl.store(
+        y_row + n[:, None],
+        acc.to(y_ptr.dtype.element_ty),
+        mask=(m < left)[None, :] & (n < num_rows)[:, None],
+    )
+
+
+@kernel(dynamic=("num_pairs", "capacity", "tiles_each", "num_programs"))
 def _plane_tiles_kernel(
-    y_ptr,  # [num_tokens, top_k, n], zeros
+    y_ptr,  # [num_tokens, top_k, n]
     x_ptr,  # [num_tokens, padded k], or [num_pairs, padded k]
     sums_ptr,  # [rows of x, padded k / 8]
     factor_ptr,  # [rows of x]
     planes_ptr,  # [num_experts, n, row_bytes]
+    up_ptr,  # likewise, if GATED
     pairs_ptr,  # [num_experts, capacity]
     counts_ptr,  # [num_experts]
+    places_ptr,  # [num_pairs]
     stride_y_token,
     stride_y_slot,
     stride_x,
     stride_expert,  # of planes, in units of 16 bytes
+    stride_up_expert,
     q_row,  # of a row of each plane, likewise
     h_row,
     s_row,
@@ -51,9 +98,13 @@ def _plane_tiles_kernel(
     num_experts,
     num_rows,
     num_words,  # of eight weights
+    num_pairs,
     capacity,
+    tiles_each,  # of rows of W, one after the other
+    num_programs,  # with tiles; the others clear
     TOP_K: tl.constexpr,
     PER_PAIR: tl.constexpr,  # a row of x a pair
+    GATED: tl.constexpr,  # y = silu(W x) * (up x)
     BLOCK_E: tl.constexpr,  # power of two >= num_experts
     BITS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -67,35 +118,70 @@ def _plane_tiles_kernel(
     PARTS: tl.constexpr,
     LATE: tl.constexpr,
     WHOLE: tl.constexpr,  # K is whole steps
+    RELEASED: tl.constexpr,  # this kernel may start before the end of the one before
+    BLOCK_P: tl.constexpr,
 ):
+    if RELEASED:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.program_id(0) >= num_programs:
+        pair = (tl.program_id(0) - num_programs).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+        clear_lost(
+            y_ptr, places_ptr, pairs_ptr, counts_ptr, pair, stride_y_token, stride_y_slot,
+            num_experts, num_rows, num_pairs, capacity, TOP_K, BLOCK_N,
+        )  # fmt: skip
+        return
     counts, tiles, last, total = bucket_tiles(counts_ptr, num_experts, capacity, BLOCK_E, BLOCK_M)
     # Programs of one tile of pairs run side by side, and those of one expert near each other.
-    tiles_n = tl.cdiv(num_rows, BLOCK_N)
-    tile = tl.program_id(0) // tiles_n
+    ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    tiles_n = tl.cdiv(num_rows, ROWS)
+    chunks = tl.cdiv(tiles_n, tiles_each)
+    tile = tl.program_id(0) // chunks
     if tile >= total:
         return
-    n = (tl.program_id(0) % tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, num_rows - 1)  # past the end the last row is read again
+    first = tl.program_id(0) % chunks * tiles_each
+    tiles_n = tl.minimum(tiles_n - first, tiles_each)
     expert, pairs_ptr, left = start_of_tile(
         tile, counts, tiles, last, pairs_ptr, capacity, BLOCK_E, BLOCK_M
     )
+    planes_ptr += expert * stride_expert * 16
+    row = tl.arange(0, BLOCK_N)
+    if GATED:
+        # Eight rows of each in turn: what a thread has of them are neighbours' products.
+        is_up = row // 8 % 2 == 1
+        row = row // 16 * 8 + row % 8
+        planes_ptr = tl.where(is_up, up_ptr + expert * stride_up_expert * 16, planes_ptr)
+    row = tl.minimum(first.to(tl.int64) * ROWS + row, num_rows - 1)  # past the end the last again
     m = tl.arange(0, BLOCK_M)
     pair = tl.load(pairs_ptr + m, mask=m < left, other=0).to(tl.int64)
-    acc = tile_product(
-        planes_ptr + expert * stride_expert * 16, x_ptr, sums_ptr, q_row, h_row, s_row, t_row,
-        d_row, stride_x, row, pair if PER_PAIR else pair // TOP_K, num_rows, num_words, 0, BITS,
-        OFFSET, SCALES, MINS, ASM, CONSTRAINTS, BLOCK_N, BLOCK_M, BLOCK_W, PARTS, LATE, 1, WHOLE, 0,
+    at = operands(
+        planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x, row,
+        pair if PER_PAIR else pair // TOP_K, num_rows, BITS, SCALES, MINS, BLOCK_W, PARTS,
     )  # fmt: skip
-    # Read again: it would take registers all the while.
-    pair = tl.load(pairs_ptr + m, mask=m < left, other=0, volatile=True).to(tl.int64)
-    token, slot = pair // TOP_K, pair % TOP_K
-    acc *= tl.load(factor_ptr + (pair if PER_PAIR else token))[None, :]
-    y_row = y_ptr + (token * stride_y_token + slot * stride_y_slot)[None, :]
-    tl.store(
-        y_row + n[:, None],
-        acc.to(y_ptr.dtype.element_ty),
-        mask=(m < left)[None, :] & (n < num_rows)[:, None],
-    )
+    # The steps of one tile after those of the other, so that the pipeline is filled once.
+    steps = tl.cdiv(num_words, BLOCK_W)
+    tile, step = 0, 0
+    d_next, m_next = block_scales(at, d_row, 0, 0, BLOCK_W, MINS, LATE)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for _ in range(tiles_n * steps):
+        d, d_min = d_next, m_next
+        is_last = step == steps - 1
+        next_step, next_tile = tl.where(is_last, 0, step + 1), tl.where(is_last, tile + 1, tile)
+        skipped = tl.minimum(next_tile, tiles_n - 1).to(tl.int64) * ROWS
+        d_next, m_next = block_scales(at, d_row, skipped, next_step, BLOCK_W, MINS, LATE)
+        acc = add_step(
+            acc, at, q_row, h_row, s_row, t_row, d_row, tl.cast(tile, tl.int64) * ROWS, step,
+            num_words, d, d_min, BITS, OFFSET, SCALES, MINS, ASM, CONSTRAINTS, BLOCK_W, PARTS, LATE,
+            WHOLE,
+        )  # fmt: skip
+        if is_last:
+            n = (first + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            _store_tile(
+                y_ptr, factor_ptr, pairs_ptr, acc, n, num_rows, left, stride_y_token, stride_y_slot,
+                TOP_K, PER_PAIR, GATED,
+            )  # fmt: skip
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        tile, step = next_tile, next_step
 
 
 @kernel(dynamic=("num_pairs", "capacity"))
@@ -146,6 +232,7 @@ def gemm_plane_pairs(
     tpe: Tensor,
     kind: str,
     top_k: int,
+    up: Tensor | None = None,
     *,
     out: Tensor | None = None,
     config: Config | None = None,
@@ -158,6 +245,7 @@ def gemm_plane_pairs(
         bucket_ids, tpe: of ``compute_ids_tpe``.
         kind: of planes, such as ``"Q4_K:planes"``.
         top_k: slots of a token.
+        up: of planes' shape: y is silu(W[e] · a[p]) * (up[e] · a[p]).
         out: [num_tokens, top_k, n] to write to.
         config: of the launch, its tokens being pairs; neither ``splits`` nor ``ahead`` count.
     """
@@ -168,42 +256,72 @@ def gemm_plane_pairs(
         return y
     if a.dtype == torch.float32:
         ids = experts_of_pairs(bucket_ids, tpe, a.shape[0], top_k)
-        return gemv_plane_pairs(a, planes, ids, kind, out=y)
+        return gemv_plane_pairs(a, planes, ids, kind, up, None if up is None else kind, out=y)
     if k == 0:
         return y.zero_()
-    config = config or _config_of(file_kind(kind), num_pairs, num_experts, a.device)
+    config = config or _config_of(file_kind(kind), num_pairs, num_experts, up is not None, a.device)
     sizes = row_sizes(planes, kind, k)
-    x, sums, factor, pairs, counts = prepare(y, a, bucket_ids, tpe, config.words, halves_of(kind))
+    may_overlap = capability(a.device) >= (9, 0)
+    x, sums, factor, pairs, counts, places = prepare(
+        a, bucket_ids, tpe, top_k, config.words, halves_of(kind), may_overlap
+    )
     stripes = tile_bound(num_pairs, num_experts, capacity, config.tokens)
+    rows = config.rows if up is None else config.rows // 2
+    tiles = cdiv(num_rows, rows)
+    tiles_each = 1  # the rows that a last tile lacks can only be left out of a program's first
+    if num_rows % rows == 0:
+        tiles_each = _tiles_each(tiles, cdiv(k, 8 * config.words), config.tokens)
+    num_programs = stripes * cdiv(tiles, tiles_each)
+    second = planes if up is None else up
     _plane_tiles_kernel.launch(
-        (stripes * cdiv(num_rows, config.rows),),
+        (num_programs + cdiv(num_pairs, CLEARED),),
         y,
         x,
         sums,
         factor,
         planes,
+        second,
         pairs,
         counts,
+        places,
         y.stride(0),
         y.stride(1),
         x.stride(0),
         planes.stride(0) // ROW_ALIGN,
+        second.stride(0) // ROW_ALIGN,
         *(size // ROW_ALIGN for size in sizes.values()),
         num_experts,
         num_rows,
         k // 8,
+        num_pairs,
         capacity,
+        tiles_each,
+        num_programs,
         TOP_K=top_k,
         PER_PAIR=a.dim() == 3,
+        GATED=up is not None,
         BLOCK_E=next_power_of_2(num_experts),
         **tile_meta(kind, config, k, a.device),
+        RELEASED=may_overlap,
+        BLOCK_P=CLEARED,
+        **({"launch_pdl": True} if may_overlap else {}),
     )
     return y
 
 
-def _config_of(kind: str, num_pairs: int, num_experts: int, device: torch.device) -> Config:
+def _tiles_each(tiles: int, steps: int, tokens: int) -> int:
+    """Tiles of rows, of so many steps, that a program takes: as many as all of them can."""
+    few = range(1, max(min(tiles, STEPS.get(tokens, 16) // steps), 1) + 1)
+    return max(each for each in few if tiles % each == 0)
+
+
+def _config_of(
+    kind: str, num_pairs: int, num_experts: int, gated: bool, device: torch.device
+) -> Config:
     """Tiles of what an expert has on average."""
-    tiles = TILES if capability(device) >= (9, 0) else OTHER_TILES
+    tiles = OTHER_TILES
+    if capability(device) >= (9, 0):
+        tiles = TILES | (_GATED_TILES if gated else {}) | _TILES_OF.get(kind, {})
     least = max(least_tokens(kind), min(tiles))
     average = next_power_of_2(max(cdiv(num_pairs, num_experts), least))
     return fitted(kind, tiles[min(average, max(tiles))])

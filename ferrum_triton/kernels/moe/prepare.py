@@ -1,42 +1,64 @@
 """What products of tiles of pairs start from, in one launch.
 
-Programs come in three kinds: some arrange a row of activations each, as
-:mod:`ferrum_triton.kernels.quant.activations` does; some write down which entries of a bucket are
-pairs; and some fill the result with zeros, which pairs without an expert keep.
+Programs come in two kinds: some arrange a row of activations each, as
+:mod:`ferrum_triton.kernels.quant.activations` does; and some write down which entries of a bucket
+are pairs, and where each pair is. Pairs in no bucket get zeros from :func:`clear_lost`.
 """
 
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.quant.activations import arrange_token, block_and_warps, room_for
-from ferrum_triton.kernels.rows import cdiv
 
-CLEARED = 4  # rows of the result a program fills
+
+@triton.jit
+def clear_lost(
+    y_ptr, places_ptr, pairs_ptr, counts_ptr, pair, stride_y_token, stride_y_slot, num_experts,
+    num_rows, num_pairs, capacity, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Fill y's rows of pairs that are in no bucket with zeros.
+
+    Nobody wrote the place of such a pair: it is any number, and what lies there another pair.
+
+    Args:
+        pair: int64 [P], any there are or more.
+    """
+    place = tl.load(places_ptr + pair, mask=pair < num_pairs, other=-1)
+    capacity = tl.maximum(capacity, 1).to(tl.int64)
+    known = (place >= 0) & (place < num_experts * capacity)
+    count = tl.load(counts_ptr + place // capacity, mask=known, other=0)
+    found = tl.load(pairs_ptr + place, mask=known & (place % capacity < count), other=-1)
+    lost = (found != pair) & (pair < num_pairs)
+    if tl.max(lost.to(tl.int32), axis=0) > 0:
+        y_rows = y_ptr + (pair // TOP_K * stride_y_token + pair % TOP_K * stride_y_slot)[:, None]
+        zeros = tl.zeros([pair.shape[0], BLOCK_N], y_ptr.dtype.element_ty)
+        for first in range(0, num_rows, BLOCK_N):
+            n = (first + tl.arange(0, BLOCK_N))[None, :]
+            tl.store(y_rows + n, zeros, mask=lost[:, None] & (n < num_rows))
 
 
 @kernel(dynamic=("num_pairs", "capacity"))
 def _prepare_kernel(
-    y_ptr,  # [num_tokens, top_k, n]
     x_ptr,  # [num_tokens * slots, padded k], float16
     sums_ptr,  # [num_tokens * slots, padded k / 8], float16
     factor_ptr,  # [num_tokens * slots], float32
     pairs_ptr,  # int32 [num_experts, capacity]
     counts_ptr,  # int32 [num_experts]
+    places_ptr,  # int64 [num_pairs]
     a_ptr,  # [num_tokens, k], or [num_tokens, top_k, k]
     buckets_ptr,  # [num_experts, capacity]
     tpe_ptr,  # [num_experts]
-    stride_y_token,
-    stride_y_slot,
     stride_a_token,
     stride_a_slot,
     stride_buckets_expert,
     num_experts,
-    num_rows,
     num_weights,
     num_padded,
     num_pairs,
@@ -47,10 +69,11 @@ def _prepare_kernel(
     HALVES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,  # entries of a bucket at a time
-    BLOCK_P: tl.constexpr,  # rows of y a program
-    BLOCK_N: tl.constexpr,
+    RELEASE: tl.constexpr,  # the kernel after this one may start; it waits for the end by itself
 ):
-    num_arranged = num_pairs // TOP_K * SLOTS
+    if RELEASE:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     if program < num_experts:
         count = tl.load(tpe_ptr + program)
@@ -66,23 +89,17 @@ def _prepare_kernel(
             ones = known.to(tl.int32)
             at = kept + tl.cumsum(ones, axis=0) - 1
             tl.store(row_ptr + at, pair.to(tl.int32), mask=known)
+            place = program.to(tl.int64) * capacity + at
+            tl.store(places_ptr + pair, place, mask=known)
             kept += tl.sum(ones, axis=0)
         tl.store(counts_ptr + program, kept)
-    elif program < num_experts + num_arranged:
+    else:
         row = (program - num_experts).to(tl.int64)
         a_row = a_ptr + row // SLOTS * stride_a_token + row % SLOTS * stride_a_slot
         arrange_token(
             row, x_ptr, sums_ptr, factor_ptr, a_row, 0, num_weights, num_padded, COLUMNS, HALVES,
             BLOCK_K,
         )  # fmt: skip
-    else:
-        first = (program - num_experts - num_arranged).to(tl.int64) * BLOCK_P
-        pair = first + tl.arange(0, BLOCK_P)
-        y_rows = y_ptr + (pair // TOP_K * stride_y_token + pair % TOP_K * stride_y_slot)[:, None]
-        zeros = tl.zeros([BLOCK_P, BLOCK_N], y_ptr.dtype.element_ty)
-        for first in range(0, num_rows, BLOCK_N):
-            n = (first + tl.arange(0, BLOCK_N))[None, :]
-            tl.store(y_rows + n, zeros, mask=(pair < num_pairs)[:, None] & (n < num_rows))
 
 
 class Prepared(NamedTuple):
@@ -94,6 +111,7 @@ class Prepared(NamedTuple):
         factor: float32 [rows].
         pairs: int32 [num_experts, capacity], up to their number.
         counts: int32 [num_experts], their number.
+        places: int64 [num_pairs], where in pairs each is; of one in no bucket any number.
     """
 
     x: Tensor
@@ -101,45 +119,51 @@ class Prepared(NamedTuple):
     factor: Tensor
     pairs: Tensor
     counts: Tensor
+    places: Tensor
 
 
 def prepare(
-    y: Tensor, a: Tensor, bucket_ids: Tensor, tpe: Tensor, words: int, halves: int
+    a: Tensor,
+    bucket_ids: Tensor,
+    tpe: Tensor,
+    top_k: int,
+    words: int,
+    halves: int,
+    release: bool = False,
 ) -> Prepared:
-    """Fill y [num_tokens, top_k, n] with zeros, arrange a, and drop entries that are no pair.
+    """Arrange a, and drop entries that are no pair.
 
     As each pair is in one bucket, there are no more tiles than ``tile_bound`` says then.
 
     Args:
-        y: what the product will write to.
         a: [num_tokens, k] or [num_tokens, top_k, k].
         bucket_ids, tpe: of ``compute_ids_tpe``.
+        top_k: slots of a token.
         words, halves: as ``arrange`` takes them.
+        release: the kernel after this one may start early, as this one may.
     """
-    (num_experts, capacity), (num_tokens, top_k, num_rows) = bucket_ids.shape, y.shape
+    (num_experts, capacity), num_tokens, device = bucket_ids.shape, a.shape[0], a.device
     num_pairs, slots = num_tokens * top_k, top_k if a.dim() == 3 else 1
-    x, sums, factor = room_for(num_tokens * slots, a.shape[-1], y.device)
-    pairs = torch.empty(num_experts, capacity, dtype=torch.int32, device=y.device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=y.device)
+    x, sums, factor = room_for(num_tokens * slots, a.shape[-1], device)
+    pairs = torch.empty(num_experts, capacity, dtype=torch.int32, device=device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    places = torch.empty(num_pairs, dtype=torch.int64, device=device)
     block_k, warps = block_and_warps(x.shape[1])
     _prepare_kernel.launch(
-        (num_experts + num_tokens * slots + cdiv(num_pairs, CLEARED),),
-        y,
+        (num_experts + num_tokens * slots,),
         x,
         sums,
         factor,
         pairs,
         counts,
+        places,
         a,
         bucket_ids,
         tpe,
-        y.stride(0),
-        y.stride(1),
         a.stride(0),
         slot_stride(a),
         bucket_ids.stride(0),
         num_experts,
-        num_rows,
         a.shape[-1],
         x.shape[1],
         num_pairs,
@@ -150,8 +174,8 @@ def prepare(
         HALVES=halves,
         BLOCK_K=block_k,
         BLOCK_C=512,
-        BLOCK_P=CLEARED,
-        BLOCK_N=1024,
+        RELEASE=release,
         num_warps=warps,
+        **({"launch_pdl": True} if release else {}),
     )
-    return Prepared(x, sums, factor, pairs, counts)
+    return Prepared(x, sums, factor, pairs, counts, places)

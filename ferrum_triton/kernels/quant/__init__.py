@@ -8,7 +8,8 @@ In planes (:mod:`ferrum_triton.quant.planes`), where ``plane_products`` chooses:
 * ``planes`` reads them, and ``plane_groups`` and ``integer_groups`` multiply 32 weights by
   activations that are float32 or integers, which ``int8`` and ``int16`` make;
 * ``gemv_planes`` takes few activations, and ``gemv_fused`` several matrices in one launch;
-* ``fragments`` unpacks for tensor cores, in ``mma``, what ``activations`` lays out for them;
+* ``fragments`` unpacks for tensor cores, in the steps of ``mma_steps`` that ``mma`` takes, what
+  ``activations`` lays out for them;
 * ``plane_rows`` decodes rows.
 
 ``linear`` adds what follows a layer's product.

@@ -89,7 +89,7 @@ def block_and_warps(padded: int) -> tuple[int, int]:
     """Elements of a token at a time, and a program's warps."""
     # Few tokens are a matter of latency: all of K at once where the registers hold it.
     block = min(triton.next_power_of_2(max(padded, 1)), 16384)
-    return block, 8 if block <= 4096 else 16
+    return block, 16 if block > 4096 else (8 if block > 1024 else 4)
 
 
 def arrange(

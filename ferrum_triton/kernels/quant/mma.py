@@ -24,16 +24,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from ferrum_triton.kernels.jit import capability, kernel
 from ferrum_triton.kernels.quant.activations import arrange
-from ferrum_triton.kernels.quant.fragments import (
-    CODES,
-    all_end_to_end,
-    end_to_end,
-    second_bytes,
-    settled,
-    spread,
-    times,
-    unpack,
-)
+from ferrum_triton.kernels.quant.fragments import CODES
+from ferrum_triton.kernels.quant.mma_steps import add_step, block_scales, operands, words_of
 from ferrum_triton.kernels.quant.planes import row_sizes
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
@@ -72,227 +64,12 @@ class Config(NamedTuple):
 
 
 @triton.jit
-def _halves(word):
-    """The two float16 of an int32."""
-    low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    high = ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low, high
-
-
-@triton.jit
 def _prefetch(ptr):
     """Ask for the lines at ``ptr``, int32 pointers, to be brought to L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@triton.jit
-def _block_scales(ptr, block, MINS: tl.constexpr):
-    """d and m of one block of each row."""
-    word = tl.load(ptr + block)
-    if MINS:
-        d, m = _halves(word)
-    else:
-        d, m = word, word
-    return d, m
-
-
-@triton.jit
-def _every_other_pair(words, BITS: tl.constexpr):
-    """Words whose high bits are in the low halves of a one-bit plane's bytes; the high halves'."""
-    if BITS == 5:
-        pairs = tl.reshape(words, [words.shape[0], words.shape[1] // 4, 2, 2])
-        even, odd = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-        even = tl.reshape(even, [words.shape[0], words.shape[1] // 2])
-        odd = tl.reshape(odd, [words.shape[0], words.shape[1] // 2])
-    else:
-        even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
-    return even, odd
-
-
-@triton.jit
-def _weights(
-    words, more, scale, low, d, d_min, W: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
-    SCALED: tl.constexpr, MINS: tl.constexpr, LATE: tl.constexpr, ASM: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
-):  # fmt: skip
-    """Eight products' weights, float16 [BLOCK_N, W]; up to d if that is taken late."""
-    t = unpack(words, more, scale, BITS, OFFSET, SCALED, ASM, CONSTRAINTS)
-    if not LATE:
-        mins = 0.0
-        if MINS:
-            d_min = spread(d_min, W)
-            if SCALED:
-                mins = second_bytes(low, W, ASM)
-        t = times(t, mins, spread(d, W), d_min, SCALED, MINS, ASM != "")
-    return t
-
-
-@triton.jit
-def tile_product(
-    planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x_token, row, token,
-    num_rows, num_words, split, BITS: tl.constexpr, OFFSET: tl.constexpr, SCALES: tl.constexpr,
-    MINS: tl.constexpr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, PARTS: tl.constexpr, LATE: tl.constexpr,
-    SPLITS: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Rows ``row`` of W by tokens ``token``, float32 [BLOCK_N, BLOCK_M], up to x's factors.
-
-    Args:
-        planes_ptr: W [num_rows, row_bytes].
-        q_row, h_row, s_row, t_row, d_row: of a row of each plane, units of 16 bytes.
-        x_ptr, sums_ptr: of :func:`arrange`.
-        row, token: int64 [BLOCK_N] and [BLOCK_M], any there are.
-        split: which of SPLITS parts of K.
-    """
-    SCALED: tl.constexpr = SCALES != ""
-    # Tiles of planes: words, what lies above them, and scales.
-    plane = tl.full((), 16, tl.int64) * num_rows  # bytes of a plane whose rows are a unit
-    q_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
-    planes_ptr += plane * q_row
-    h_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
-    planes_ptr += plane * h_row
-    s_ptr = planes_ptr
-    planes_ptr += plane * s_row
-    t_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
-    planes_ptr += plane * t_row
-    D_TYPE: tl.constexpr = tl.int32 if MINS else tl.float16
-    d_ptr = planes_ptr.to(tl.pointer_type(D_TYPE))
-    W_COLS: tl.constexpr = 2 * BLOCK_W if BITS == 8 else (BLOCK_W // 2 if BITS < 4 else BLOCK_W)
-    w_col = tl.arange(0, W_COLS)[None, :]
-    w_rows = q_ptr + row[:, None] * q_row * 4 + w_col
-    if BITS == 6:
-        more_col = tl.arange(0, BLOCK_W // 2)[None, :]
-        more_rows = h_ptr + row[:, None] * h_row * 4 + more_col
-    elif BITS == 5 or BITS == 3:
-        more_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        more_rows = h_ptr + row[:, None] * h_row * 4 + more_col
-    if SCALES == "pair":
-        s_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        s_rows = s_ptr.to(tl.pointer_type(tl.int16)) + row[:, None] * s_row * 8 + s_col
-    elif SCALES == "packed":
-        # Two sub-blocks a column; the upper bits of all 16 of a block are in a word.
-        s_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        s_rows = s_ptr + row[:, None] * s_row * 16 + s_col
-        t_rows = t_ptr + row[:, None] * t_row * 4
-    elif SCALED:
-        s_col = tl.arange(0, BLOCK_W // 2)[None, :]
-        S_TYPE: tl.constexpr = tl.int8 if SCALES == "byte" else tl.uint8
-        s_rows = s_ptr.to(tl.pointer_type(S_TYPE)) + row[:, None] * s_row * 16 + s_col
-    D_UNIT: tl.constexpr = 4 if MINS else 8
-    d_rows = d_ptr + row * d_row * D_UNIT
-    if not SCALED:
-        d_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        d_rows = d_rows[:, None] + d_col
-
-    # Element p W + w of a step is product p of word w.
-    k = tl.arange(0, 8 * BLOCK_W // PARTS)
-    x_rows = x_ptr + token[:, None] * stride_x_token + k[None, :]
-    sum_rows = sums_ptr + token[:, None] * (stride_x_token // 8) + tl.arange(0, BLOCK_W)[None, :]
-
-    steps = tl.cdiv(num_words, BLOCK_W)
-    per_split = tl.cdiv(steps, SPLITS)
-    begin = split * per_split
-    end = tl.minimum(begin + per_split, steps)
-    if AHEAD > 0:
-        # Weights were there before the kernel that arranges the activations was launched.
-        ahead = begin * W_COLS + tl.arange(0, AHEAD) * 32
-        ahead = tl.minimum(ahead, steps * W_COLS - 32)
-        _prefetch(q_ptr + (row * q_row * 4)[:, None] + ahead[None, :])
-        gdc_wait()
-
-    # Too narrow for the compiler's pipeline where no product depends on them: a step ahead by hand.
-    if LATE:
-        d_next, m_next = _block_scales(d_rows, tl.minimum(begin, steps - 1) * BLOCK_W // 32, MINS)
-
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in range(begin, end):
-        # Words past the end are as good as any: the activations are 0 there.
-        left = num_words - step * BLOCK_W
-        W_LEFT = left * 2 if BITS == 8 else (left // 2 if BITS < 4 else left)
-        if WHOLE:
-            words = tl.load(w_rows + step * W_COLS, eviction_policy="evict_first")
-        else:
-            words = tl.load(w_rows + step * W_COLS, mask=w_col < W_LEFT, other=0)
-        more, scale, low = 0, 1, 0
-        if BITS == 6:
-            more = tl.load(
-                more_rows + step * (BLOCK_W // 2), mask=WHOLE or more_col < left // 2, other=0
-            )
-        elif BITS == 5 or BITS == 3:
-            more = tl.load(
-                more_rows + step * (BLOCK_W // 4), mask=WHOLE or more_col < left // 4, other=0
-            )
-        if SCALES == "pair":
-            both = tl.load(s_rows + step * (BLOCK_W // 4))
-            scale = both.to(tl.int32)
-            low = scale
-        elif SCALES == "nibbles":
-            both = tl.load(s_rows + step * (BLOCK_W // 2)).to(tl.int32)
-            scale, low = both & 15, both << 4  # a min as the low bits of the second byte
-        elif SCALES == "packed":
-            scale = tl.load(s_rows + step * (BLOCK_W // 4)).to(tl.int32)
-            upper = tl.load(t_rows + step * BLOCK_W // 32)
-            upper = upper >> (s_col + step * (BLOCK_W // 4)) % 8 * 4
-        elif SCALES == "byte":
-            scale = tl.load(s_rows + step * (BLOCK_W // 2)).to(tl.int32)
-
-        d_min = 0.0
-        if LATE:
-            d, d_min = d_next, m_next
-            following = tl.minimum(step + 1, steps - 1)
-            d_next, m_next = _block_scales(d_rows, following * BLOCK_W // 32, MINS)
-        elif SCALED:
-            d = tl.load(d_rows[:, None] + step * BLOCK_W // 32)  # [BLOCK_N, 1]
-        else:
-            # 0 where there are none: anything else may be no number.
-            d = tl.load(d_rows + step * (BLOCK_W // 4), mask=WHOLE or d_col < left // 4, other=0)
-        if MINS and not LATE:
-            d, d_min = _halves(d)
-
-        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if LATE else acc
-        x = tl.load(x_rows + step * (8 * BLOCK_W))
-        if BITS == 5 or BITS == 3:
-            even, odd = _every_other_pair(words, BITS)
-            if BITS == 3:
-                even_scale = scale & 15 | upper << 4 & 48
-                odd_scale = scale >> 4 | upper << 2 & 48
-            else:
-                even_scale, odd_scale = scale, scale
-            t = _weights(
-                even, spread(more, BLOCK_W // 2), even_scale, low, d, d_min, BLOCK_W // 2, BITS,
-                OFFSET, SCALED, MINS, LATE, ASM, CONSTRAINTS,
-            )  # fmt: skip
-            product = tl.dot(all_end_to_end(t), tl.trans(x), product)
-            t = _weights(
-                odd, spread(more >> 4, BLOCK_W // 2), odd_scale, low, d, d_min, BLOCK_W // 2, BITS,
-                OFFSET, SCALED, MINS, LATE, ASM, CONSTRAINTS,
-            )  # fmt: skip
-            x = tl.load(x_rows + (step * (8 * BLOCK_W) + 4 * BLOCK_W))
-            product = tl.dot(all_end_to_end(t), tl.trans(x), product)
-        else:
-            t = _weights(
-                words, more, scale, low, d, d_min, BLOCK_W, BITS, OFFSET, SCALED, MINS, LATE, ASM,
-                CONSTRAINTS,
-            )  # fmt: skip
-            if PARTS == 1:
-                product = tl.dot(all_end_to_end(t), tl.trans(x), product)
-            else:
-                product = tl.dot(end_to_end(t, 0), tl.trans(x), product)
-                x = tl.load(x_rows + (step * (8 * BLOCK_W) + 4 * BLOCK_W))
-                product = tl.dot(end_to_end(t, 4), tl.trans(x), product)
-        if LATE:
-            acc += product * d.to(tl.float32)[:, None]
-            if MINS:
-                mins = second_bytes(low, BLOCK_W, ASM)
-                sums = tl.load(sum_rows + step * BLOCK_W)
-                acc -= tl.dot(mins, tl.trans(sums)) * d_min.to(tl.float32)[:, None]
-        else:
-            acc = settled(product, ASM)
-
-    return acc
 
 
 @kernel(dynamic=("num_tokens",))
@@ -334,11 +111,32 @@ def _mma_quant_kernel(
     n = (tl.program_id(0) // tiles_m).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Past the end the last row and token are read again.
     row, token = tl.minimum(n, num_rows - 1), tl.minimum(m, num_tokens - 1)
-    acc = tile_product(
-        planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x_token, row, token,
-        num_rows, num_words, tl.program_id(1), BITS, OFFSET, SCALES, MINS, ASM, CONSTRAINTS,
-        BLOCK_N, BLOCK_M, BLOCK_W, PARTS, LATE, SPLITS, WHOLE, AHEAD,
+    steps = tl.cdiv(num_words, BLOCK_W)
+    per_split = tl.cdiv(steps, SPLITS)
+    begin = tl.program_id(1) * per_split
+    end = tl.minimum(begin + per_split, steps)
+    if AHEAD > 0:
+        # Weights were there before the kernel that arranges the activations was launched.
+        W_COLS: tl.constexpr = words_of(BITS, BLOCK_W)
+        ahead = tl.minimum(begin * W_COLS + tl.arange(0, AHEAD) * 32, steps * W_COLS - 32)
+        words_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
+        _prefetch(words_ptr + (row * q_row * 4)[:, None] + ahead[None, :])
+        gdc_wait()
+
+    at = operands(
+        planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x_token, row,
+        token, num_rows, BITS, SCALES, MINS, BLOCK_W, PARTS,
     )  # fmt: skip
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    d_next, m_next = block_scales(at, d_row, 0, tl.minimum(begin, steps - 1), BLOCK_W, MINS, LATE)
+    for step in range(begin, end):
+        d, d_min = d_next, m_next
+        following = tl.minimum(step + 1, steps - 1)
+        d_next, m_next = block_scales(at, d_row, 0, following, BLOCK_W, MINS, LATE)
+        acc = add_step(
+            acc, at, q_row, h_row, s_row, t_row, d_row, 0, step, num_words, d, d_min, BITS, OFFSET,
+            SCALES, MINS, ASM, CONSTRAINTS, BLOCK_W, PARTS, LATE, WHOLE,
+        )  # fmt: skip
     acc *= tl.load(factor_ptr + token)[None, :]
     y_split = y_ptr + tl.program_id(1).to(tl.int64) * stride_y_split
     tl.store(
@@ -373,7 +171,7 @@ def halves_of(kind: str) -> int:
 
 
 def tile_meta(kind: str, config: Config, k: int, device: torch.device) -> dict[str, Any]:
-    """The constants of :func:`tile_product` but its splits, and its kernel's options."""
+    """What is constant in a kernel of :func:`add_step`, and its options."""
     codes = CODES[file_kind(kind)]
     # PTX where there is some to be had; the interpreter and AMD unpack in Triton.
     ptx = capability(device) >= (8, 0)

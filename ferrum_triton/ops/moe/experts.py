@@ -266,6 +266,13 @@ def gemm_quant_moe_id(
     Returns:
         [num_tokens, top_k, n] in a's dtype.
     """
+    return _bucket_products(a, blocks, bucket_ids, tpe, kind, top_k).to(a.dtype)
+
+
+def _bucket_products(
+    a: Tensor, blocks: Tensor, bucket_ids: Tensor, tpe: Tensor, kind: str, top_k: int
+) -> Tensor:
+    """[num_tokens, top_k, n], in float32 or wider."""
     num_pairs = a.shape[0] * top_k
     wide = widen(a if a.dim() == 3 else a[:, None].expand(-1, top_k, -1)).flatten(0, 1)
     y = wide.new_zeros(num_pairs, blocks.shape[1])
@@ -275,7 +282,7 @@ def gemm_quant_moe_id(
         if len(pairs):
             weights = dequantize_rows(blocks[expert], kind).to(wide.dtype)
             y[pairs] = wide[pairs] @ weights.T
-    return y.unflatten(0, (a.shape[0], top_k)).to(a.dtype)
+    return y.unflatten(0, (a.shape[0], top_k))
 
 
 # The definition walks the buckets, of which a trace knows no lengths.
@@ -286,15 +293,19 @@ def _gemm_fake(a, blocks, bucket_ids, tpe, kind, top_k):
 gemm_quant_moe_id.fake = _gemm_fake
 
 
+def _check_buckets(of_op: Op, a: Tensor, blocks: Tensor, top_k: int, name: str = "blocks") -> None:
+    if blocks.shape[0] > MAX_EXPERTS:
+        allowed = f"at most {MAX_EXPERTS} experts"
+        of_op.reject(name, f"of shape {list(blocks.shape)}", allowed)
+    if top_k < 1:
+        of_op.reject("top_k", str(top_k), "at least 1")
+    _check_rows(of_op, a, a.shape[0], top_k)
+
+
 @gemm_quant_moe_id.rule
 def _(a, blocks, bucket_ids, tpe, kind, top_k):
     _check_stack(gemm_quant_moe_id, a, blocks, kind)
-    if blocks.shape[0] > MAX_EXPERTS:
-        allowed = f"at most {MAX_EXPERTS} experts"
-        gemm_quant_moe_id.reject("blocks", f"of shape {list(blocks.shape)}", allowed)
-    if top_k < 1:
-        gemm_quant_moe_id.reject("top_k", str(top_k), "at least 1")
-    _check_rows(gemm_quant_moe_id, a, a.shape[0], top_k)
+    _check_buckets(gemm_quant_moe_id, a, blocks, top_k)
 
 
 @gemm_quant_moe_id.sample
@@ -323,3 +334,109 @@ def _(a, blocks, bucket_ids, tpe, kind, top_k):
     num_pairs = a.shape[0] * top_k
     indices = (num_pairs + tpe.numel()) * tpe.element_size()
     return indices + _traffic(a, (blocks,), num_pairs)
+
+
+@op(
+    tensors={
+        "a": "T[..., k]",
+        "gate_blocks": "uint8[num_experts, n, gate_row_bytes]",
+        "up_blocks": "uint8[num_experts, n, up_row_bytes]",
+        "bucket_ids": "int[num_experts, capacity]",
+        "tpe": "int[num_experts]",
+    },
+    axes={
+        "gate_kind": KINDS,
+        "up_kind": KINDS,
+        **SIZES,
+        "num_tokens": (0, 2, 1, 30),
+        "n": (1, 5, 70),
+    },
+    bench=[
+        Case(
+            f"q4_k:planes/e128k8n768k2048/m{m}",
+            torch.bfloat16,
+            LAYER
+            | {"gate_kind": "Q4_K:planes", "up_kind": "Q4_K:planes", "num_tokens": m, "n": 768}
+            | {"num_blocks": 2048 // 256, "per_slot": False},
+        )
+        for m in (64, 256, 4096)
+    ],
+    static=("top_k",),
+)
+def gemm_quant_moe_id_gate_up_silu(
+    a: Tensor,
+    gate_blocks: Tensor,
+    up_blocks: Tensor,
+    bucket_ids: Tensor,
+    tpe: Tensor,
+    gate_kind: str,
+    up_kind: str,
+    top_k: int,
+) -> Tensor:
+    """y[p] = silu(a[p] · G[e]ᵀ) · (a[p] · U[e]ᵀ) for p in the first tpe[e] of bucket_ids[e].
+
+    :func:`gemm_quant_moe_id` of gate and up in one launch where both are one kind of planes, with
+    its arguments and its rounding of weights. What the two give is not rounded in between.
+
+    Args:
+        a: [num_tokens, K] or [num_tokens, top_k, K].
+        gate_blocks: uint8 [num_experts, n, row_bytes]; up to 1024 experts.
+        up_blocks: uint8 [num_experts, n, row_bytes], of a format that may be another.
+        bucket_ids: [num_experts, capacity] int32 or int64, the pairs of each expert.
+        tpe: [num_experts] int32 or int64, entries of each bucket.
+        gate_kind, up_kind: the formats.
+        top_k: slots of a token.
+
+    Returns:
+        [num_tokens, top_k, n] in a's dtype; zeros for pairs in no bucket.
+    """
+    gate = _bucket_products(a, gate_blocks, bucket_ids, tpe, gate_kind, top_k)
+    up = _bucket_products(a, up_blocks, bucket_ids, tpe, up_kind, top_k)
+    return (torch.nn.functional.silu(gate) * up).to(a.dtype)
+
+
+def _gemm_gate_up_fake(a, gate_blocks, up_blocks, bucket_ids, tpe, gate_kind, up_kind, top_k):
+    return a.new_empty(a.shape[0], top_k, gate_blocks.shape[1])
+
+
+gemm_quant_moe_id_gate_up_silu.fake = _gemm_gate_up_fake
+
+
+@gemm_quant_moe_id_gate_up_silu.rule
+def _(a, gate_blocks, up_blocks, bucket_ids, tpe, gate_kind, up_kind, top_k):
+    _check_stack(gemm_quant_moe_id_gate_up_silu, a, gate_blocks, gate_kind, "gate_")
+    _check_stack(gemm_quant_moe_id_gate_up_silu, a, up_blocks, up_kind, "up_")
+    _check_buckets(gemm_quant_moe_id_gate_up_silu, a, gate_blocks, top_k, "gate_blocks")
+
+
+@gemm_quant_moe_id_gate_up_silu.sample
+def _(make, gate_kind, up_kind, num_tokens, num_experts, top_k, n, num_blocks, per_slot):
+    k = 256 * num_blocks
+    ids = _ids_sample(make, num_tokens, num_experts, top_k)
+    bucket_ids, tpe, _ = compute_ids_tpe.reference(ids, num_experts, n, n)
+    gate, up = (
+        _stack_sample(make, kind, num_experts, n, k // format_of(kind).block_size)
+        for kind in (gate_kind, up_kind)
+    )
+    return {
+        "a": _activations(make, num_tokens, top_k, k, per_slot),
+        "gate_blocks": gate,
+        "up_blocks": up,
+        "bucket_ids": bucket_ids,
+        "tpe": tpe,
+        "gate_kind": gate_kind,
+        "up_kind": up_kind,
+        "top_k": top_k,
+    }
+
+
+@gemm_quant_moe_id_gate_up_silu.flops
+def _(a, gate_blocks, up_blocks, bucket_ids, tpe, gate_kind, up_kind, top_k):
+    return 4 * a.shape[0] * top_k * a.shape[-1] * gate_blocks.shape[1]
+
+
+@gemm_quant_moe_id_gate_up_silu.traffic
+def _(a, gate_blocks, up_blocks, bucket_ids, tpe, gate_kind, up_kind, top_k):
+    num_pairs = a.shape[0] * top_k
+    indices = (num_pairs + tpe.numel()) * tpe.element_size()
+    return indices + _traffic(a, (gate_blocks, up_blocks), num_pairs)
