@@ -24,7 +24,9 @@ CONTIGUOUS_ONLY = {"copy_slice": "addresses its tensors as one row of elements"}
 # Arguments whose rows may not be one row expanded, and why; mostly their entries have to differ.
 DISTINCT_ROWS = {
     "gemv_quant_q8": ("codes", "info"),  # which belong together
-    "gemm_quant_moe_id": ("bucket_ids",),  # a pair in two experts' buckets has two results
+    # A pair in two experts' buckets has two results.
+    "gemm_quant_moe_id": ("bucket_ids",),
+    "gemm_quant_moe_id_gate_up_silu": ("bucket_ids",),
     # A page of two sequences may be given two tokens for one slot.
     "kv_cache_append_paged": ("block_tables",),
     "split_qkv_norm_rope_into_paged_cache": ("block_tables",),
@@ -38,6 +40,7 @@ ROUNDED_SUMS = (
     "gemv_quant",
     "gemm_quant",
     "gemm_quant_moe_id",
+    "gemm_quant_moe_id_gate_up_silu",
     "gemv_quant_gate_up_silu",
     "gemv_quant_qkv",
 )
