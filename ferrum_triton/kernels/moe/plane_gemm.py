@@ -161,18 +161,16 @@ def _plane_tiles_kernel(
     # The steps of one tile after those of the other, so that the pipeline is filled once.
     steps = tl.cdiv(num_words, BLOCK_W)
     tile, step = 0, 0
-    d_next, m_next = block_scales(at, d_row, 0, 0, BLOCK_W, MINS, LATE)
+    d, d_min = block_scales(at, d_row, 0, 0, BLOCK_W, MINS, LATE)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for _ in range(tiles_n * steps):
-        d, d_min = d_next, m_next
         is_last = step == steps - 1
         next_step, next_tile = tl.where(is_last, 0, step + 1), tl.where(is_last, tile + 1, tile)
-        skipped = tl.minimum(next_tile, tiles_n - 1).to(tl.int64) * ROWS
-        d_next, m_next = block_scales(at, d_row, skipped, next_step, BLOCK_W, MINS, LATE)
-        acc = add_step(
-            acc, at, q_row, h_row, s_row, t_row, d_row, tl.cast(tile, tl.int64) * ROWS, step,
-            num_words, d, d_min, BITS, OFFSET, SCALES, MINS, ASM, CONSTRAINTS, BLOCK_W, PARTS, LATE,
-            WHOLE,
+        next_skipped = tl.minimum(next_tile, tiles_n - 1).to(tl.int64) * ROWS
+        acc, d, d_min = add_step(
+            acc, d, d_min, at, q_row, h_row, s_row, t_row, d_row, tl.cast(tile, tl.int64) * ROWS,
+            step, next_skipped, next_step, num_words, BITS, OFFSET, SCALES, MINS, ASM, CONSTRAINTS,
+            BLOCK_W, PARTS, LATE, WHOLE,
         )  # fmt: skip
         if is_last:
             n = (first + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -111,6 +111,10 @@ def _mma_quant_kernel(
     n = (tl.program_id(0) // tiles_m).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Past the end the last row and token are read again.
     row, token = tl.minimum(n, num_rows - 1), tl.minimum(m, num_tokens - 1)
+    at = operands(
+        planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x_token, row,
+        token, num_rows, BITS, SCALES, MINS, BLOCK_W, PARTS,
+    )  # fmt: skip
     steps = tl.cdiv(num_words, BLOCK_W)
     per_split = tl.cdiv(steps, SPLITS)
     begin = tl.program_id(1) * per_split
@@ -123,19 +127,13 @@ def _mma_quant_kernel(
         _prefetch(words_ptr + (row * q_row * 4)[:, None] + ahead[None, :])
         gdc_wait()
 
-    at = operands(
-        planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x_token, row,
-        token, num_rows, BITS, SCALES, MINS, BLOCK_W, PARTS,
-    )  # fmt: skip
+    d, d_min = block_scales(at, d_row, 0, tl.minimum(begin, steps - 1), BLOCK_W, MINS, LATE)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    d_next, m_next = block_scales(at, d_row, 0, tl.minimum(begin, steps - 1), BLOCK_W, MINS, LATE)
     for step in range(begin, end):
-        d, d_min = d_next, m_next
-        following = tl.minimum(step + 1, steps - 1)
-        d_next, m_next = block_scales(at, d_row, 0, following, BLOCK_W, MINS, LATE)
-        acc = add_step(
-            acc, at, q_row, h_row, s_row, t_row, d_row, 0, step, num_words, d, d_min, BITS, OFFSET,
-            SCALES, MINS, ASM, CONSTRAINTS, BLOCK_W, PARTS, LATE, WHOLE,
+        acc, d, d_min = add_step(
+            acc, d, d_min, at, q_row, h_row, s_row, t_row, d_row, 0, step, 0,
+            tl.minimum(step + 1, steps - 1), num_words, BITS, OFFSET, SCALES, MINS, ASM,
+            CONSTRAINTS, BLOCK_W, PARTS, LATE, WHOLE,
         )  # fmt: skip
     acc *= tl.load(factor_ptr + token)[None, :]
     y_split = y_ptr + tl.program_id(1).to(tl.int64) * stride_y_split

@@ -135,19 +135,20 @@ def block_scales(
 
 @triton.jit
 def add_step(
-    acc, at, q_row, h_row, s_row, t_row, d_row, skipped, step, num_words, d, d_min,
-    BITS: tl.constexpr, OFFSET: tl.constexpr, SCALES: tl.constexpr, MINS: tl.constexpr,
+    acc, d, d_min, at, q_row, h_row, s_row, t_row, d_row, skipped, step, next_skipped, next_step,
+    num_words, BITS: tl.constexpr, OFFSET: tl.constexpr, SCALES: tl.constexpr, MINS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, BLOCK_W: tl.constexpr, PARTS: tl.constexpr,
     LATE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """acc, float32 [BLOCK_N, BLOCK_M], and BLOCK_W words' products, up to x's factors.
+    """acc, float32 [BLOCK_N, BLOCK_M], and BLOCK_W words' products; d and d_min of the next step.
 
     Args:
+        d, d_min: of :func:`block_scales` for this step.
         at: of :func:`operands`.
         skipped: rows of W between those of ``at`` and those that are meant, int64.
         step: of the row.
+        next_skipped, next_step: likewise of the step after this one.
         num_words: of a row.
-        d, d_min: of :func:`block_scales`.
     """
     SCALED: tl.constexpr = SCALES != ""
     W_COLS: tl.constexpr = words_of(BITS, BLOCK_W)
@@ -185,6 +186,8 @@ def add_step(
     elif SCALES == "byte":
         scale = tl.load(at[2] + (skipped * s_row * 16 + step * (BLOCK_W // 2))).to(tl.int32)
 
+    # Here, not before: the loop's copies are asked for first.
+    d_next, m_next = block_scales(at, d_row, next_skipped, next_step, BLOCK_W, MINS, LATE)
     if not LATE:
         d_rows = at[4][:, None] + skipped * d_row * (4 if MINS else 8)
         if SCALED:
@@ -237,4 +240,4 @@ def add_step(
             acc -= tl.dot(mins, tl.trans(sums)) * d_min.to(tl.float32)[:, None]
     else:
         acc = settled(product, ASM)
-    return acc
+    return acc, d_next, m_next
