@@ -24,12 +24,15 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    absent = {}
+    if not torch.cuda.is_available():
+        absent["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
+    if not torch.backends.mps.is_available():
+        absent["metal"] = pytest.mark.skip(reason="needs a Mac with Apple silicon")
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        for name, skip in absent.items():
+            if item.get_closest_marker(name):
+                item.add_marker(skip)
 
 
 @pytest.fixture

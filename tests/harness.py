@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ferrum_triton.backends.backend import Backend
 from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.registry import OPS, Op
 from ferrum_triton.testing import CODES, TensorFactory, assert_close
@@ -165,6 +167,8 @@ def clone(arguments: dict[str, Any]) -> dict[str, Any]:
 def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
     def wide(v: Any) -> Any:
         is_real = isinstance(v, Tensor) and v.is_floating_point() and v.dtype not in CODES
+        if isinstance(v, Tensor) and v.is_mps:
+            v = v.cpu()  # which has float64
         return v.double() if is_real else v
 
     return {k: wide(v) for k, v in arguments.items()}
@@ -204,6 +208,66 @@ def assert_call_matches(op: Op, got: tuple, arguments: dict, want: tuple, left: 
     scale = 2 if op.name in ROUNDED_SUMS and _has_minimums(arguments) else 1
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert g.shape == w.shape, f"{op.name} output {i}: {g.shape} for {w.shape}"
-        assert_close(g, w, scale=scale, name=f"{op.name} output {i}")
+        assert_close(g.to(w.device), w, scale=scale, name=f"{op.name} output {i}")
     for name, value in left.items():
-        assert_close(arguments[name], value, name=f"{op.name} {name}")
+        assert_close(arguments[name].to(value.device), value, name=f"{op.name} {name}")
+
+
+def check_matches_reference(backend: Backend, op: Op, data: st.DataObject, seed: int) -> None:
+    """Any shape, dtype and stride gives the reference's result, and touches nothing else."""
+    axes = data.draw(draw_axes(op), label="axes")
+    dtype = data.draw(st.sampled_from(op.dtypes), label="dtype")
+    arguments = sample(op, dtype, backend.device, seed, **axes)
+    layout = st.sampled_from(LAYOUTS[:2] if op.name in CONTIGUOUS_ONLY else LAYOUTS)
+    own_rows = (*op.mutates, *DISTINCT_ROWS.get(op.name, ()))
+    buffers = {
+        name: place(
+            value, data.draw(layouts_of(arguments, name, layout), label=name), name in own_rows
+        )
+        for name, value in tensors(arguments).items()
+    }
+    arguments |= {name: buffer.tensor for name, buffer in buffers.items()}
+    want, left = expected(op, arguments)
+
+    out_buffers = []
+    if op.has_out and data.draw(st.booleans(), label="out"):
+        backend_out = op.fake(**clone(arguments))
+        out_buffers = [
+            place(torch.zeros_like(t), data.draw(layout, label="out"), own_rows=True)
+            for t in as_tuple(backend_out)
+        ]
+        outs = tuple(buffer.tensor for buffer in out_buffers)
+        getattr(backend, op.name)(**arguments, out=outs if len(outs) > 1 else outs[0])
+        got = outs
+    else:
+        got = as_tuple(getattr(backend, op.name)(**arguments))
+        assert all(t.is_contiguous() for t in got)
+
+    assert_call_matches(op, got, arguments, want, left)
+    for name, buffer in buffers.items():
+        if name in op.mutates:
+            assert buffer.guards_intact(), f"{op.name} wrote outside {name}"
+        else:
+            assert buffer.unchanged(), f"{op.name} changed {name}"
+    assert all(buffer.guards_intact() for buffer in out_buffers), f"{op.name} wrote outside out"
+
+
+def check_edge_values(backend: Backend, op: Op, data: st.DataObject, seed: int) -> None:
+    """Infinities, NaN, denormals and the largest values come out where the reference has them."""
+    dtype = data.draw(st.sampled_from(op.dtypes), label="dtype")
+    arguments = sample(op, dtype, backend.device, seed, **typical_axes(op))
+    kind = data.draw(
+        st.sampled_from(("nan", "inf", "-inf", "max", "denormal", "zero")), label="kind"
+    )
+    info = torch.finfo(dtype)
+    special = {"max": info.max, "denormal": info.tiny / 4, "zero": 0.0}.get(kind)
+    pick = random.Random(seed)
+    for name, value in tensors(arguments).items():
+        if value.dtype == dtype and value.numel() and name not in op.finite:
+            flat = value.view(-1)
+            flat[pick.randrange(flat.numel())] = float(kind) if special is None else special
+            arguments[name] = value
+    # In float32, as kernels compute: a float64 reference overflows later.
+    want, left = expected(op, arguments, double=False)
+    got = as_tuple(getattr(backend, op.name)(**arguments))
+    assert_call_matches(op, got, arguments, want, left)

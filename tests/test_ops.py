@@ -1,7 +1,5 @@
 """The properties every op has on every backend, drawn from its declaration."""
 
-import random
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -13,16 +11,13 @@ from tests.harness import (
     ALL_OPS,
     BACKENDS,
     CONTIGUOUS_ONLY,
-    DISTINCT_ROWS,
-    LAYOUTS,
     as_tuple,
     assert_call_matches,
+    check_edge_values,
+    check_matches_reference,
     clone,
-    draw_axes,
     expected,
     in_planes,
-    layouts_of,
-    place,
     place_far_apart,
     sample,
     tensors,
@@ -36,66 +31,14 @@ pytestmark = pytest.mark.parametrize("op", ALL_OPS)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_matches_reference(op, backend_name, data, seed):
     """Any shape, dtype and stride gives the reference's result, and touches nothing else."""
-    backend = get_backend(backend_name)
-    axes = data.draw(draw_axes(op), label="axes")
-    dtype = data.draw(st.sampled_from(op.dtypes), label="dtype")
-    arguments = sample(op, dtype, backend.device, seed, **axes)
-    layout = st.sampled_from(LAYOUTS[:2] if op.name in CONTIGUOUS_ONLY else LAYOUTS)
-    own_rows = (*op.mutates, *DISTINCT_ROWS.get(op.name, ()))
-    buffers = {
-        name: place(
-            value, data.draw(layouts_of(arguments, name, layout), label=name), name in own_rows
-        )
-        for name, value in tensors(arguments).items()
-    }
-    arguments |= {name: buffer.tensor for name, buffer in buffers.items()}
-    want, left = expected(op, arguments)
-
-    out_buffers = []
-    if op.has_out and data.draw(st.booleans(), label="out"):
-        backend_out = op.fake(**clone(arguments))
-        out_buffers = [
-            place(torch.zeros_like(t), data.draw(layout, label="out"), own_rows=True)
-            for t in as_tuple(backend_out)
-        ]
-        outs = tuple(buffer.tensor for buffer in out_buffers)
-        getattr(backend, op.name)(**arguments, out=outs if len(outs) > 1 else outs[0])
-        got = outs
-    else:
-        got = as_tuple(getattr(backend, op.name)(**arguments))
-        assert all(t.is_contiguous() for t in got)
-
-    assert_call_matches(op, got, arguments, want, left)
-    for name, buffer in buffers.items():
-        if name in op.mutates:
-            assert buffer.guards_intact(), f"{op.name} wrote outside {name}"
-        else:
-            assert buffer.unchanged(), f"{op.name} changed {name}"
-    assert all(buffer.guards_intact() for buffer in out_buffers), f"{op.name} wrote outside out"
+    check_matches_reference(get_backend(backend_name), op, data, seed)
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_edge_values(op, backend_name, data, seed):
     """Infinities, NaN, denormals and the largest values come out where the reference has them."""
-    backend = get_backend(backend_name)
-    dtype = data.draw(st.sampled_from(op.dtypes), label="dtype")
-    arguments = sample(op, dtype, backend.device, seed, **typical_axes(op))
-    kind = data.draw(
-        st.sampled_from(("nan", "inf", "-inf", "max", "denormal", "zero")), label="kind"
-    )
-    info = torch.finfo(dtype)
-    special = {"max": info.max, "denormal": info.tiny / 4, "zero": 0.0}.get(kind)
-    pick = random.Random(seed)
-    for name, value in tensors(arguments).items():
-        if value.dtype == dtype and value.numel() and name not in op.finite:
-            flat = value.view(-1)
-            flat[pick.randrange(flat.numel())] = float(kind) if special is None else special
-            arguments[name] = value
-    # In float32, as kernels compute: a float64 reference overflows later.
-    want, left = expected(op, arguments, double=False)
-    got = as_tuple(getattr(backend, op.name)(**arguments))
-    assert_call_matches(op, got, arguments, want, left)
+    check_edge_values(get_backend(backend_name), op, data, seed)
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)

@@ -43,6 +43,9 @@ def table() -> list[dict[str, Any]]:
     with contextlib.suppress(BackendUnavailable):  # without triton, the table shows what is left
         load_kernels("interpret")
     import ferrum_triton.backends.torch_ops  # noqa: F401  registers the "torch" provider
+    from ferrum_triton.backends.metal import load_shaders
+
+    load_shaders()
 
     rows = []
     for op in OPS.values():

@@ -1,0 +1,101 @@
+"""Kernels of Metal Shading Language: how one is declared, compiled and launched."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.errors import FerrumError
+
+SOURCES = Path(__file__).parent / "shaders"
+TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
+
+# Of every GPU that Metal 3 runs on.
+LANES, MAX_THREADS, MAX_BUFFERS, MAX_GRID = 32, 1024, 31, 2**32 - 1
+
+
+class Shader:
+    """A kernel, its buffers in their order, and its parameters, which are one more buffer.
+
+    Args:
+        family: the file under ``shaders`` it is in.
+        name: of the kernel.
+        buffers: names of its tensors, as its parameters with ``[[buffer(0)]]`` on are called.
+        params: names of the 64-bit fields of its last buffer. A float is there as its 32 bits.
+    """
+
+    declared: ClassVar[dict[str, Shader]] = {}
+
+    def __init__(self, family: str, name: str, buffers: str, params: str) -> None:
+        self.family, self.name = family, name
+        self.buffers, self.params = tuple(buffers.split()), tuple(params.split())
+        if len(self.buffers) + 1 > MAX_BUFFERS:
+            raise FerrumError(f"shader {name} has more than {MAX_BUFFERS} buffers")
+        self.declared[name] = self
+
+    def launch(
+        self,
+        types: Mapping[str, torch.dtype],
+        buffers: Sequence[Tensor],
+        params: Sequence[int | float],
+        *,
+        groups: int,
+        threads: int,
+    ) -> None:
+        """Run ``groups`` threadgroups of ``threads`` threads each.
+
+        Args:
+            types: what the source's type names stand for.
+            buffers: contiguous, in the order declared.
+            params: likewise.
+        """
+        if len(buffers) != len(self.buffers) or len(params) != len(self.params):
+            raise FerrumError(f"shader {self.name} takes {self.buffers} and {self.params}")
+        if threads > MAX_THREADS or threads % LANES or groups * threads > MAX_GRID:
+            raise FerrumError(f"shader {self.name}: no grid of {groups} groups of {threads}")
+        named = tuple(sorted((name, TYPES[dtype]) for name, dtype in types.items()))
+        kernel = getattr(_library(self.family, named), self.name)
+        block = [_bits(value) for value in params]
+        kernel(*buffers, block, threads=groups * threads, group_size=threads)
+
+
+def _bits(value: int | float) -> int:
+    return value if isinstance(value, int) else struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+def source(family: str, types: Sequence[tuple[str, str]]) -> str:
+    """What is compiled: the types, what families share, and the family."""
+    defined = "".join(f"#define {name} {stands_for}\n" for name, stands_for in types)
+    return defined + "".join((SOURCES / f"{part}.metal").read_text() for part in ("common", family))
+
+
+def compile_source(text: str) -> Any:
+    """A library whose attributes are kernels."""
+    return torch.mps.compile_shader(text)
+
+
+@functools.cache
+def _library(family: str, types: tuple[tuple[str, str], ...]) -> Any:
+    return compile_source(source(family, types))
+
+
+def threads_for(columns: int, most: int = 256) -> int:
+    """Threads of a group that shares so many columns: whole simdgroups."""
+    return min(max(-(-columns // LANES) * LANES, LANES), most)
+
+
+def result_like(x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A contiguous tensor of x's shape to write to, and the one to return: out, if given."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    return (y if y.is_contiguous() else torch.empty_like(y).contiguous()), y
+
+
+def delivered(y: Tensor, out: Tensor) -> Tensor:
+    """out, holding y."""
+    return out if out is y else out.copy_(y)

@@ -1,0 +1,217 @@
+"""Shaders on the CPU: their values, their memory, their barriers, and how they are launched."""
+
+import re
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from ferrum_triton.backends import metal
+from ferrum_triton.backends.backend import Backend
+from ferrum_triton.backends.metal import shader
+from ferrum_triton.backends.metal.shader import Shader, source
+from ferrum_triton.registry import OPS
+from tests.harness import check_edge_values, check_matches_reference, sample, typical_axes
+from tests.metal_shaders import emulator
+from tests.metal_shaders.emulator import CLANG, emulated, recorded, run_alone
+
+pytestmark = pytest.mark.skipif(CLANG is None, reason="needs clang (Debian: apt install clang)")
+
+metal.load_shaders()
+SHADED = [pytest.param(op, id=name) for name, op in OPS.items() if "metal" in op.impls]
+BARRIER = re.compile(r"threadgroup_barrier\([^;]*\);")
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """The Metal backend on the CPU."""
+    with emulated():
+        yield Backend("metal", "cpu", ("metal", "reference"))
+
+
+@pytest.mark.parametrize("op", SHADED)
+@given(data=st.data(), seed=st.integers(0, 2**31))
+def test_matches_reference(op, backend, data, seed):
+    check_matches_reference(backend, op, data, seed)
+
+
+@pytest.mark.parametrize("op", SHADED)
+@given(data=st.data(), seed=st.integers(0, 2**31))
+def test_edge_values(op, backend, data, seed):
+    check_edge_values(backend, op, data, seed)
+
+
+def launches_of(op, backend, seed=0):
+    """What a call launches in each dtype: rows of several simdgroups, 128 threads.
+
+    ThreadSanitizer tells no more than 255 threads apart, and forgets what the others did.
+    """
+    axes = typical_axes(op)
+    for name in ("hidden_size", "vocab_size", "intermediate_size"):
+        if name in axes:
+            axes[name] = max(value for value in op.axes[name] if value <= 128)
+    with recorded() as launches:
+        for dtype in op.dtypes:
+            getattr(backend, op.name)(**sample(op, dtype, "cpu", seed, **axes))
+    assert launches
+    return launches
+
+
+@pytest.mark.parametrize("sanitizer", emulator.SANITIZERS)
+@pytest.mark.parametrize("op", SHADED)
+def test_sanitized(op, sanitizer, backend):
+    """Nothing is read or written outside a buffer, nor by two threads at once; the same result."""
+    for launch in launches_of(op, backend):
+        status, printed, after = run_alone(launch, sanitizer)
+        assert status == 0, printed
+        assert after == launch.after
+
+
+def _barriers():
+    for path in sorted(shader.SOURCES.glob("*.metal")):
+        for i, found in enumerate(BARRIER.finditer(path.read_text())):
+            yield pytest.param(path.stem, found.span(), id=f"{path.stem}-{i}")
+
+
+@pytest.mark.parametrize(("family", "span"), list(_barriers()))
+def test_every_barrier_is_needed(family, span, backend):
+    """Without it ThreadSanitizer reports a race in one of the launches."""
+    text = (shader.SOURCES / f"{family}.metal").read_text()
+    barrier = text[slice(*span)]
+    without = text[: span[0]] + " " * len(barrier) + text[span[1] :]
+    for param in SHADED:
+        for launch in launches_of(param.values[0], backend):
+            changed = launch.text.replace(text, without)
+            if changed != launch.text and "barrier" in launch.text:
+                status, printed, _ = run_alone(launch, "thread", changed)
+                if "data race" in printed:
+                    assert status
+                    return
+    pytest.fail(f"nothing notices that {barrier} at {span} is gone")
+
+
+def test_every_family_and_kernel_is_launched():
+    assert set(emulator.families()) == set(metal.FAMILIES)
+    for family in metal.FAMILIES:
+        declared = {each.name for each in Shader.declared.values() if each.family == family}
+        assert set(emulator.kernels(source(family, ()))) == declared
+
+
+@pytest.mark.parametrize("name", Shader.declared)
+def test_signature_is_what_is_launched(name):
+    """Buffers and fields of the parameters are called, and ordered, as the launch has them."""
+    declared = Shader.declared[name]
+    check_signature(declared, source(declared.family, ()))
+
+
+def check_signature(declared, text):
+    found = emulator.kernels(text)[declared.name]
+    buffers = [p for p in found if p.attribute == "buffer"]
+    assert [p.index for p in buffers] == list(range(len(buffers)))
+    assert tuple(p.name for p in buffers[:-1]) == declared.buffers
+    struct = re.match(r"constant (\w+)&", buffers[-1].type)[1]
+    fields = re.search(rf"^struct {struct} {{(.*?)^}};", text, re.DOTALL | re.MULTILINE)[1]
+    assert tuple(re.findall(r"^ +long (\w+);", fields, re.MULTILINE)) == declared.params
+    assert len(re.findall(";", fields)) == len(declared.params), "a field that is no long"
+
+
+@pytest.mark.parametrize("wrong", [("[[buffer(0)]]", "[[buffer(1)]]"), ("y [[", "z [["),
+                                   ("long eps", "float eps")])  # fmt: skip
+def test_a_wrong_signature_is_noticed(wrong):
+    text = source("norm", ()).replace(*wrong)
+    with pytest.raises(AssertionError):
+        check_signature(Shader.declared["rms_norm"], text)
+
+
+@pytest.mark.parametrize("name", Shader.declared)
+def test_threadgroup_memory_is_within_its_limit(name):
+    """32 KiB, by the sources' own constants."""
+    text = source(Shader.declared[name].family, ())
+    sizes = dict(re.findall(r"constexpr uint (\w+) = (\d+);", text))
+    total = 0
+    for kind, count in re.findall(r"threadgroup (\w+) \w+\[(\w+)\]", text):
+        total += {"float": 4, "uint": 4, "half": 2}[kind] * int(sizes.get(count, count))
+    assert total <= 32 * 1024
+
+
+@pytest.mark.parametrize("stands_for", ("half", "bfloat"))
+def test_sixteen_bits_are_torchs(stands_for):
+    """The shim's types hold and round as torch's: every value, and floats between two."""
+    text = source("elementwise", [("SCALAR", stands_for)])
+    text += """
+    struct None { long count; };
+    kernel void convert(
+        device SCALAR* y [[buffer(0)]],
+        device const float* x [[buffer(1)]],
+        device float* back [[buffer(2)]],
+        constant None& p [[buffer(3)]],
+        uint i [[thread_position_in_grid]]) {
+        y[i] = SCALAR(x[i]);
+        back[i] = float(y[i]);
+    }
+    """.replace("\n    ", "\n")
+    dtype = {"half": torch.float16, "bfloat": torch.bfloat16}[stands_for]
+    every = torch.arange(2**16).to(torch.int16).view(dtype).float()
+    bits = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0))
+    x = torch.cat([every, bits.to(torch.int32).view(torch.float32), every * 1.0002, every / 3])
+    y, back = torch.empty(len(x), dtype=dtype), torch.empty(len(x))
+    emulator.Library(text).convert(y, x, back, [0], threads=len(x), group_size=32)
+    want = x.to(dtype)
+    number = ~x.isnan()
+    assert torch.equal(y[number].view(torch.int16), want[number].view(torch.int16))
+    assert torch.equal(back[number], want[number].float()) and back[~number].isnan().all()
+
+
+def test_error_function_is_torchs():
+    text = source("elementwise", [("SCALAR", "float")])
+    text += """
+struct None { long count; };
+kernel void erf(
+    device float* y [[buffer(0)]],
+    device const float* x [[buffer(1)]],
+    constant None& p [[buffer(2)]],
+    uint i [[thread_position_in_grid]]) {
+    y[i] = error_function(x[i]);
+}
+"""
+    x = torch.cat([torch.linspace(-6, 6, 2**15), torch.tensor([0.0, -0.0, torch.inf, torch.nan])])
+    x = torch.cat([x, torch.logspace(-38, -1, 28)])
+    y = torch.empty_like(x)
+    emulator.Library(text).erf(y, x, [0], threads=len(x), group_size=32)
+    torch.testing.assert_close(
+        y.double(), torch.erf(x.double()), rtol=2**-20, atol=0, equal_nan=True
+    )
+
+
+def test_threads_that_do_not_meet_are_noticed():
+    text = (
+        "#include <metal_stdlib>\nusing namespace metal;\n"
+        + """
+struct None { long count; };
+kernel void apart(
+    device float* y [[buffer(0)]],
+    constant None& p [[buffer(1)]],
+    uint i [[thread_position_in_grid]]) {
+    if (i < 7) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    y[i] = 1.0f;
+}
+"""
+    )
+    with pytest.raises(AssertionError, match="do not come"):
+        emulator.Library(text).apart(torch.empty(64), [0], threads=64, group_size=64)
+
+
+def test_nothing_compiles_before_a_launch(monkeypatch):
+    def refuse(text):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(shader, "compile_source", refuse)
+    shader._library.cache_clear()
+    metal.load_shaders()
+    y = Backend("metal", "cpu", ("metal", "reference")).rms_norm(torch.empty(0, 8), torch.ones(8))
+    assert y.shape == (0, 8)
+    with pytest.raises(AssertionError, match="compiled"):
+        Backend("metal", "cpu", ("metal",)).rms_norm(torch.ones(1, 8), torch.ones(8))
