@@ -9,7 +9,7 @@ from hypothesis import given
 
 from ferrum_triton.backends import metal
 from ferrum_triton.backends.backend import Backend
-from ferrum_triton.backends.metal import shader
+from ferrum_triton.backends.metal import quant, shader
 from ferrum_triton.backends.metal.shader import Shader, source
 from ferrum_triton.registry import OPS
 from tests.harness import check_edge_values, check_matches_reference, sample, typical_axes
@@ -43,18 +43,21 @@ def test_edge_values(op, backend, data, seed):
 
 
 def launches_of(op, backend, seed=0):
-    """What a call launches in each dtype: rows of several simdgroups, 128 threads.
+    """What a call launches in each dtype, or of each kind: rows of several simdgroups, 128 threads.
 
     ThreadSanitizer tells no more than 255 threads apart, and forgets what the others did.
     """
     axes = typical_axes(op)
-    for name in ("hidden_size", "vocab_size", "intermediate_size"):
+    for name in ("hidden_size", "vocab_size", "intermediate_size", "n"):
         if name in axes:
             axes[name] = max(value for value in op.axes[name] if value <= 128)
+    calls = [(dtype, axes) for dtype in op.dtypes]
+    if "kind" in axes:
+        calls = [(op.dtypes[-1], axes | {"kind": kind}) for kind in quant.KINDS]
     with recorded() as launches:
-        for dtype in op.dtypes:
-            getattr(backend, op.name)(**sample(op, dtype, "cpu", seed, **axes))
-    assert launches
+        for dtype, chosen in calls:
+            getattr(backend, op.name)(**sample(op, dtype, "cpu", seed, **chosen))
+    assert len(launches) == len(calls)
     return launches
 
 

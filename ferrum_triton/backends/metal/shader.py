@@ -14,7 +14,13 @@ from torch import Tensor
 from ferrum_triton.errors import FerrumError
 
 SOURCES = Path(__file__).parent / "shaders"
-TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
+TYPES = {
+    torch.float32: "float",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat",
+    torch.int32: "int",
+    torch.int64: "long",
+}
 
 # Of every GPU that Metal 3 runs on.
 LANES, MAX_THREADS, MAX_BUFFERS, MAX_GRID = 32, 1024, 31, 2**32 - 1
@@ -41,7 +47,7 @@ class Shader:
 
     def launch(
         self,
-        types: Mapping[str, torch.dtype],
+        types: Mapping[str, torch.dtype | str],
         buffers: Sequence[Tensor],
         params: Sequence[int | float],
         *,
@@ -51,7 +57,7 @@ class Shader:
         """Run ``groups`` threadgroups of ``threads`` threads each.
 
         Args:
-            types: what the source's type names stand for.
+            types: what the source's names of types, and of other choices, stand for.
             buffers: contiguous, in the order declared.
             params: likewise.
         """
@@ -59,7 +65,7 @@ class Shader:
             raise FerrumError(f"shader {self.name} takes {self.buffers} and {self.params}")
         if threads > MAX_THREADS or threads % LANES or groups * threads > MAX_GRID:
             raise FerrumError(f"shader {self.name}: no grid of {groups} groups of {threads}")
-        named = tuple(sorted((name, TYPES[dtype]) for name, dtype in types.items()))
+        named = tuple(sorted((k, v if isinstance(v, str) else TYPES[v]) for k, v in types.items()))
         kernel = getattr(_library(self.family, named), self.name)
         block = [_bits(value) for value in params]
         kernel(*buffers, block, threads=groups * threads, group_size=threads)

@@ -1,0 +1,21 @@
+"""Rows of an embedding table as a shader: a thread an element."""
+
+from torch import Tensor
+
+from ferrum_triton.backends.metal.elementwise import grid
+from ferrum_triton.backends.metal.shader import Shader, delivered
+from ferrum_triton.ops import embedding as ops
+
+EMBEDDING = Shader("embedding", "embedding", "y table ids", "count hidden_size vocab_size")
+
+
+@ops.embedding_lookup_dev.impl("metal")
+def embedding_lookup_dev(table: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
+    vocab_size, hidden_size = table.shape
+    given = out is not None and out.is_contiguous()
+    y = out if out is not None and given else table.new_empty(*ids.shape, hidden_size)
+    if count := y.numel():
+        types = {"SCALAR": table.dtype, "ID": ids.dtype}
+        buffers = (y, table.contiguous(), ids.contiguous())
+        EMBEDDING.launch(types, buffers, (count, hidden_size, vocab_size), **grid(count))
+    return delivered(y, y if out is None else out)

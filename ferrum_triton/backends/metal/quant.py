@@ -1,0 +1,68 @@
+"""Products with weights in a GGUF file's blocks as shaders, and rows of them.
+
+Kinds without a shader, planes among them, run as their definitions.
+"""
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.backends.metal.elementwise import grid
+from ferrum_triton.backends.metal.shader import LANES, Shader, delivered
+from ferrum_triton.ops import quant as ops
+
+GEMV = Shader("quant", "gemv_quant", "y x blocks", "num_rows num_groups row_bytes tiles")
+EMBEDDING = Shader(
+    "quant", "embedding_quant", "y blocks ids", "count num_groups row_bytes vocab_size"
+)
+# Bytes of a block, and its weights.
+KINDS = {
+    "Q4_0": (18, 32),
+    "Q4_1": (20, 32),
+    "Q8_0": (34, 32),
+    "Q4_K": (144, 256),
+    "Q5_K": (176, 256),
+    "Q6_K": (210, 256),
+}
+GROUP, ROWS, SIMDGROUPS = 32, 4, 2  # as the source has them
+
+
+def _given(out: Tensor | None, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
+    fresh = out is None or not out.is_contiguous()
+    return torch.empty(shape, dtype=dtype, device=like.device) if fresh or out is None else out
+
+
+@ops.gemv_quant.impl("metal")
+def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+    (num_tokens, k), num_rows = a.shape, blocks.shape[0]
+    y = _given(out, (num_tokens, num_rows), a, a.dtype)
+    if kind not in KINDS:
+        y.copy_(ops.gemv_quant.reference(a, blocks, kind))
+    elif k == 0:
+        y.zero_()
+    elif y.numel():
+        blocks = blocks.contiguous()
+        tiles = -(-num_rows // (ROWS * SIMDGROUPS))
+        types = {"SCALAR": a.dtype, "KIND": kind, "ID": torch.int64}
+        params = (num_rows, k // GROUP, blocks.shape[1], tiles)
+        launch = {"groups": num_tokens * tiles, "threads": LANES * SIMDGROUPS}
+        GEMV.launch(types, (y, a.contiguous(), blocks), params, **launch)
+    return delivered(y, y if out is None else out)
+
+
+@ops.embedding_lookup_quant.impl("metal")
+def embedding_lookup_quant(
+    blocks: Tensor, ids: Tensor, kind: str, dtype: torch.dtype, *, out: Tensor | None = None
+) -> Tensor:
+    if kind not in KINDS:
+        y = ops.embedding_lookup_quant.reference(blocks, ids, kind, dtype).contiguous()
+        return delivered(y, y if out is None else out)
+    block_bytes, block_weights = KINDS[kind]
+    k = blocks.shape[1] // block_bytes * block_weights
+    y = _given(out, (*ids.shape, k), blocks, dtype)
+    if y.numel():
+        blocks = blocks.contiguous()
+        count = y.numel() // GROUP
+        types = {"SCALAR": dtype, "KIND": kind, "ID": ids.dtype}
+        params = (count, k // GROUP, blocks.shape[1], blocks.shape[0])
+        EMBEDDING.launch(types, (y, blocks, ids.contiguous()), params, **grid(count))
+    return delivered(y, y if out is None else out)

@@ -1,0 +1,157 @@
+// Weights in GGUF's blocks, as they lie in the file: 32 of them at a time, in float32. SCALAR is the
+// type of activations and results, ID that of ids. KIND is one of these:
+#define Q4_0 0
+#define Q4_1 1
+#define Q8_0 2
+#define Q4_K 3
+#define Q5_K 4
+#define Q6_K 5
+
+constant constexpr uint GROUP = 32;
+constant constexpr uint ROWS = 4;  // that a simdgroup takes
+constant constexpr uint SIMDGROUPS = 2;
+
+#if KIND == Q4_0
+constant constexpr uint BLOCK_BYTES = 18, BLOCK_GROUPS = 1;
+#elif KIND == Q4_1
+constant constexpr uint BLOCK_BYTES = 20, BLOCK_GROUPS = 1;
+#elif KIND == Q8_0
+constant constexpr uint BLOCK_BYTES = 34, BLOCK_GROUPS = 1;
+#elif KIND == Q4_K
+constant constexpr uint BLOCK_BYTES = 144, BLOCK_GROUPS = 8;
+#elif KIND == Q5_K
+constant constexpr uint BLOCK_BYTES = 176, BLOCK_GROUPS = 8;
+#else
+constant constexpr uint BLOCK_BYTES = 210, BLOCK_GROUPS = 8;
+#endif
+
+// The float16 at any byte.
+inline float float16_at(device const uchar* bytes) {
+    return float(as_type<half>(ushort(bytes[0] | bytes[1] << 8)));
+}
+
+// The scale and the minimum, six bits each, of one of eight groups: Q4_K's and Q5_K's twelve bytes.
+inline uint scale_of(device const uchar* bytes, uint group) {
+    return group < 4 ? bytes[group] & 63 : (bytes[group + 4] & 15) | (bytes[group - 4] >> 6) << 4;
+}
+
+inline uint minimum_of(device const uchar* bytes, uint group) {
+    return group < 4 ? bytes[group + 4] & 63 : bytes[group + 4] >> 4 | (bytes[group] >> 6) << 4;
+}
+
+// Weight i of a group of a block. Every product is exact: only a difference is rounded.
+struct Group {
+    device const uchar* block;
+    uint group;
+    float scale;
+    float minimum;
+
+    Group(device const uchar* row, ulong index) {
+        block = row + index / BLOCK_GROUPS * BLOCK_BYTES;
+        group = uint(index % BLOCK_GROUPS);
+        minimum = 0.0f;
+#if KIND == Q4_1
+        scale = float16_at(block);
+        minimum = float16_at(block + 2);
+#elif KIND == Q4_K || KIND == Q5_K
+        scale = float16_at(block) * float(scale_of(block + 4, group));
+        minimum = -float16_at(block + 2) * float(minimum_of(block + 4, group));
+#elif KIND == Q6_K
+        scale = float16_at(block + 208);
+#else
+        scale = float16_at(block);
+#endif
+    }
+
+    float weight(uint i) const {
+#if KIND == Q4_0
+        const uint byte = block[2 + i % 16];
+        return scale * (float(i < 16 ? byte & 15 : byte >> 4) - 8.0f);
+#elif KIND == Q4_1
+        const uint byte = block[4 + i % 16];
+        return scale * float(i < 16 ? byte & 15 : byte >> 4) + minimum;
+#elif KIND == Q8_0
+        return scale * float(as_type<char>(block[2 + i]));
+#elif KIND == Q4_K
+        const uint byte = block[16 + group / 2 * 32 + i];
+        return scale * float(group % 2 ? byte >> 4 : byte & 15) + minimum;
+#elif KIND == Q5_K
+        const uint byte = block[48 + group / 2 * 32 + i];
+        const uint upper = (uint(block[16 + i]) >> group & 1) << 4;
+        return scale * float((group % 2 ? byte >> 4 : byte & 15) | upper) + minimum;
+#else
+        const uint part = group % 4, byte = block[group / 4 * 64 + part % 2 * 32 + i];
+        const uint upper = (uint(block[128 + group / 4 * 32 + i]) >> (2 * part) & 3) << 4;
+        const float code = float((part / 2 ? byte >> 4 : byte & 15) | upper) - 32.0f;
+        return scale * float(as_type<char>(block[192 + 2 * group + i / 16])) * code;
+#endif
+    }
+};
+
+struct Product {
+    long num_rows;
+    long num_groups;  // of a row
+    long row_bytes;
+    long tiles;  // of rows that a threadgroup takes, for each token
+};
+
+// y = W x for each row of activations; a simdgroup takes ROWS rows, its lanes all along K.
+kernel void gemv_quant(
+    device SCALAR* y [[buffer(0)]],
+    device const SCALAR* x [[buffer(1)]],
+    device const uchar* blocks [[buffer(2)]],
+    constant Product& p [[buffer(3)]],
+    uint threadgroup_id [[threadgroup_position_in_grid]],
+    uint thread_id [[thread_position_in_threadgroup]]) {
+    const ulong token = threadgroup_id / ulong(p.tiles), tile = threadgroup_id % ulong(p.tiles);
+    const ulong first = (tile * SIMDGROUPS + thread_id / LANES) * ROWS;
+    const uint lane = thread_id % LANES;
+    x += token * ulong(p.num_groups) * GROUP;
+    float sums[ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (ulong g = lane; g < ulong(p.num_groups); g += LANES) {
+        float values[GROUP];
+        for (uint i = 0; i < GROUP; i++) {
+            values[i] = float(x[g * GROUP + i]);
+        }
+        for (uint r = 0; r < ROWS; r++) {
+            // Past the end the last row is read again.
+            const ulong row = first + r < ulong(p.num_rows) ? first + r : ulong(p.num_rows) - 1;
+            const Group group(blocks + row * ulong(p.row_bytes), g);
+            float sum = 0.0f;
+            for (uint i = 0; i < GROUP; i++) {
+                sum += group.weight(i) * values[i];
+            }
+            sums[r] += sum;
+        }
+    }
+    for (uint r = 0; r < ROWS; r++) {
+        const float sum = simd_sum(sums[r]);
+        if (lane == 0 && first + r < ulong(p.num_rows)) {
+            y[token * ulong(p.num_rows) + first + r] = SCALAR(sum);
+        }
+    }
+}
+
+struct Lookup {
+    long count;  // of groups
+    long num_groups;
+    long row_bytes;
+    long vocab_size;
+};
+
+// One thread a group of a row that is looked up; an id outside the table gives zeros.
+kernel void embedding_quant(
+    device SCALAR* y [[buffer(0)]],
+    device const uchar* blocks [[buffer(1)]],
+    device const ID* ids [[buffer(2)]],
+    constant Lookup& p [[buffer(3)]],
+    uint i [[thread_position_in_grid]]) {
+    if (i < ulong(p.count)) {
+        const long id = long(ids[i / ulong(p.num_groups)]);
+        const bool known = id >= 0 && id < p.vocab_size;
+        const Group group(blocks + (known ? id * p.row_bytes : 0), i % ulong(p.num_groups));
+        for (uint j = 0; j < GROUP; j++) {
+            y[i * ulong(GROUP) + j] = known ? SCALAR(group.weight(j)) : SCALAR(0.0f);
+        }
+    }
+}
