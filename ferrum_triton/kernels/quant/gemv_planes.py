@@ -369,11 +369,13 @@ def gemv_planes(
     if out.numel() == 0:
         return out
     num_weights = a.num_weights if isinstance(a, Int16Activations) else x.shape[1]
+    if asm is None:
+        asm = uses_ptx(x)
     if tile is None:
         bits = {torch.int8: 8, torch.float32: 32}.get(x.dtype, 16)
         tile = tile_of(file_kind(kind), num_rows, num_weights // 32, num_tokens, bits)
-    if asm is None:
-        asm = uses_ptx(x)
+        if num_tokens > 2 and not asm:  # AMD's compiler spills with more
+            tile = tile._replace(rows=min(tile.rows, 4))
     chained = tile.chained and may_chain(x)
     _gemv_planes_kernel.launch(
         (triton.cdiv(num_rows, tile.rows),),

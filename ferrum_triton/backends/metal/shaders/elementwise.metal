@@ -1,27 +1,23 @@
 // One thread an element, in float32. SCALAR is the type of x and y.
 
-// erf, to 2^-20 of itself: a series of terms of one sign up to 2, and from there the continued fraction of
-// 1 - erf (Abramowitz and Stegun, 7.1.6 and 7.1.14). Beyond 4 it is 1 in float32.
-inline float error_function(float x) {
-    const float a = fabs(x);
-    if (a > 4.0f) {
-        return copysign(1.0f, x);
-    }
+// 1 - erf(a) for a of 0 and more: below 1 a series of terms of one sign, from there a continued fraction,
+// which keeps small results exact (Abramowitz and Stegun, 7.1.6 and 7.1.14).
+inline float complementary_error_function(float a) {
     const float bell = exp(-a * a);
-    if (a < 2.0f) {
+    if (a < 1.0f) {
         float term = a;
         float sum = a;
-        for (int n = 1; n < 26; n++) {
+        for (int n = 1; n < 14; n++) {
             term *= 2.0f * a * a / float(2 * n + 1);
             sum += term;
         }
-        return copysign(sum * bell * 1.1283791670955126f, x);
+        return 1.0f - sum * bell * 1.1283791670955126f;
     }
     float fraction = 0.0f;
-    for (int n = 24; n > 0; n--) {
+    for (int n = 48; n > 0; n--) {
         fraction = 0.5f * float(n) / (a + fraction);
     }
-    return copysign(1.0f - bell * 0.5641895835477563f / (a + fraction), x);
+    return bell * 0.5641895835477563f / (a + fraction);
 }
 
 inline float sigmoid(float x) {
@@ -33,7 +29,8 @@ inline float activated(float x, long activation) {
         return x * sigmoid(x);
     }
     if (activation == 1) {  // GELU
-        return 0.5f * x * (1.0f + error_function(x * 0.70710678118654752f));
+        const float tail = complementary_error_function(fabs(x) * 0.70710678118654752f);
+        return 0.5f * x * (x < 0.0f ? tail : 2.0f - tail);
     }
     // tanh(z) is 2 sigmoid(2z) - 1, which does not overflow.
     return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
