@@ -105,6 +105,18 @@ def test_what_no_query_sees_may_be_anything(backend_name, name):
     assert torch.equal(getattr(backend, name)(**call), clean)
 
 
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("name", ["paged_decode_attention", "paged_varlen_attention"])
+def test_an_entry_that_is_no_block_is_the_last_one(backend_name, name):
+    backend = get_backend(backend_name)
+    call = decode(backend) if "decode" in name else varlen(backend)
+    last = call["k_cache"].shape[0] - 1
+    call["block_tables"][0, 0] = call["block_tables"][1, 1] = last
+    want = getattr(backend, name)(**clone(call))
+    call["block_tables"][0, 0], call["block_tables"][1, 1] = -1, last + 1
+    assert torch.equal(getattr(backend, name)(**call), want)
+
+
 @pytest.mark.parametrize("backend_name", KERNELS)
 def test_cutting_changes_rounding_only(backend_name, cut_fine):
     backend = get_backend(backend_name)

@@ -13,7 +13,8 @@ or the sink. Query head h reads KV head h // (num_heads / num_kv_heads).
 Lengths, positions and block tables are read from device memory when the kernel runs, so a captured
 graph sees new ones. Padding rows (length 0, table entries of -1) are harmless. What lies past a
 sequence's length, NaN included, does not count. A table entry inside the length that is no block of
-the pool is taken for the nearest one: nothing foreign is read, but the result means nothing.
+the pool, -1 among them, is taken for the last one: nothing foreign is read, but the result means
+nothing.
 """
 
 import torch
@@ -29,7 +30,8 @@ MAX_HEAD_DIM = 256
 def gather(cache: Tensor, scales: Tensor | None, table: Tensor, layout: str) -> Tensor:
     """Keys or values of one table: [capacity, num_kv_heads, head_dim], dequantised."""
     pool = token_view(cache, layout)
-    blocks = table.long().clamp(0, pool.shape[0] - 1)
+    unsigned = table.long() & 0xFFFFFFFF  # as kernels compare
+    blocks = unsigned.clamp(max=pool.shape[0] - 1)
     if cache.dtype == torch.float8_e4m3fn:  # which torch cannot index
         pages = pool.view(torch.uint8)[blocks].view(cache.dtype)
     else:
