@@ -6,8 +6,6 @@ import hypothesis
 import pytest
 import torch
 
-from ferrum_triton.kernels import interpreter
-
 # torch fills what it allocates with NaN (or the largest integer), so that a kernel which leaves an
 # element unwritten, or reads one it should not, shows.
 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -38,6 +36,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def interpreted(monkeypatch):
     """Names of the kernels that the test interprets."""
+    from ferrum_triton.kernels import interpreter  # triton, which a Mac has not
+
     names = set()
     original = interpreter.run_raw
 

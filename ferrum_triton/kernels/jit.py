@@ -228,6 +228,11 @@ def processors(device: torch.device) -> int:
     return META_PROCESSORS if device.type == "meta" else CPU_PROCESSORS
 
 
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may start before the end of the one before it, and wait by itself."""
+    return capability(device) >= (9, 0)
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of an NVIDIA GPU; (0, 0) of any other device."""
     return _meta_capability.get() if device.type == "meta" else _capability(device)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.backends.metal.elementwise import grid
-from ferrum_triton.backends.metal.shader import Shader, delivered, result_like, threads_for
+from ferrum_triton.backends.metal.shader import Shader, delivered, result, threads_for
 from ferrum_triton.ops.moe import combine as ops
 
 _PARAMS = "hidden_size top_k count eps"
@@ -26,7 +26,7 @@ def _params(slots: Tensor, eps: float = 0.0) -> tuple[int | float, ...]:
 
 @ops.weighted_sum.impl("metal")
 def weighted_sum(slots: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor:
-    y, out = result_like(slots[:, 0] if slots.shape[1] else slots.sum(1), out)
+    y = result(slots, (slots.shape[0], slots.shape[2]), out)
     if y.numel():
         buffers = (y, slots.contiguous(), weights.float().contiguous())
         SUM.launch(_types(slots, slots), buffers, _params(slots), **grid(y.numel()))
@@ -53,7 +53,7 @@ def weighted_sum_residual_norm(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    y, out = result_like(slots[:, 0] if slots.shape[1] else slots.sum(1), out)
+    y = result(slots, (slots.shape[0], slots.shape[2]), out)
     if y.numel():
         stream = residual.contiguous()
         wide = (weights.float().contiguous(), norm_weight.float().contiguous())

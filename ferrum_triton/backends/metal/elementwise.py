@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ferrum_triton.backends.metal.shader import Shader, delivered, result_like
+from ferrum_triton.backends.metal.shader import Shader, delivered, result
 from ferrum_triton.ops import elementwise as ops
 
 ACTIVATE = Shader("elementwise", "activate", "y x", "count activation")
@@ -19,7 +19,7 @@ def grid(count: int) -> dict[str, int]:
 
 @ops.gelu.impl("metal")
 def gelu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    y, out = result_like(x, out)
+    y = result(x, x.shape, out)
     if count := y.numel():
         ACTIVATE.launch({"SCALAR": x.dtype}, (y, x.contiguous()), (count, GELU), **grid(count))
     return delivered(y, out)
@@ -27,7 +27,7 @@ def gelu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @ops.silu_mul.impl("metal")
 def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    y, out = result_like(gate, out)
+    y = result(gate, gate.shape, out)
     if count := y.numel():
         buffers = (y, gate.contiguous(), up.contiguous())
         MULTIPLY.launch({"SCALAR": gate.dtype}, buffers, (count, SILU), **grid(count))
@@ -36,7 +36,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def _split(gate_up: Tensor, out: Tensor | None, activation: int) -> Tensor:
     columns = gate_up.shape[-1] // 2
-    y, out = result_like(gate_up[..., :columns], out)
+    y = result(gate_up, (*gate_up.shape[:-1], columns), out)
     if count := y.numel():
         params = (count, columns, activation)
         SPLIT.launch({"SCALAR": y.dtype}, (y, gate_up.contiguous()), params, **grid(count))

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ferrum_triton.backends.metal.elementwise import grid
-from ferrum_triton.backends.metal.shader import Shader, delivered
+from ferrum_triton.backends.metal.shader import Shader, delivered, result
 from ferrum_triton.ops import embedding as ops
 
 EMBEDDING = Shader("embedding", "embedding", "y table ids", "count hidden_size vocab_size")
@@ -12,10 +12,9 @@ EMBEDDING = Shader("embedding", "embedding", "y table ids", "count hidden_size v
 @ops.embedding_lookup_dev.impl("metal")
 def embedding_lookup_dev(table: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     vocab_size, hidden_size = table.shape
-    given = out is not None and out.is_contiguous()
-    y = out if out is not None and given else table.new_empty(*ids.shape, hidden_size)
+    y = result(table, (*ids.shape, hidden_size), out)
     if count := y.numel():
         types = {"SCALAR": table.dtype, "ID": ids.dtype}
         buffers = (y, table.contiguous(), ids.contiguous())
         EMBEDDING.launch(types, buffers, (count, hidden_size, vocab_size), **grid(count))
-    return delivered(y, y if out is None else out)
+    return delivered(y, out)

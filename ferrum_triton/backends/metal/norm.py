@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ferrum_triton.backends.metal.shader import Shader, delivered, result_like, threads_for
+from ferrum_triton.backends.metal.shader import Shader, delivered, result, threads_for
 from ferrum_triton.ops import norm as ops
 
 RMS_NORM = Shader("norm", "rms_norm", "y x weight", "hidden_size eps")
@@ -21,7 +21,7 @@ def _types(x: Tensor, residual: Tensor) -> dict[str, torch.dtype]:
 
 @ops.rms_norm.impl("metal")
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
-    y, out = result_like(x, out)
+    y = result(x, x.shape, out)
     if y.numel():
         buffers = (y, x.contiguous(), weight.float().contiguous())
         RMS_NORM.launch(_types(x, x), buffers, (x.shape[-1], float(eps)), **_grid(x))
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None
 def fused_add_rms_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None
 ) -> Tensor:
-    y, out = result_like(x, out)
+    y = result(x, x.shape, out)
     if y.numel():
         stream = residual.contiguous()
         buffers = (y, stream, x.contiguous(), weight.float().contiguous())
@@ -45,7 +45,7 @@ def fused_add_rms_norm(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5, *, out: Tensor | None = None
 ) -> Tensor:
-    y, out = result_like(x, out)
+    y = result(x, x.shape, out)
     if y.numel():
         weight = weight.float().contiguous()
         buffers = (y, x.contiguous(), weight, weight if bias is None else bias.float().contiguous())

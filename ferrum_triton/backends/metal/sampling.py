@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ferrum_triton.backends.metal.shader import LANES, Shader, delivered
+from ferrum_triton.backends.metal.shader import LANES, Shader, delivered, result
 from ferrum_triton.ops import sampling as ops
 
 ARGMAX = Shader("sampling", "argmax_rows", "y logits mask", "vocab_size mask_size")
@@ -13,14 +13,13 @@ MOST_THREADS = 256
 @ops.argmax_rows.impl("metal")
 def argmax_rows(logits: Tensor, mask: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     rows, columns = logits.shape
-    fresh = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    y = out if out is not None and out.is_contiguous() else fresh
+    y = result(logits, (rows,), out, torch.int32)
     if rows:
         threads = LANES
         while threads < min(columns, MOST_THREADS):
             threads *= 2
-        allowed = mask.contiguous() if mask is not None and mask.numel() else fresh.view(torch.int8)
+        allowed = mask.contiguous() if mask is not None and mask.numel() else y
         params = (columns, -1 if mask is None else mask.numel())
         buffers = (y, logits.contiguous(), allowed.view(torch.int8))
         ARGMAX.launch({"SCALAR": logits.dtype}, buffers, params, groups=rows, threads=threads)
-    return delivered(y, y if out is None else out)
+    return delivered(y, out)

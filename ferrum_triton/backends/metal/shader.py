@@ -96,12 +96,15 @@ def threads_for(columns: int, most: int = 256) -> int:
     return min(max(-(-columns // LANES) * LANES, LANES), most)
 
 
-def result_like(x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A contiguous tensor of x's shape to write to, and the one to return: out, if given."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    return (y if y.is_contiguous() else torch.empty_like(y).contiguous()), y
+def result(
+    like: Tensor, shape: Sequence[int], out: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A contiguous tensor to write to, of like's dtype unless told: out where that is one."""
+    if out is not None and out.is_contiguous():
+        return out
+    return torch.empty(tuple(shape), dtype=dtype or like.dtype, device=like.device)
 
 
-def delivered(y: Tensor, out: Tensor) -> Tensor:
-    """out, holding y."""
-    return out if out is y else out.copy_(y)
+def delivered(y: Tensor, out: Tensor | None) -> Tensor:
+    """out, holding y; y where there is none."""
+    return y if out is None or out is y else out.copy_(y)

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import combine as ops
 
@@ -165,7 +165,7 @@ def _launch_sum(y: Tensor, slots: Tensor, weights: Tensor, add: bool) -> None:
     if num_tokens * hidden_size == 0:
         return
     block = _block(hidden_size)
-    early = capability(slots.device) >= (9, 0)
+    early = can_overlap(slots.device)
     _weighted_sum_kernel.launch(
         (num_tokens * cdiv(hidden_size, block),),
         y,

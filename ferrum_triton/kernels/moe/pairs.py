@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ferrum_triton.kernels.jit import Kernel, capability, kernel
+from ferrum_triton.kernels.jit import Kernel, can_overlap, kernel
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import pairs as ops
 
@@ -282,7 +282,7 @@ def compute_ids_tpe(
         cdiv(gate_up_rows, row_tile),
         cdiv(down_rows, row_tile),
         token_tile,
-        RELEASE=capability(ids.device) >= (9, 0),
+        RELEASE=can_overlap(ids.device),
     )
     return buckets, tpe, grid_args
 

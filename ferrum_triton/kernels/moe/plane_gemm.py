@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.elementwise import activated
-from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.jit import can_overlap, capability, kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, start_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.moe.prepare import clear_lost, prepare
@@ -259,7 +259,7 @@ def gemm_plane_pairs(
         return y.zero_()
     config = config or _config_of(file_kind(kind), num_pairs, num_experts, up is not None, a.device)
     sizes = row_sizes(planes, kind, k)
-    may_overlap = capability(a.device) >= (9, 0)
+    may_overlap = can_overlap(a.device)
     x, sums, factor, pairs, counts, places = prepare(
         a, bucket_ids, tpe, top_k, config.words, halves_of(kind), may_overlap
     )

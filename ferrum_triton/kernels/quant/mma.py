@@ -1,12 +1,10 @@
 """Activations by weights in planes, on tensor cores: one program per tile of the product.
 
-Rows of W [n, k] are in planes (:mod:`ferrum_triton.quant.planes`). Of Q4_K and Q5_K the bytes of a
-scale and its min are read as one int16.
+Rows of W [n, k] are in planes (:mod:`ferrum_triton.quant.planes`), and K is taken in the steps of
+:mod:`ferrum_triton.kernels.quant.mma_steps`.
 
 Weights are the tensor cores' first operand, from registers, and tokens the second: a tile takes 64
-or 128 rows of W and 8 to 256 tokens. Words reach shared memory by the loop's pipeline and are
-unpacked after they are read from it in the operand's layout
-(:mod:`ferrum_triton.kernels.quant.fragments`).
+or 128 rows of W and 8 to 256 tokens.
 
 Of formats with integer scales a product sums scale · code exactly over 256 weights and is scaled by
 d in float32 ("late"); the mins are products of their own, with the activations' sums over words. Or
@@ -22,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.jit import can_overlap, capability, kernel
 from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.fragments import CODES
 from ferrum_triton.kernels.quant.mma_steps import add_step, block_scales, operands, words_of
@@ -213,7 +211,7 @@ def mma_quant(
     if y.numel() == 0:
         return y
     sizes = row_sizes(planes, kind, k)
-    ahead = config.ahead if capability(a.device) >= (9, 0) else 0
+    ahead = config.ahead if can_overlap(a.device) else 0
     x, sums, factor = arrange(a, config.words, halves_of(kind), ahead > 0)
     splits = config.splits
     partial = y

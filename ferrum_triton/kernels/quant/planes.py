@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
-from ferrum_triton.kernels.jit import capability
+from ferrum_triton.kernels.jit import can_overlap, capability
 from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
 GROUP = tl.constexpr(32)  # weights a thread takes at a time
@@ -422,7 +422,7 @@ def uses_ptx(x: Tensor) -> bool:
 
 def may_chain(x: Tensor) -> bool:
     """Whether a launch on activations [..., K] can wait for the one before by itself."""
-    return x.shape[-1] > 0 and capability(x.device) >= (9, 0)
+    return x.shape[-1] > 0 and can_overlap(x.device)
 
 
 def is_aligned(x: Tensor) -> bool:

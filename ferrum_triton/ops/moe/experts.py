@@ -74,6 +74,10 @@ def _stack_sample(make, kind: str, num_experts: int, n: int, num_blocks: int) ->
     return quantize_rows(make.randn(num_experts, n, k, scale=k**-0.5), kind)
 
 
+def _wide_stack(make, kind: str, num_experts: int, n: int, k: int) -> Tensor:
+    return _stack_sample(make, kind, num_experts, n, k // format_of(kind).block_size)
+
+
 def _activations(make, num_tokens: int, top_k: int, k: int, per_slot: bool) -> Tensor:
     return make.randn(num_tokens, top_k, k) if per_slot else make.randn(num_tokens, k)
 
@@ -210,10 +214,7 @@ def _(a, gate_blocks, up_blocks, ids, gate_kind, up_kind):
 @gemv_quant_moe_id_gate_up_silu.sample
 def _(make, gate_kind, up_kind, num_tokens, num_experts, top_k, n, num_blocks, per_slot):
     k = 256 * num_blocks
-    gate, up = (
-        _stack_sample(make, kind, num_experts, n, k // format_of(kind).block_size)
-        for kind in (gate_kind, up_kind)
-    )
+    gate, up = (_wide_stack(make, kind, num_experts, n, k) for kind in (gate_kind, up_kind))
     return {
         "a": _activations(make, num_tokens, top_k, k, per_slot),
         "gate_blocks": gate,
@@ -414,10 +415,7 @@ def _(make, gate_kind, up_kind, num_tokens, num_experts, top_k, n, num_blocks, p
     k = 256 * num_blocks
     ids = _ids_sample(make, num_tokens, num_experts, top_k)
     bucket_ids, tpe, _ = compute_ids_tpe.reference(ids, num_experts, n, n)
-    gate, up = (
-        _stack_sample(make, kind, num_experts, n, k // format_of(kind).block_size)
-        for kind in (gate_kind, up_kind)
-    )
+    gate, up = (_wide_stack(make, kind, num_experts, n, k) for kind in (gate_kind, up_kind))
     return {
         "a": _activations(make, num_tokens, top_k, k, per_slot),
         "gate_blocks": gate,

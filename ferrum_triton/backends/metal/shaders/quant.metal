@@ -1,29 +1,12 @@
-// Weights in GGUF's blocks, as they lie in the file: 32 of them at a time, in float32. SCALAR is the
-// type of activations and results, ID that of ids. KIND is one of these:
+// Weights in GGUF's blocks, as they lie in the file, GROUP of them at a time, in float32. SCALAR is the
+// type of activations and results, ID that of ids. A block has BLOCK_BYTES bytes and BLOCK_GROUPS
+// groups; a simdgroup takes ROWS rows, and a threadgroup has SIMDGROUPS. KIND is one of these:
 #define Q4_0 0
 #define Q4_1 1
 #define Q8_0 2
 #define Q4_K 3
 #define Q5_K 4
 #define Q6_K 5
-
-constant constexpr uint GROUP = 32;
-constant constexpr uint ROWS = 4;  // that a simdgroup takes
-constant constexpr uint SIMDGROUPS = 2;
-
-#if KIND == Q4_0
-constant constexpr uint BLOCK_BYTES = 18, BLOCK_GROUPS = 1;
-#elif KIND == Q4_1
-constant constexpr uint BLOCK_BYTES = 20, BLOCK_GROUPS = 1;
-#elif KIND == Q8_0
-constant constexpr uint BLOCK_BYTES = 34, BLOCK_GROUPS = 1;
-#elif KIND == Q4_K
-constant constexpr uint BLOCK_BYTES = 144, BLOCK_GROUPS = 8;
-#elif KIND == Q5_K
-constant constexpr uint BLOCK_BYTES = 176, BLOCK_GROUPS = 8;
-#else
-constant constexpr uint BLOCK_BYTES = 210, BLOCK_GROUPS = 8;
-#endif
 
 // The float16 at any byte.
 inline float float16_at(device const uchar* bytes) {
@@ -107,7 +90,10 @@ kernel void gemv_quant(
     const ulong first = (tile * SIMDGROUPS + thread_id / LANES) * ROWS;
     const uint lane = thread_id % LANES;
     x += token * ulong(p.num_groups) * GROUP;
-    float sums[ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float sums[ROWS];
+    for (uint r = 0; r < ROWS; r++) {
+        sums[r] = 0.0f;
+    }
     for (ulong g = lane; g < ulong(p.num_groups); g += LANES) {
         float values[GROUP];
         for (uint i = 0; i < GROUP; i++) {
