@@ -1,14 +1,11 @@
 // One threadgroup a row. SCALAR is the type of the logits.
 
-constant constexpr uint MOST_THREADS = 256;
-constant constexpr uint NOWHERE = 0xFFFFFFFF;
-
 struct Argmax {
     long vocab_size;
     long mask_size;  // -1 without one
 };
 
-// Threads are a power of two. The lower index of two that are equal.
+// Threads are a power of two.
 kernel void argmax_rows(
     device int* y [[buffer(0)]],
     device const SCALAR* logits [[buffer(1)]],
@@ -33,21 +30,7 @@ kernel void argmax_rows(
             place = uint(j);
         }
     }
-    tops[thread_id] = top;
-    places[thread_id] = place;
-    for (uint half_of = threads / 2; half_of > 0; half_of /= 2) {
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (thread_id < half_of) {
-            const float other = tops[thread_id + half_of];
-            const uint there = places[thread_id + half_of];
-            if (other > top || (other == top && there < place)) {
-                top = other;
-                place = there;
-                tops[thread_id] = top;
-                places[thread_id] = place;
-            }
-        }
-    }
+    place = place_of_top(top, place, tops, places, thread_id, threads);
     if (thread_id == 0) {
         y[row] = int(place);
     }
