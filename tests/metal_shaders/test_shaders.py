@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(CLANG is None, reason="needs clang (Debian: apt 
 
 metal.load_shaders()
 SHADED = [pytest.param(op, id=name) for name, op in OPS.items() if "metal" in op.impls]
+# Axes of the launches that sanitizers see, where an op's own reach no barrier a second time.
+WIDER = {"compute_ids_tpe": {"routed_tokens": 40}, "route_topk_softmax": {"num_experts": 128}}
 BARRIER = re.compile(r"threadgroup_barrier\([^;]*\);")
 
 
@@ -48,9 +50,10 @@ def launches_of(op, backend, seed=0):
     ThreadSanitizer tells no more than 255 threads apart, and forgets what the others did.
     """
     axes = typical_axes(op)
-    for name in ("hidden_size", "vocab_size", "intermediate_size", "n"):
+    for name in ("hidden_size", "vocab_size", "intermediate_size", "n", "top_k"):
         if name in axes:
             axes[name] = max(value for value in op.axes[name] if value <= 128)
+    axes |= WIDER.get(op.name, {})
     calls = [(dtype, axes) for dtype in op.dtypes]
     if "kind" in axes:
         calls = [(op.dtypes[-1], axes | {"kind": kind}) for kind in quant.KINDS]
@@ -77,6 +80,11 @@ def _barriers():
             yield pytest.param(path.stem, found.span(), id=f"{path.stem}-{i}")
 
 
+def uses_threadgroup_memory(text, kernel):
+    body = text[text.index(f"kernel void {kernel}(") :]
+    return re.search(r"^    threadgroup ", body[: body.index("\n}")], re.MULTILINE)
+
+
 @pytest.mark.parametrize(("family", "span"), list(_barriers()))
 def test_every_barrier_is_needed(family, span, backend):
     """Without it ThreadSanitizer reports a race in one of the launches."""
@@ -84,9 +92,9 @@ def test_every_barrier_is_needed(family, span, backend):
     barrier = text[slice(*span)]
     without = text[: span[0]] + " " * len(barrier) + text[span[1] :]
     for param in SHADED:
-        for launch in launches_of(param.values[0], backend):
+        for launch in launches_of(param.values[0], backend)[:1]:
             changed = launch.text.replace(text, without)
-            if changed != launch.text and "barrier" in launch.text:
+            if changed != launch.text and uses_threadgroup_memory(launch.text, launch.name):
                 status, printed, _ = run_alone(launch, "thread", changed)
                 if "data race" in printed:
                     assert status

@@ -36,9 +36,9 @@ inline uint place_of_top(
             if (other > top || (other == top && there < place)) {
                 top = other;
                 place = there;
-                tops[thread_id] = top;
-                places[thread_id] = place;
             }
+            tops[thread_id] = top;
+            places[thread_id] = place;
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
