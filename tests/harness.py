@@ -137,8 +137,10 @@ def place_far_apart(value: Tensor, dim: int) -> Tensor:
     return far
 
 
-def draw_axes(op: Op) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({name: st.sampled_from(list(v)) for name, v in op.axes.items()})
+def draw_axes(op: Op, **narrowed: Any) -> st.SearchStrategy[dict[str, Any]]:
+    """A point of the op's axes, from some of the values of those that are narrowed."""
+    axes = {**op.axes, **narrowed}
+    return st.fixed_dictionaries({name: st.sampled_from(list(v)) for name, v in axes.items()})
 
 
 def typical_axes(op: Op) -> dict[str, Any]:
@@ -213,9 +215,11 @@ def assert_call_matches(op: Op, got: tuple, arguments: dict, want: tuple, left: 
         assert_close(arguments[name].to(value.device), value, name=f"{op.name} {name}")
 
 
-def check_matches_reference(backend: Backend, op: Op, data: st.DataObject, seed: int) -> None:
+def check_matches_reference(
+    backend: Backend, op: Op, data: st.DataObject, seed: int, **narrowed: Any
+) -> None:
     """Any shape, dtype and stride gives the reference's result, and touches nothing else."""
-    axes = data.draw(draw_axes(op), label="axes")
+    axes = data.draw(draw_axes(op, **narrowed), label="axes")
     dtype = data.draw(st.sampled_from(op.dtypes), label="dtype")
     arguments = sample(op, dtype, backend.device, seed, **axes)
     layout = st.sampled_from(LAYOUTS[:2] if op.name in CONTIGUOUS_ONLY else LAYOUTS)
@@ -252,10 +256,14 @@ def check_matches_reference(backend: Backend, op: Op, data: st.DataObject, seed:
     assert all(buffer.guards_intact() for buffer in out_buffers), f"{op.name} wrote outside out"
 
 
-def check_edge_values(backend: Backend, op: Op, data: st.DataObject, seed: int) -> None:
+def check_edge_values(
+    backend: Backend, op: Op, data: st.DataObject, seed: int, **narrowed: Any
+) -> None:
     """Infinities, NaN, denormals and the largest values come out where the reference has them."""
     dtype = data.draw(st.sampled_from(op.dtypes), label="dtype")
-    arguments = sample(op, dtype, backend.device, seed, **typical_axes(op))
+    chosen = {name: st.sampled_from(list(values)) for name, values in narrowed.items()}
+    axes = typical_axes(op) | data.draw(st.fixed_dictionaries(chosen), label="axes")
+    arguments = sample(op, dtype, backend.device, seed, **axes)
     kind = data.draw(
         st.sampled_from(("nan", "inf", "-inf", "max", "denormal", "zero")), label="kind"
     )

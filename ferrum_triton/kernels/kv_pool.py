@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.rope import store_heads
 from ferrum_triton.kernels.rows import next_power_of_2
-from ferrum_triton.ops.kv_pool import token_view
+from ferrum_triton.ops.kv_pool import pool_strides, scale_strides, token_view
 
 # What kernels call the quantised dtypes.
 FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
@@ -168,23 +168,6 @@ def store_cached(
         BLOCK_REST,
         INTERLEAVED,
     )
-
-
-def pool_strides(cache: Tensor, layout: str) -> tuple[int, int, int, int]:
-    """Strides of a cache by block, head, slot and piece."""
-    strides = cache.stride()
-    if layout == "nhd":
-        return strides[0], strides[2], strides[1], 0
-    if layout == "hnd":
-        return strides[0], strides[1], strides[2], 0
-    block, head, piece, slot = strides[:4]
-    return block, head, slot, piece
-
-
-def scale_strides(scales: Tensor, layout: str) -> tuple[int, int, int]:
-    """Strides of the scales of slots by block, head and slot."""
-    block, first, second = scales.stride()
-    return (block, second, first) if layout == "nhd" else (block, first, second)
 
 
 def pool_arguments(

@@ -76,6 +76,25 @@ def token_view(cache: Tensor, layout: str) -> Tensor:
     return cache.movedim(3 if layout == "vllm_x" and cache.dim() > 3 else 2, 1)
 
 
+def pool_strides(cache: Tensor, layout: str) -> tuple[int, int, int, int]:
+    """Strides of a cache by block, head, slot and piece: x elements of ``vllm_x``'s keys, one of
+    its values; a vector of the other layouts is one piece.
+    """
+    strides = cache.stride()
+    if layout == "nhd":
+        return strides[0], strides[2], strides[1], 0
+    if layout == "hnd":
+        return strides[0], strides[1], strides[2], 0
+    block, head, piece, slot = strides[:4]
+    return block, head, slot, piece
+
+
+def scale_strides(scales: Tensor, layout: str) -> tuple[int, int, int]:
+    """Strides of the scales of slots by block, head and slot."""
+    block, first, second = scales.stride()
+    return (block, second, first) if layout == "nhd" else (block, first, second)
+
+
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes in ``dtype`` and the scales of the vectors along the last dimension of ``x``."""
     maximum = widen(x).abs().amax(dim=-1, keepdim=True).clamp_min(LEAST_MAXIMUM)

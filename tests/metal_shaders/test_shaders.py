@@ -22,6 +22,14 @@ metal.load_shaders()
 SHADED = [pytest.param(op, id=name) for name, op in OPS.items() if "metal" in op.impls]
 # Axes of the launches that sanitizers see, where an op's own reach no barrier a second time.
 WIDER = {"compute_ids_tpe": {"routed_tokens": 40}, "route_topk_softmax": {"num_experts": 128}}
+# Those of more launches: what the sources choose among by a type or a parameter.
+ALSO = {
+    "split_qkv_norm_rope_into_paged_cache": [
+        {"placement": "slots", "layout": "vllm_x", "qk_mode": 1, "cache_dtype": torch.int8},
+        {"placement": "decode", "layout": "nhd", "qk_mode": 2},
+        {"placement": "single", "qk_mode": 0, "cache_dtype": torch.int8},
+    ],
+}
 BARRIER = re.compile(r"threadgroup_barrier\([^;]*\);")
 
 
@@ -35,28 +43,36 @@ def backend():
 @pytest.mark.parametrize("op", SHADED)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_matches_reference(op, backend, data, seed):
-    check_matches_reference(backend, op, data, seed)
+    check_matches_reference(backend, op, data, seed, **with_shader(op))
 
 
 @pytest.mark.parametrize("op", SHADED)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_edge_values(op, backend, data, seed):
-    check_edge_values(backend, op, data, seed)
+    check_edge_values(backend, op, data, seed, **with_shader(op))
+
+
+def with_shader(op):
+    """Values of the axes that decide whether an op has a shader."""
+    kinds = [name for name in op.axes if name in ("kind", "gate_kind", "up_kind")]
+    return dict.fromkeys(kinds, tuple(quant.KINDS))
 
 
 def launches_of(op, backend, seed=0):
-    """What a call launches in each dtype, or of each kind: rows of several simdgroups, 128 threads.
+    """What calls launch, in each dtype, of each kind and with what else there is to choose.
 
-    ThreadSanitizer tells no more than 255 threads apart, and forgets what the others did.
+    Rows take several simdgroups, and at most 128 threads: ThreadSanitizer tells no more than 255
+    apart, and forgets what the others did.
     """
     axes = typical_axes(op)
     for name in ("hidden_size", "vocab_size", "intermediate_size", "n", "top_k"):
         if name in axes:
             axes[name] = max(value for value in op.axes[name] if value <= 128)
     axes |= WIDER.get(op.name, {})
-    calls = [(dtype, axes) for dtype in op.dtypes]
-    if "kind" in axes:
-        calls = [(op.dtypes[-1], axes | {"kind": kind}) for kind in quant.KINDS]
+    kinds = with_shader(op)
+    also = [dict.fromkeys(kinds, kind) for kind in quant.KINDS] if kinds else ALSO.get(op.name, [])
+    calls = [] if kinds else [(dtype, axes) for dtype in op.dtypes]
+    calls += [(op.dtypes[-1], axes | chosen) for chosen in also]
     with recorded() as launches:
         for dtype, chosen in calls:
             getattr(backend, op.name)(**sample(op, dtype, "cpu", seed, **chosen))

@@ -10,7 +10,7 @@ import torch
 
 from ferrum_triton.errors import BackendUnavailable
 
-FAMILIES = ("norm", "elementwise", "embedding", "quant", "routing", "combine", "sampling")
+FAMILIES = ("norm", "elementwise", "embedding", "rope", "quant", "routing", "combine", "sampling")
 
 
 def load_shaders() -> None:

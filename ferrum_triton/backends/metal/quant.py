@@ -1,4 +1,4 @@
-"""Products with weights in a GGUF file's blocks as shaders, and rows of them.
+"""Products with weights in a GGUF file's blocks as shaders, those of experts too, and rows of them.
 
 Kinds without a shader, planes among them, run as their definitions.
 """
@@ -9,8 +9,14 @@ from torch import Tensor
 from ferrum_triton.backends.metal.elementwise import grid
 from ferrum_triton.backends.metal.shader import LANES, Shader, delivered, result
 from ferrum_triton.ops import quant as ops
+from ferrum_triton.ops.moe import experts
 
 GEMV = Shader("quant", "gemv_quant", "y x blocks", "num_rows num_groups row_bytes tiles")
+_EXPERTS = "num_experts num_rows num_groups row_bytes up_row_bytes tiles slots"
+GEMV_EXPERTS = Shader("quant", "gemv_quant_moe_id", "y x blocks ids", _EXPERTS)
+GATE_UP_EXPERTS = Shader(
+    "quant", "gemv_quant_moe_id_gate_up_silu", "y x gate_blocks up_blocks ids", _EXPERTS
+)
 EMBEDDING = Shader(
     "quant", "embedding_quant", "y blocks ids", "count num_groups row_bytes vocab_size"
 )
@@ -27,11 +33,29 @@ KINDS = {
 GROUP, ROWS, SIMDGROUPS = 32, 4, 2
 
 
-def _types(scalar: torch.dtype, ids: torch.dtype, kind: str) -> dict[str, torch.dtype | str]:
+def _weights(kind: str) -> str:
+    """What the source calls weights of a kind."""
     block_bytes, block_weights = KINDS[kind]
-    sizes = {"BLOCK_BYTES": block_bytes, "BLOCK_GROUPS": block_weights // GROUP}
-    sizes |= {"GROUP": GROUP, "ROWS": ROWS, "SIMDGROUPS": SIMDGROUPS}
-    return {"SCALAR": scalar, "ID": ids, "KIND": kind} | {k: str(v) for k, v in sizes.items()}
+    return f"Group<{kind}, {block_bytes}, {block_weights // GROUP}>"
+
+
+def _types(
+    scalar: torch.dtype, ids: torch.dtype, kind: str, up_kind: str | None = None
+) -> dict[str, torch.dtype | str]:
+    """What the source's names stand for."""
+    sizes = {"GROUP": GROUP, "ROWS": ROWS, "SIMDGROUPS": SIMDGROUPS}
+    return {
+        "SCALAR": scalar,
+        "ID": ids,
+        "WEIGHTS": _weights(kind),
+        "UP_WEIGHTS": _weights(up_kind or kind),
+        **{name: str(size) for name, size in sizes.items()},
+    }
+
+
+def _tiles(num_rows: int) -> int:
+    """Threadgroups that share so many rows."""
+    return -(-num_rows // (ROWS * SIMDGROUPS))
 
 
 @ops.gemv_quant.impl("metal")
@@ -44,7 +68,7 @@ def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = Non
         y.zero_()
     elif y.numel():
         blocks = blocks.contiguous()
-        tiles = -(-num_rows // (ROWS * SIMDGROUPS))
+        tiles = _tiles(num_rows)
         types = _types(a.dtype, torch.int64, kind)
         params = (num_rows, k // GROUP, blocks.shape[1], tiles)
         launch = {"groups": num_tokens * tiles, "threads": LANES * SIMDGROUPS}
@@ -68,4 +92,58 @@ def embedding_lookup_quant(
         types = _types(dtype, ids.dtype, kind)
         params = (count, k // GROUP, blocks.shape[1], blocks.shape[0])
         EMBEDDING.launch(types, (y, blocks, ids.contiguous()), params, **grid(count))
+    return delivered(y, out)
+
+
+def _launch_experts(
+    shader: Shader, y: Tensor, a: Tensor, stacks: tuple[Tensor, ...], ids: Tensor, *kinds: str
+) -> None:
+    if a.shape[-1] == 0:
+        y.zero_()
+    elif y.numel():
+        gate, up = stacks[0], stacks[-1]
+        tiles = _tiles(gate.shape[1])
+        params = (
+            *gate.shape[:2],
+            a.shape[-1] // GROUP,
+            gate.shape[2],
+            up.shape[2],
+            tiles,
+            1 if a.dim() == 3 else ids.shape[1],
+        )
+        buffers = (y, a.contiguous(), *(stack.contiguous() for stack in stacks), ids.contiguous())
+        launch = {"groups": ids.numel() * tiles, "threads": LANES * SIMDGROUPS}
+        shader.launch(_types(a.dtype, ids.dtype, *kinds), buffers, params, **launch)
+
+
+@experts.gemv_quant_moe_id.impl("metal")
+def gemv_quant_moe_id(
+    a: Tensor, blocks: Tensor, ids: Tensor, kind: str, *, out: Tensor | None = None
+) -> Tensor:
+    if kind not in KINDS:
+        return delivered(
+            experts.gemv_quant_moe_id.reference(a, blocks, ids, kind).contiguous(), out
+        )
+    y = result(a, (*ids.shape, blocks.shape[1]), out)
+    _launch_experts(GEMV_EXPERTS, y, a, (blocks,), ids, kind)
+    return delivered(y, out)
+
+
+@experts.gemv_quant_moe_id_gate_up_silu.impl("metal")
+def gemv_quant_moe_id_gate_up_silu(
+    a: Tensor,
+    gate_blocks: Tensor,
+    up_blocks: Tensor,
+    ids: Tensor,
+    gate_kind: str,
+    up_kind: str,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    if gate_kind not in KINDS or up_kind not in KINDS:
+        reference = experts.gemv_quant_moe_id_gate_up_silu.reference
+        y = reference(a, gate_blocks, up_blocks, ids, gate_kind, up_kind)
+        return delivered(y.contiguous(), out)
+    y = result(a, (*ids.shape, gate_blocks.shape[1]), out)
+    _launch_experts(GATE_UP_EXPERTS, y, a, (gate_blocks, up_blocks), ids, gate_kind, up_kind)
     return delivered(y, out)

@@ -18,6 +18,7 @@ TYPES = {
     torch.float32: "float",
     torch.float16: "half",
     torch.bfloat16: "bfloat",
+    torch.int8: "char",
     torch.int32: "int",
     torch.int64: "long",
 }
@@ -34,12 +35,15 @@ class Shader:
         name: of the kernel.
         buffers: names of its tensors, as its parameters with ``[[buffer(0)]]`` on are called.
         params: names of the 64-bit fields of its last buffer. A float is there as its 32 bits.
+        strided: names of the tensors whose strides are among the parameters.
     """
 
     declared: ClassVar[dict[str, Shader]] = {}
 
-    def __init__(self, family: str, name: str, buffers: str, params: str) -> None:
-        self.family, self.name = family, name
+    def __init__(
+        self, family: str, name: str, buffers: str, params: str, strided: str = ""
+    ) -> None:
+        self.family, self.name, self.strided = family, name, frozenset(strided.split())
         self.buffers, self.params = tuple(buffers.split()), tuple(params.split())
         if len(self.buffers) + 1 > MAX_BUFFERS:
             raise FerrumError(f"shader {name} has more than {MAX_BUFFERS} buffers")
@@ -58,11 +62,14 @@ class Shader:
 
         Args:
             types: what the source's names of types, and of other choices, stand for.
-            buffers: contiguous, in the order declared.
+            buffers: in the order declared; contiguous, but for those that are strided.
             params: likewise.
         """
         if len(buffers) != len(self.buffers) or len(params) != len(self.params):
             raise FerrumError(f"shader {self.name} takes {self.buffers} and {self.params}")
+        for buffer, called in zip(buffers, self.buffers, strict=True):
+            if called not in self.strided and not buffer.is_contiguous():
+                raise FerrumError(f"shader {self.name} knows no strides of {called}")
         if threads > MAX_THREADS or threads % LANES or groups * threads > MAX_GRID:
             raise FerrumError(f"shader {self.name}: no grid of {groups} groups of {threads}")
         named = tuple(sorted((k, v if isinstance(v, str) else TYPES[v]) for k, v in types.items()))

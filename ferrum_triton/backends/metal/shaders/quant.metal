@@ -1,12 +1,13 @@
 // Weights in GGUF's blocks, as they lie in the file, GROUP of them at a time, in float32. SCALAR is the
-// type of activations and results, ID that of ids. A block has BLOCK_BYTES bytes and BLOCK_GROUPS
-// groups; a simdgroup takes ROWS rows, and a threadgroup has SIMDGROUPS. KIND is one of these:
-#define Q4_0 0
-#define Q4_1 1
-#define Q8_0 2
-#define Q4_K 3
-#define Q5_K 4
-#define Q6_K 5
+// type of activations and results, ID that of ids; WEIGHTS and UP_WEIGHTS are Groups of a kind. A
+// simdgroup takes ROWS rows, and a threadgroup has SIMDGROUPS.
+
+constant constexpr uint Q4_0 = 0;
+constant constexpr uint Q4_1 = 1;
+constant constexpr uint Q8_0 = 2;
+constant constexpr uint Q4_K = 3;
+constant constexpr uint Q5_K = 4;
+constant constexpr uint Q6_K = 5;
 
 // The float16 at any byte.
 inline float float16_at(device const uchar* bytes) {
@@ -23,6 +24,7 @@ inline uint minimum_of(device const uchar* bytes, uint group) {
 }
 
 // Weight i of a group of a block. Every product is exact: only a difference is rounded.
+template <uint KIND, uint BLOCK_BYTES, uint BLOCK_GROUPS>
 struct Group {
     device const uchar* block;
     uint group;
@@ -33,43 +35,68 @@ struct Group {
         block = row + index / BLOCK_GROUPS * BLOCK_BYTES;
         group = uint(index % BLOCK_GROUPS);
         minimum = 0.0f;
-#if KIND == Q4_1
-        scale = float16_at(block);
-        minimum = float16_at(block + 2);
-#elif KIND == Q4_K || KIND == Q5_K
-        scale = float16_at(block) * float(scale_of(block + 4, group));
-        minimum = -float16_at(block + 2) * float(minimum_of(block + 4, group));
-#elif KIND == Q6_K
-        scale = float16_at(block + 208);
-#else
-        scale = float16_at(block);
-#endif
+        if (KIND == Q4_1) {
+            scale = float16_at(block);
+            minimum = float16_at(block + 2);
+        } else if (KIND == Q4_K || KIND == Q5_K) {
+            scale = float16_at(block) * float(scale_of(block + 4, group));
+            minimum = -float16_at(block + 2) * float(minimum_of(block + 4, group));
+        } else {
+            scale = float16_at(block + (KIND == Q6_K ? 208 : 0));
+        }
     }
 
     float weight(uint i) const {
-#if KIND == Q4_0
-        const uint byte = block[2 + i % 16];
-        return scale * (float(i < 16 ? byte & 15 : byte >> 4) - 8.0f);
-#elif KIND == Q4_1
-        const uint byte = block[4 + i % 16];
-        return scale * float(i < 16 ? byte & 15 : byte >> 4) + minimum;
-#elif KIND == Q8_0
-        return scale * float(as_type<char>(block[2 + i]));
-#elif KIND == Q4_K
-        const uint byte = block[16 + group / 2 * 32 + i];
-        return scale * float(group % 2 ? byte >> 4 : byte & 15) + minimum;
-#elif KIND == Q5_K
-        const uint byte = block[48 + group / 2 * 32 + i];
-        const uint upper = (uint(block[16 + i]) >> group & 1) << 4;
-        return scale * float((group % 2 ? byte >> 4 : byte & 15) | upper) + minimum;
-#else
+        if (KIND == Q4_0) {
+            const uint byte = block[2 + i % 16];
+            return scale * (float(i < 16 ? byte & 15 : byte >> 4) - 8.0f);
+        }
+        if (KIND == Q4_1) {
+            const uint byte = block[4 + i % 16];
+            return scale * float(i < 16 ? byte & 15 : byte >> 4) + minimum;
+        }
+        if (KIND == Q8_0) {
+            return scale * float(as_type<char>(block[2 + i]));
+        }
+        if (KIND == Q4_K) {
+            const uint byte = block[16 + group / 2 * 32 + i];
+            return scale * float(group % 2 ? byte >> 4 : byte & 15) + minimum;
+        }
+        if (KIND == Q5_K) {
+            const uint byte = block[48 + group / 2 * 32 + i];
+            const uint upper = (uint(block[16 + i]) >> group & 1) << 4;
+            return scale * float((group % 2 ? byte >> 4 : byte & 15) | upper) + minimum;
+        }
         const uint part = group % 4, byte = block[group / 4 * 64 + part % 2 * 32 + i];
         const uint upper = (uint(block[128 + group / 4 * 32 + i]) >> (2 * part) & 3) << 4;
         const float code = float((part / 2 ? byte >> 4 : byte & 15) | upper) - 32.0f;
         return scale * float(as_type<char>(block[192 + 2 * group + i / 16])) * code;
-#endif
     }
 };
+
+// Add products with one row of activations to the sums of ROWS rows from the first; a lane has the
+// groups lane, lane + LANES, ... of each.
+template <typename Weights>
+inline void add_products(
+    thread float* sums, device const SCALAR* x, device const uchar* blocks, ulong first,
+    ulong num_rows, ulong num_groups, ulong row_bytes, uint lane) {
+    for (ulong g = lane; g < num_groups; g += LANES) {
+        float values[GROUP];
+        for (uint i = 0; i < GROUP; i++) {
+            values[i] = float(x[g * GROUP + i]);
+        }
+        for (uint r = 0; r < ROWS; r++) {
+            // Past the end the last row is read again.
+            const ulong row = first + r < num_rows ? first + r : num_rows - 1;
+            const Weights group(blocks + row * row_bytes, g);
+            float sum = 0.0f;
+            for (uint i = 0; i < GROUP; i++) {
+                sum += group.weight(i) * values[i];
+            }
+            sums[r] += sum;
+        }
+    }
+}
 
 struct Product {
     long num_rows;
@@ -78,7 +105,7 @@ struct Product {
     long tiles;  // of rows that a threadgroup takes, for each token
 };
 
-// y = W x for each row of activations; a simdgroup takes ROWS rows, its lanes all along K.
+// y = W x for each row of activations.
 kernel void gemv_quant(
     device SCALAR* y [[buffer(0)]],
     device const SCALAR* x [[buffer(1)]],
@@ -88,32 +115,84 @@ kernel void gemv_quant(
     uint thread_id [[thread_position_in_threadgroup]]) {
     const ulong token = threadgroup_id / ulong(p.tiles), tile = threadgroup_id % ulong(p.tiles);
     const ulong first = (tile * SIMDGROUPS + thread_id / LANES) * ROWS;
+    const ulong num_rows = p.num_rows, num_groups = p.num_groups;
     const uint lane = thread_id % LANES;
-    x += token * ulong(p.num_groups) * GROUP;
-    float sums[ROWS];
+    float sums[ROWS] = {};
+    x += token * num_groups * GROUP;
+    add_products<WEIGHTS>(sums, x, blocks, first, num_rows, num_groups, p.row_bytes, lane);
     for (uint r = 0; r < ROWS; r++) {
-        sums[r] = 0.0f;
+        const float sum = simd_sum(sums[r]);
+        if (lane == 0 && first + r < num_rows) {
+            y[token * num_rows + first + r] = SCALAR(sum);
+        }
     }
-    for (ulong g = lane; g < ulong(p.num_groups); g += LANES) {
-        float values[GROUP];
-        for (uint i = 0; i < GROUP; i++) {
-            values[i] = float(x[g * GROUP + i]);
-        }
-        for (uint r = 0; r < ROWS; r++) {
-            // Past the end the last row is read again.
-            const ulong row = first + r < ulong(p.num_rows) ? first + r : ulong(p.num_rows) - 1;
-            const Group group(blocks + row * ulong(p.row_bytes), g);
-            float sum = 0.0f;
-            for (uint i = 0; i < GROUP; i++) {
-                sum += group.weight(i) * values[i];
-            }
-            sums[r] += sum;
-        }
+}
+
+struct ExpertProduct {
+    long num_experts;
+    long num_rows;  // of an expert
+    long num_groups;
+    long row_bytes;
+    long up_row_bytes;
+    long tiles;
+    long slots;  // that share a row of activations
+};
+
+// y = W x with the expert of each pair of a token and a slot; zeros where that is none.
+kernel void gemv_quant_moe_id(
+    device SCALAR* y [[buffer(0)]],
+    device const SCALAR* x [[buffer(1)]],
+    device const uchar* blocks [[buffer(2)]],
+    device const ID* ids [[buffer(3)]],
+    constant ExpertProduct& p [[buffer(4)]],
+    uint threadgroup_id [[threadgroup_position_in_grid]],
+    uint thread_id [[thread_position_in_threadgroup]]) {
+    const ulong pair = threadgroup_id / ulong(p.tiles), tile = threadgroup_id % ulong(p.tiles);
+    const ulong first = (tile * SIMDGROUPS + thread_id / LANES) * ROWS;
+    const ulong num_rows = p.num_rows, num_groups = p.num_groups;
+    const uint lane = thread_id % LANES;
+    const long expert = long(ids[pair]);
+    float sums[ROWS] = {};
+    if (expert >= 0 && expert < p.num_experts) {
+        x += pair / ulong(p.slots) * num_groups * GROUP;
+        blocks += ulong(expert) * num_rows * ulong(p.row_bytes);
+        add_products<WEIGHTS>(sums, x, blocks, first, num_rows, num_groups, p.row_bytes, lane);
     }
     for (uint r = 0; r < ROWS; r++) {
         const float sum = simd_sum(sums[r]);
-        if (lane == 0 && first + r < ulong(p.num_rows)) {
-            y[token * ulong(p.num_rows) + first + r] = SCALAR(sum);
+        if (lane == 0 && first + r < num_rows) {
+            y[pair * num_rows + first + r] = SCALAR(sum);
+        }
+    }
+}
+
+// y = silu(G x) (U x) with the expert of each pair.
+kernel void gemv_quant_moe_id_gate_up_silu(
+    device SCALAR* y [[buffer(0)]],
+    device const SCALAR* x [[buffer(1)]],
+    device const uchar* gate_blocks [[buffer(2)]],
+    device const uchar* up_blocks [[buffer(3)]],
+    device const ID* ids [[buffer(4)]],
+    constant ExpertProduct& p [[buffer(5)]],
+    uint threadgroup_id [[threadgroup_position_in_grid]],
+    uint thread_id [[thread_position_in_threadgroup]]) {
+    const ulong pair = threadgroup_id / ulong(p.tiles), tile = threadgroup_id % ulong(p.tiles);
+    const ulong first = (tile * SIMDGROUPS + thread_id / LANES) * ROWS;
+    const ulong num_rows = p.num_rows, num_groups = p.num_groups;
+    const uint lane = thread_id % LANES;
+    const long expert = long(ids[pair]);
+    float gates[ROWS] = {}, ups[ROWS] = {};
+    if (expert >= 0 && expert < p.num_experts) {
+        x += pair / ulong(p.slots) * num_groups * GROUP;
+        gate_blocks += ulong(expert) * num_rows * ulong(p.row_bytes);
+        up_blocks += ulong(expert) * num_rows * ulong(p.up_row_bytes);
+        add_products<WEIGHTS>(gates, x, gate_blocks, first, num_rows, num_groups, p.row_bytes, lane);
+        add_products<UP_WEIGHTS>(ups, x, up_blocks, first, num_rows, num_groups, p.up_row_bytes, lane);
+    }
+    for (uint r = 0; r < ROWS; r++) {
+        const float gate = simd_sum(gates[r]), up = simd_sum(ups[r]);
+        if (lane == 0 && first + r < num_rows) {
+            y[pair * num_rows + first + r] = SCALAR(gate / (1.0f + exp(-gate)) * up);
         }
     }
 }
@@ -135,7 +214,7 @@ kernel void embedding_quant(
     if (i < ulong(p.count)) {
         const long id = long(ids[i / ulong(p.num_groups)]);
         const bool known = id >= 0 && id < p.vocab_size;
-        const Group group(blocks + (known ? id * p.row_bytes : 0), i % ulong(p.num_groups));
+        const WEIGHTS group(blocks + (known ? id * p.row_bytes : 0), i % ulong(p.num_groups));
         for (uint j = 0; j < GROUP; j++) {
             y[i * ulong(GROUP) + j] = known ? SCALAR(group.weight(j)) : SCALAR(0.0f);
         }

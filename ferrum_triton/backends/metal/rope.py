@@ -1,0 +1,306 @@
+"""Heads normalised, rotated and written to a cache as one shader: a simdgroup a head of a token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.backends.metal.shader import LANES, Shader, delivered
+from ferrum_triton.ops import paged_cache, rope
+from ferrum_triton.ops.kv_pool import (
+    LEAST_MAXIMUM,
+    LIMITS,
+    pool_strides,
+    scale_strides,
+    token_view,
+)
+
+PREPARE = Shader(
+    "rope",
+    "prepare_heads",
+    "q k_cache v_cache k_scales v_scales qkv q_weight k_weight cosines sines positions slots "
+    "block_tables pos_offsets cu_seqlens_q",
+    "num_tokens num_heads num_kv_heads head_dim half_rotary_dim max_positions qk_mode eps "
+    "has_positions pos_offset placement cache_len num_blocks block_size num_seqs max_blocks "
+    "stride_table stride_x_token stride_x_head stride_q_token stride_q_head "
+    "stride_k_block stride_k_head stride_k_slot stride_k_piece k_piece "
+    "stride_v_block stride_v_head stride_v_slot stride_v_piece v_piece "
+    "stride_k_scales_block stride_k_scales_head stride_k_scales_slot "
+    "stride_v_scales_block stride_v_scales_head stride_v_scales_slot",
+    strided="q k_cache v_cache k_scales v_scales qkv block_tables",
+)
+THREADS = 128
+TO_SLOTS, COUNTED, ONE_SEQUENCE, ONE_EACH, PACKED = range(5)  # where tokens go, as in the source
+
+
+class Cache(NamedTuple):
+    """Where keys and values go.
+
+    Attributes:
+        k, v: the caches.
+        strides: of k, by block, head, slot and piece, and a piece's elements; then v's.
+        k_scales, v_scales: of codes.
+        cache_len: the slot of token 0, where no tensor says.
+    """
+
+    k: Tensor
+    v: Tensor
+    num_heads: int
+    num_blocks: int
+    block_size: int
+    strides: tuple[int, ...]
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+    scale_strides: tuple[int, ...] = (0,) * 6
+    cache_len: int = 0
+    slots: Tensor | None = None
+    block_tables: Tensor | None = None
+    pos_offsets: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+
+    def placement(self, num_tokens: int) -> int:
+        if self.slots is not None:
+            return TO_SLOTS
+        if self.block_tables is None:
+            return COUNTED
+        if self.cu_seqlens_q is not None:
+            return PACKED
+        return ONE_SEQUENCE if self.block_tables.shape[0] == 1 else ONE_EACH
+
+
+def _rows(k: Tensor, v: Tensor, cache_len: int = 0, slots: Tensor | None = None) -> Cache:
+    """Of keys and values [num_kv_heads, capacity, head_dim]: a pool of one page."""
+    strides = (*_strides(k[None], "hnd", k.shape[2]), *_strides(v[None], "hnd", v.shape[2]))
+    return Cache(k, v, k.shape[0], 1, k.shape[1], strides, cache_len=cache_len, slots=slots)
+
+
+def _strides(cache: Tensor, layout: str, piece: int) -> tuple[int, ...]:
+    return (*pool_strides(cache, layout), piece)
+
+
+def _prepare(
+    q: Tensor,
+    x: Tensor,
+    heads: tuple[int, int],
+    weights: tuple[Tensor | None, Tensor | None],
+    tables: tuple[Tensor, Tensor],
+    positions: Tensor | None,
+    pos_offset: int,
+    eps: float,
+    qk_mode: int,
+    cache: Cache | None,
+) -> None:
+    """Write the queries of x [num_tokens, heads, head_dim] to q [num_tokens, num_heads, head_dim],
+    and its keys and values to a cache.
+    """
+    if x.numel() == 0:
+        return
+    cache = cache or _rows(x[:0], x[:0])
+    cos, sin = (table.contiguous() for table in tables)
+    given = {
+        "POSITION": positions,
+        "SLOT": cache.slots,
+        "BLOCK": cache.block_tables,
+        "OFFSET": cache.pos_offsets,
+        "START": cache.cu_seqlens_q,
+    }
+    quantised = cache.k.dtype in LIMITS
+    scales = (cache.k_scales, cache.v_scales) if quantised else (None, None)
+    types = {
+        "SCALAR": x.dtype,
+        "WEIGHT_TABLE": cos.dtype,
+        "CACHE": cache.k.dtype,
+        "SCALE": torch.float32 if scales[0] is None else scales[0].dtype,
+        "QUANTISED": str(int(quantised)),
+        "LIMIT": f"{LIMITS.get(cache.k.dtype, 0.0)}f",
+        "LEAST_MAXIMUM": f"{LEAST_MAXIMUM}f",
+        **{name: torch.int64 if ids is None else ids.dtype for name, ids in given.items()},
+    }
+    num_seqs, max_blocks = (0, 0) if cache.block_tables is None else cache.block_tables.shape
+    params = (
+        x.shape[0],
+        *heads,
+        x.shape[2],
+        cos.shape[1],
+        cos.shape[0],
+        qk_mode,
+        float(eps),
+        int(positions is not None),
+        pos_offset,
+        cache.placement(x.shape[0]),
+        cache.cache_len,
+        cache.num_blocks,
+        cache.block_size,
+        num_seqs,
+        max_blocks,
+        0 if cache.block_tables is None else cache.block_tables.stride(0),
+        *x.stride()[:2],
+        *q.stride()[:2],
+        *cache.strides,
+        *cache.scale_strides,
+    )
+    lists = [None if ids is None else _packed(name, ids) for name, ids in given.items()]
+    wide = [None if weight is None else weight.float().contiguous() for weight in weights]
+    buffers = (q, cache.k, cache.v, *scales, x, *wide, cos, sin, *lists)
+    # What is not read is some tensor all the same.
+    some = x[0, 0, :1]
+    buffers = tuple(some if buffer is None or buffer.numel() == 0 else buffer for buffer in buffers)
+    num_simdgroups = x.shape[0] * x.shape[1]
+    groups = -(-num_simdgroups // (THREADS // LANES))
+    PREPARE.launch(types, buffers, params, groups=groups, threads=THREADS)
+
+
+def _packed(name: str, ids: Tensor) -> Tensor:
+    return ids if name == "BLOCK" else ids.contiguous()
+
+
+def _queries(like: Tensor, shape: tuple[int, int, int], out: Tensor | None) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device) if out is None else out
+
+
+@rope.qk_norm_rope.impl("metal")
+def qk_norm_rope(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    pos_offset: int = 0,
+    eps: float = 1e-6,
+    qk_mode: int = rope.NORM_ROPE,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_tokens, num_heads, head_dim = x.shape
+    q = _queries(x, (num_heads, num_tokens, head_dim), out)
+    heads, weights = (num_heads, 0), (weight, weight)
+    by_token = q.transpose(0, 1)
+    _prepare(by_token, x, heads, weights, (cos, sin), positions, pos_offset, eps, qk_mode, None)
+    return q
+
+
+def _split(qkv: Tensor, heads: tuple[int, int]) -> Tensor:
+    """Rows as [num_tokens, heads, head_dim]; shares memory."""
+    count = heads[0] + 2 * heads[1]
+    return qkv.as_strided(
+        (qkv.shape[0], count, qkv.shape[1] // count),
+        (qkv.stride(0), qkv.shape[1] // count, 1),
+        qkv.storage_offset(),
+    )
+
+
+@rope.split_qkv_norm_rope.impl("metal")
+def split_qkv_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    positions: Tensor | None = None,
+    pos_offset: int = 0,
+    eps: float = 1e-6,
+    qk_mode: int = rope.NORM_ROPE,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    heads = (num_heads, num_kv_heads)
+    x = _split(qkv, heads)
+    outs = out or (None,) * 3
+    counts = (num_heads, num_kv_heads, num_kv_heads)
+    shapes = [(count, x.shape[0], x.shape[2]) for count in counts]
+    q, k, v = (_queries(qkv, shape, o) for shape, o in zip(shapes, outs, strict=True))
+    weights, tables = (q_weight, k_weight), (cos, sin)
+    by_token, cache = q.transpose(0, 1), _rows(k, v)
+    _prepare(by_token, x, heads, weights, tables, positions, pos_offset, eps, qk_mode, cache)
+    return q, k, v
+
+
+@rope.split_qkv_norm_rope_into_cache.impl("metal")
+def split_qkv_norm_rope_into_cache(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    cache_len: int = 0,
+    positions: Tensor | None = None,
+    slots: Tensor | None = None,
+    pos_offset: int = 0,
+    eps: float = 1e-6,
+    qk_mode: int = rope.NORM_ROPE,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    heads = (num_heads, k_cache.shape[0])
+    x = _split(qkv, heads)
+    q = _queries(qkv, (num_heads, x.shape[0], x.shape[2]), out)
+    weights, tables = (q_weight, k_weight), (cos, sin)
+    by_token, cache = q.transpose(0, 1), _rows(k_cache, v_cache, cache_len, slots)
+    _prepare(by_token, x, heads, weights, tables, positions, pos_offset, eps, qk_mode, cache)
+    return q
+
+
+@paged_cache.split_qkv_norm_rope_into_paged_cache.impl("metal")
+def split_qkv_norm_rope_into_paged_cache(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    slots: Tensor | None = None,
+    block_tables: Tensor | None = None,
+    pos_offsets: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    positions: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    eps: float = 1e-6,
+    qk_mode: int = rope.NORM_ROPE,
+    layout: str = "hnd",
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    if k_cache.dtype == torch.float8_e4m3fn:  # which MPS has no tensors of
+        q = paged_cache.split_qkv_norm_rope_into_paged_cache.reference(
+            qkv, q_weight, k_weight, cos, sin, k_cache, v_cache, num_heads, slots, block_tables,
+            pos_offsets, cu_seqlens_q, positions, k_scales, v_scales, eps, qk_mode, layout,
+        )  # fmt: skip
+        return delivered(q, out)
+    num_blocks, block_size, num_kv_heads = token_view(v_cache, layout).shape[:3]
+    heads = (num_heads, num_kv_heads)
+    x = _split(qkv, heads)
+    q = _queries(qkv, (x.shape[0], num_heads, x.shape[2]), out)
+    pieces = (k_cache.shape[-1], 1 if layout == "vllm_x" else v_cache.shape[-1])
+    caches = zip((k_cache, v_cache), pieces, strict=True)
+    strides = tuple(n for cache, piece in caches for n in _strides(cache, layout, piece))
+    of_scales: tuple[int, ...] = (0,) * 6
+    if k_cache.dtype in LIMITS and k_scales is not None and v_scales is not None:
+        of_scales = (*scale_strides(k_scales, layout), *scale_strides(v_scales, layout))
+    cache = Cache(
+        k_cache,
+        v_cache,
+        num_kv_heads,
+        num_blocks,
+        block_size,
+        strides,
+        k_scales,
+        v_scales,
+        of_scales,
+        slots=slots,
+        block_tables=block_tables,
+        pos_offsets=pos_offsets,
+        cu_seqlens_q=cu_seqlens_q,
+    )
+    weights, tables = (q_weight, k_weight), (cos, sin)
+    _prepare(q, x, heads, weights, tables, positions, 0, eps, qk_mode, cache)
+    return q
