@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -84,6 +84,7 @@ class Op:
         self.contract = Contract(self.name, tensors, self.mutates, optional)
         self.axes, self.bench, self.dtypes = axes, tuple(bench), tuple(dtypes)
         self.impls: dict[str, Callable[..., Any]] = {}
+        self.kinds: dict[str, frozenset[str]] = {}
         self.shape_rules: list[Callable[..., None]] = []
         self.call_rules: list[Callable[..., None]] = []
         self.static = tuple(
@@ -126,10 +127,13 @@ class Op:
         """Call through the torch dispatcher: traceable by torch.compile and torch.export."""
         return self.torch_op(*args, **kwargs)
 
-    def impl(self, provider: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def impl(
+        self, provider: str, kinds: Iterable[str] | None = None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register ``provider``'s implementation.
 
-        Its parameters are the reference's; ops that return tensors add a keyword ``out``.
+        Its parameters are the reference's; ops that return tensors add a keyword ``out``. ``kinds``
+        are the formats of packed weights it has kernels for, where that is not all of them.
         """
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,6 +142,8 @@ class Op:
             if got != want:
                 raise TypeError(f"{provider} {self.name} takes {got}, its op declares {want}")
             self.impls[provider] = fn
+            if kinds is not None:
+                self.kinds[provider] = frozenset(kinds)
             return fn
 
         return register

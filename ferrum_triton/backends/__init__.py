@@ -17,7 +17,7 @@ PROVIDERS = {
     "cuda": ("triton", "blas"),
     "cpu": ("torch", "blas", "reference"),
     "interpret": ("triton", "blas"),
-    "metal": ("metal", "reference"),
+    "metal": ("metal", "torch", "blas", "reference"),
 }
 NAMES = tuple(PROVIDERS)
 

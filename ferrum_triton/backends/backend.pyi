@@ -18,6 +18,11 @@ class Backend:
         self,
         name: str,
     ) -> bool: ...
+    def has_kernel(
+        self,
+        name: str,
+        kind: str,
+    ) -> bool: ...
     def rms_norm(
         self,
         x: Tensor,

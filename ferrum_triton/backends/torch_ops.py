@@ -1,4 +1,4 @@
-"""The ``"torch"`` provider: torch's own fused CPU code, where it is faster than the reference."""
+"""The ``"torch"`` provider: torch's own fused code, where that is faster than the reference."""
 
 import torch
 from torch import Tensor

@@ -168,8 +168,8 @@ def load_weights(
 ) -> LlamaWeights:
     """Read every weight a model of ``config`` has.
 
-    Packed weights stay packed where the backend multiplies by them in kernels; on the CPU backend,
-    where torch does, they are decoded to ``dtype`` once.
+    Packed weights stay packed where the backend multiplies by their kind in kernels; others are
+    decoded to ``dtype`` once, as all are on the CPU backend, where torch multiplies.
 
     Args:
         source: where they come from.
@@ -197,9 +197,8 @@ class _Loader:
         planes: bool | None,
     ) -> None:
         self.source, self.config, self.dtype = source, config, dtype
-        self.device = backend.device
-        self.keep_packed = backend.provider_of("gemm_quant") != "reference"
-        self.in_planes = self.keep_packed and (
+        self.backend, self.device = backend, backend.device
+        self.in_planes = backend.provider_of("gemm_quant") != "reference" and (
             self.device.type == "cuda" if planes is None else planes
         )
         self.progress, self.loaded = progress, 0
@@ -281,7 +280,7 @@ class _Loader:
         """As it is stored, on the device, or decoded where packed weights are not kept."""
         stored = self.fetch(name, shape)
         if isinstance(stored, QuantizedTensor):
-            if self.keep_packed:
+            if self.backend.has_kernel("gemm_quant", stored.kind):
                 return stored.to(self.device)
             return stored.dequantize(self.dtype).to(self.device)
         return stored.to(self.device, self.dtype)

@@ -10,7 +10,17 @@ import torch
 
 from ferrum_triton.errors import BackendUnavailable
 
-FAMILIES = ("norm", "elementwise", "embedding", "rope", "quant", "routing", "combine", "sampling")
+FAMILIES = (
+    "norm",
+    "elementwise",
+    "embedding",
+    "rope",
+    "attention",
+    "quant",
+    "routing",
+    "combine",
+    "sampling",
+)
 
 
 def load_shaders() -> None:
@@ -20,11 +30,12 @@ def load_shaders() -> None:
 
 
 def prepare() -> str:
-    """Check the device, register its ops and return it."""
+    """Check the device, register the providers and return it."""
     if not torch.backends.mps.is_available():
         raise BackendUnavailable(
             "backend 'metal' needs macOS on Apple silicon and a torch with MPS; "
             "get_backend('cpu') runs everywhere."
         )
     load_shaders()
+    import_module("ferrum_triton.backends.torch_ops")
     return "mps"

@@ -17,6 +17,7 @@ GEMV_EXPERTS = Shader("quant", "gemv_quant_moe_id", "y x blocks ids", _EXPERTS)
 GATE_UP_EXPERTS = Shader(
     "quant", "gemv_quant_moe_id_gate_up_silu", "y x gate_blocks up_blocks ids", _EXPERTS
 )
+DEQUANTIZE = Shader("quant", "dequantize", "y blocks", "count num_groups row_bytes")
 EMBEDDING = Shader(
     "quant", "embedding_quant", "y blocks ids", "count num_groups row_bytes vocab_size"
 )
@@ -29,6 +30,8 @@ KINDS = {
     "Q5_K": (176, 256),
     "Q6_K": (210, 256),
 }
+# Rows of activations up to which each reads the weights for itself; more have them decoded once.
+FEW = 8
 # Weights at a time; rows that a simdgroup takes; of a threadgroup.
 GROUP, ROWS, SIMDGROUPS = 32, 4, 2
 
@@ -40,15 +43,15 @@ def _weights(kind: str) -> str:
 
 
 def _types(
-    scalar: torch.dtype, ids: torch.dtype, kind: str, up_kind: str | None = None
+    scalar: torch.dtype, *kinds: str, ids: torch.dtype = torch.int64
 ) -> dict[str, torch.dtype | str]:
     """What the source's names stand for."""
     sizes = {"GROUP": GROUP, "ROWS": ROWS, "SIMDGROUPS": SIMDGROUPS}
     return {
         "SCALAR": scalar,
         "ID": ids,
-        "WEIGHTS": _weights(kind),
-        "UP_WEIGHTS": _weights(up_kind or kind),
+        "WEIGHTS": _weights(kinds[0]),
+        "UP_WEIGHTS": _weights(kinds[-1]),
         **{name: str(size) for name, size in sizes.items()},
     }
 
@@ -58,25 +61,47 @@ def _tiles(num_rows: int) -> int:
     return -(-num_rows // (ROWS * SIMDGROUPS))
 
 
-@ops.gemv_quant.impl("metal")
-def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
-    (num_tokens, k), num_rows = a.shape, blocks.shape[0]
-    y = result(a, (num_tokens, num_rows), out)
+@ops.dequantize.impl("metal", kinds=KINDS)
+def dequantize(
+    blocks: Tensor, kind: str, dtype: torch.dtype, *, out: Tensor | None = None
+) -> Tensor:
     if kind not in KINDS:
-        y.copy_(ops.gemv_quant.reference(a, blocks, kind))
-    elif k == 0:
-        y.zero_()
-    elif y.numel():
-        blocks = blocks.contiguous()
-        tiles = _tiles(num_rows)
-        types = _types(a.dtype, torch.int64, kind)
-        params = (num_rows, k // GROUP, blocks.shape[1], tiles)
-        launch = {"groups": num_tokens * tiles, "threads": LANES * SIMDGROUPS}
-        GEMV.launch(types, (y, a.contiguous(), blocks), params, **launch)
+        return delivered(ops.dequantize.reference(blocks, kind, dtype).contiguous(), out)
+    block_bytes, block_weights = KINDS[kind]
+    k = blocks.shape[-1] // block_bytes * block_weights
+    y = result(blocks, (*blocks.shape[:-1], k), out, dtype)
+    if y.numel():
+        count = y.numel() // GROUP
+        params = (count, k // GROUP, blocks.shape[-1])
+        DEQUANTIZE.launch(_types(dtype, kind), (y, blocks.contiguous()), params, **grid(count))
     return delivered(y, out)
 
 
-@ops.embedding_lookup_quant.impl("metal")
+@ops.gemv_quant.impl("metal", kinds=KINDS)
+def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+    if kind not in KINDS:
+        return delivered(ops.gemv_quant.reference(a, blocks, kind).contiguous(), out)
+    (num_tokens, k), num_rows = a.shape, blocks.shape[0]
+    y = result(a, (num_tokens, num_rows), out)
+    if k == 0:
+        y.zero_()
+    elif y.numel():
+        tiles = _tiles(num_rows)
+        params = (num_rows, k // GROUP, blocks.shape[1], tiles)
+        buffers = (y, a.contiguous(), blocks.contiguous())
+        launch = {"groups": num_tokens * tiles, "threads": LANES * SIMDGROUPS}
+        GEMV.launch(_types(a.dtype, kind), buffers, params, **launch)
+    return delivered(y, out)
+
+
+@ops.gemm_quant.impl("metal", kinds=KINDS)
+def gemm_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+    if kind in KINDS and a.shape[0] <= FEW:
+        return gemv_quant(a, blocks, kind, out=out)
+    return delivered(torch.nn.functional.linear(a, dequantize(blocks, kind, a.dtype)), out)
+
+
+@ops.embedding_lookup_quant.impl("metal", kinds=KINDS)
 def embedding_lookup_quant(
     blocks: Tensor, ids: Tensor, kind: str, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> Tensor:
@@ -89,7 +114,7 @@ def embedding_lookup_quant(
     if y.numel():
         blocks = blocks.contiguous()
         count = y.numel() // GROUP
-        types = _types(dtype, ids.dtype, kind)
+        types = _types(dtype, kind, ids=ids.dtype)
         params = (count, k // GROUP, blocks.shape[1], blocks.shape[0])
         EMBEDDING.launch(types, (y, blocks, ids.contiguous()), params, **grid(count))
     return delivered(y, out)
@@ -113,10 +138,10 @@ def _launch_experts(
         )
         buffers = (y, a.contiguous(), *(stack.contiguous() for stack in stacks), ids.contiguous())
         launch = {"groups": ids.numel() * tiles, "threads": LANES * SIMDGROUPS}
-        shader.launch(_types(a.dtype, ids.dtype, *kinds), buffers, params, **launch)
+        shader.launch(_types(a.dtype, *kinds, ids=ids.dtype), buffers, params, **launch)
 
 
-@experts.gemv_quant_moe_id.impl("metal")
+@experts.gemv_quant_moe_id.impl("metal", kinds=KINDS)
 def gemv_quant_moe_id(
     a: Tensor, blocks: Tensor, ids: Tensor, kind: str, *, out: Tensor | None = None
 ) -> Tensor:
@@ -129,7 +154,7 @@ def gemv_quant_moe_id(
     return delivered(y, out)
 
 
-@experts.gemv_quant_moe_id_gate_up_silu.impl("metal")
+@experts.gemv_quant_moe_id_gate_up_silu.impl("metal", kinds=KINDS)
 def gemv_quant_moe_id_gate_up_silu(
     a: Tensor,
     gate_blocks: Tensor,

@@ -197,6 +197,27 @@ kernel void gemv_quant_moe_id_gate_up_silu(
     }
 }
 
+struct Decode {
+    long count;  // of groups
+    long num_groups;
+    long row_bytes;
+};
+
+// One thread a group.
+kernel void dequantize(
+    device SCALAR* y [[buffer(0)]],
+    device const uchar* blocks [[buffer(1)]],
+    constant Decode& p [[buffer(2)]],
+    uint i [[thread_position_in_grid]]) {
+    if (i < ulong(p.count)) {
+        const ulong row = i / ulong(p.num_groups);
+        const WEIGHTS group(blocks + row * ulong(p.row_bytes), i % ulong(p.num_groups));
+        for (uint j = 0; j < GROUP; j++) {
+            y[i * ulong(GROUP) + j] = SCALAR(group.weight(j));
+        }
+    }
+}
+
 struct Lookup {
     long count;  // of groups
     long num_groups;

@@ -1,0 +1,250 @@
+"""Attention over a cache, contiguous or in pages, as shaders."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.backends.metal.shader import LANES, Shader, delivered
+from ferrum_triton.ops.attention import flash, paged_decode
+from ferrum_triton.ops.kv_pool import LIMITS, pool_strides, scale_strides, token_view
+
+_READ = "q k v k_scales v_scales sinks kv_lens block_tables"
+_STRIDED = "y lse q k v k_scales v_scales block_tables"
+_PARAMS = (
+    "num_heads num_kv_heads q_len head_dim value_dim capacity kv_len has_kv_lens pos_offset "
+    "has_pos_offset is_causal sliding_window softmax_scale softcap has_sinks has_lse has_tables "
+    "num_blocks block_size stride_table splits stride_q_batch stride_q_head stride_q_query "
+    "stride_y_batch stride_y_head stride_y_query stride_lse_batch stride_lse_head stride_lse_query "
+    "stride_k_block stride_k_head stride_k_slot stride_k_piece "
+    "stride_v_block stride_v_head stride_v_slot stride_v_piece "
+    "stride_k_scales_block stride_k_scales_head stride_k_scales_slot "
+    "stride_v_scales_block stride_v_scales_head stride_v_scales_slot"
+)
+TILES = Shader("attention", "attend_tiles", f"y lse {_READ}", _PARAMS, _STRIDED)
+SPLIT = Shader("attention", "attend_split", f"y lse {_READ} partial", _PARAMS, _STRIDED)
+MERGE = Shader("attention", "merge_splits", "y lse partial", _PARAMS, _STRIDED)
+
+# As in the source: queries and threads of a tile; threads of a split; columns of values at a time.
+TILE_QUERIES, THREADS, CHUNK = 16, 128, 64
+# Up to so many queries a sequence, and so many rows at a time of those that share a KV head.
+FEW_QUERIES, MOST_ROWS = 8, 4
+# Keys of a split, until there are so many of them.
+SPLIT_KEYS, MOST_SPLITS = 512, 32
+ONE_PIECE = 1024  # is longer than any vector
+
+
+class Pool(NamedTuple):
+    """Keys and values.
+
+    Attributes:
+        strides: of k by block, head, slot and piece; then those of v.
+        scale_strides: of k's scales by block, head and slot; then those of v's.
+        pieces: elements of k and of v that lie side by side.
+        block_tables: None where a sequence's keys are the block of its number.
+    """
+
+    k: Tensor
+    v: Tensor
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    strides: tuple[int, ...]
+    pieces: tuple[int, int] = (ONE_PIECE, ONE_PIECE)
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+    scale_strides: tuple[int, ...] = (0,) * 6
+    block_tables: Tensor | None = None
+
+
+class Sight(NamedTuple):
+    """What queries see, and how scores are made.
+
+    Attributes:
+        kv_len: keys of a sequence where kv_lens does not say.
+        pos_offset: position of query 0; None where the queries are the newest keys.
+    """
+
+    kv_len: int
+    kv_lens: Tensor | None
+    pos_offset: int | None
+    is_causal: bool
+    sliding_window: int
+    softmax_scale: float | None
+    softcap: float
+    sinks: Tensor | None
+
+
+def _splits(keys: int) -> int:
+    """Into how many parts so many keys are cut, whatever the batch."""
+    return min(max(-(-keys // SPLIT_KEYS), 1), MOST_SPLITS)
+
+
+def _attend(
+    y: Tensor, lse: Tensor | None, q: Tensor, pool: Pool, sight: Sight, in_tiles: bool
+) -> None:
+    """Write y [batch, num_heads, q_len, value_dim] for q [batch, num_heads, q_len, head_dim]."""
+    batch, num_heads, q_len, head_dim = q.shape
+    value_dim = y.shape[3]
+    if q.numel() == 0:
+        return
+    tables, num_kv_heads = pool.block_tables, pool.num_kv_heads
+    capacity = pool.block_size * (1 if tables is None else tables.shape[1])
+    capacity = capacity if pool.num_blocks else 0
+    has_window = sight.is_causal and sight.sliding_window > 0
+    keys = min(capacity, sight.sliding_window + q_len) if has_window else capacity
+    splits = 1 if in_tiles else _splits(keys)
+    rows = q_len * (num_heads // num_kv_heads)
+    rows_at_once = next(n for n in (1, 2, MOST_ROWS) if n >= min(rows, MOST_ROWS))
+    quantised = pool.k_scales is not None
+    types = {
+        "SCALAR": q.dtype,
+        "CACHE": pool.k.dtype,
+        "QUANTISED": str(int(quantised)),
+        "SCALE": torch.float32 if pool.k_scales is None else pool.k_scales.dtype,
+        "LENGTH": torch.int64 if sight.kv_lens is None else sight.kv_lens.dtype,
+        "BLOCK": torch.int64 if tables is None else tables.dtype,
+        "K_PIECE": str(pool.pieces[0]),
+        "V_PIECE": str(pool.pieces[1]),
+        "ROWS": str(rows_at_once),
+        "COLUMNS": str(-(-head_dim // LANES)),
+        "VALUE_COLUMNS": str(-(-value_dim // LANES)),
+        "VALUE_CHUNKS": str(-(-value_dim // CHUNK)),
+    }
+    params = (
+        num_heads,
+        num_kv_heads,
+        q_len,
+        head_dim,
+        value_dim,
+        capacity,
+        min(sight.kv_len, capacity),
+        int(sight.kv_lens is not None),
+        sight.pos_offset or 0,
+        int(sight.pos_offset is not None),
+        int(sight.is_causal),
+        sight.sliding_window,
+        float(head_dim**-0.5 if sight.softmax_scale is None else sight.softmax_scale),
+        float(sight.softcap),
+        int(sight.sinks is not None),
+        int(lse is not None),
+        int(tables is not None),
+        pool.num_blocks,
+        pool.block_size,
+        0 if tables is None else tables.stride(0),
+        splits,
+        *q.stride()[:3],
+        *y.stride()[:3],
+        *((0,) * 3 if lse is None else lse.stride()),
+        *pool.strides,
+        *pool.scale_strides,
+    )
+    sinks = None if sight.sinks is None else sight.sinks.float().contiguous()
+    lens = None if sight.kv_lens is None else sight.kv_lens.contiguous()
+    given = (y, lse, q, pool.k, pool.v, pool.k_scales, pool.v_scales, sinks, lens, tables)
+    # What is not read is some tensor all the same.
+    some = q[0, 0, 0, :1]
+    buffers = tuple(some if buffer is None or buffer.numel() == 0 else buffer for buffer in given)
+    if in_tiles:
+        groups = batch * num_heads * -(-q_len // TILE_QUERIES)
+        TILES.launch(types, buffers, params, groups=groups, threads=THREADS)
+        return
+    partial = some
+    if splits > 1:
+        shape = (batch * num_heads * q_len, splits, value_dim + 2)
+        partial = torch.empty(shape, dtype=torch.float32, device=q.device)
+    groups = batch * num_kv_heads * -(-rows // rows_at_once) * splits
+    SPLIT.launch(types, (*buffers, partial), params, groups=groups, threads=THREADS)
+    if splits > 1:
+        launch = {"groups": batch * num_heads * q_len, "threads": LANES}
+        MERGE.launch(types, (*buffers[:2], partial), params, **launch)
+
+
+@flash.flash_attention.impl("metal")
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_len: int | None = None,
+    kv_lens: Tensor | None = None,
+    pos_offset: int | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    y = q.new_empty(*q.shape[:3], v.shape[3]) if out is None else out
+    num_blocks, num_kv_heads, capacity = k.shape[:3]
+    strides = (*pool_strides(k, "hnd"), *pool_strides(v, "hnd"))
+    pool = Pool(k, v, num_blocks, capacity, num_kv_heads, strides)
+    length = capacity if kv_len is None else kv_len
+    sight = Sight(
+        length, kv_lens, pos_offset, causal, sliding_window, softmax_scale, softcap, sinks
+    )
+    _attend(y, lse, q, pool, sight, in_tiles=q.shape[2] > FEW_QUERIES)
+    return y
+
+
+@paged_decode.paged_decode_attention.impl("metal")
+def paged_decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    kv_lens: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    layout: str = "hnd",
+    batch_invariant: bool = False,  # which it always is: nothing depends on the batch
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    if k_cache.dtype == torch.float8_e4m3fn:  # which MPS has no tensors of
+        y = paged_decode.paged_decode_attention.reference(
+            q, k_cache, v_cache, block_tables, kv_lens, k_scales, v_scales, sinks, lse,
+            softmax_scale, sliding_window, softcap, layout,
+        )  # fmt: skip
+        return delivered(y.contiguous(), out)
+    y = q.new_empty(q.shape) if out is None else out
+    num_blocks, block_size, num_kv_heads = token_view(v_cache, layout).shape[:3]
+    pool = Pool(
+        k_cache,
+        v_cache,
+        num_blocks,
+        block_size,
+        num_kv_heads,
+        (*pool_strides(k_cache, layout), *pool_strides(v_cache, layout)),
+        (k_cache.shape[-1], 1) if layout == "vllm_x" else (ONE_PIECE, ONE_PIECE),
+        *_scales(k_cache, k_scales, v_scales, layout),
+        block_tables,
+    )
+    sight = Sight(0, kv_lens, None, True, sliding_window, softmax_scale, softcap, sinks)
+    by_head = None if lse is None else lse.transpose(1, 2)
+    _attend(y.transpose(1, 2), by_head, q.transpose(1, 2), pool, sight, in_tiles=False)
+    return y
+
+
+def _scales(
+    k_cache: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, layout: str
+) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
+    """Scales of codes, and their strides by block, head and slot."""
+    if k_cache.dtype not in LIMITS or k_scales is None or v_scales is None:
+        return None, None, (0,) * 6
+    strides: list[int] = []
+    for scales in (k_scales, v_scales):
+        if scales.dim() == 3:
+            strides += scale_strides(scales, layout)
+        else:  # one for all heads is one that never advances
+            strides += (0, 0 if scales.shape[0] == 1 else scales.stride(0), 0)
+    return k_scales, v_scales, tuple(strides)

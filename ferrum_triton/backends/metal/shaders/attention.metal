@@ -1,0 +1,455 @@
+// SCALAR is the type of queries and results, CACHE that of keys and values; if QUANTISED those are
+// codes, and SCALE is the type of their scales. LENGTH and BLOCK are types of integers. A piece of
+// K_PIECE or V_PIECE elements of a cached vector lies side by side; pieces are a stride apart.
+
+struct Attend {
+    long num_heads;
+    long num_kv_heads;
+    long q_len;
+    long head_dim;
+    long value_dim;
+    long capacity;  // keys of a sequence, at most
+    long kv_len;
+    long has_kv_lens;
+    long pos_offset;
+    long has_pos_offset;
+    long is_causal;
+    long sliding_window;
+    long softmax_scale;
+    long softcap;
+    long has_sinks;
+    long has_lse;
+    long has_tables;  // without, a sequence's keys are the block of its number
+    long num_blocks;
+    long block_size;
+    long stride_table;
+    long splits;
+    long stride_q_batch;
+    long stride_q_head;
+    long stride_q_query;
+    long stride_y_batch;
+    long stride_y_head;
+    long stride_y_query;
+    long stride_lse_batch;
+    long stride_lse_head;
+    long stride_lse_query;
+    long stride_k_block;
+    long stride_k_head;
+    long stride_k_slot;
+    long stride_k_piece;
+    long stride_v_block;
+    long stride_v_head;
+    long stride_v_slot;
+    long stride_v_piece;
+    long stride_k_scales_block;
+    long stride_k_scales_head;
+    long stride_k_scales_slot;
+    long stride_v_scales_block;
+    long stride_v_scales_head;
+    long stride_v_scales_slot;
+};
+
+// Where a key lies in the pool.
+struct Slot {
+    long block;
+    long offset;
+
+    // Unsigned, so that one comparison holds an entry to the pool's blocks, negative ones too.
+    Slot(long n, long batch, device const BLOCK* block_tables, constant Attend& p) {
+        block = batch;
+        offset = n;
+        if (p.has_tables) {
+            const uint entry = uint(block_tables[batch * p.stride_table + n / p.block_size]);
+            block = long(min(entry, uint(p.num_blocks - 1)));
+            offset = n % p.block_size;
+        }
+    }
+
+    long key(long kv_head, constant Attend& p) const {
+        return block * p.stride_k_block + kv_head * p.stride_k_head + offset * p.stride_k_slot;
+    }
+
+    long value(long kv_head, constant Attend& p) const {
+        return block * p.stride_v_block + kv_head * p.stride_v_head + offset * p.stride_v_slot;
+    }
+
+    float key_scale(device const SCALE* scales, long kv_head, constant Attend& p) const {
+        return QUANTISED ? float(scales[block * p.stride_k_scales_block +
+                                        kv_head * p.stride_k_scales_head +
+                                        offset * p.stride_k_scales_slot])
+                         : 1.0f;
+    }
+
+    float value_scale(device const SCALE* scales, long kv_head, constant Attend& p) const {
+        return QUANTISED ? float(scales[block * p.stride_v_scales_block +
+                                        kv_head * p.stride_v_scales_head +
+                                        offset * p.stride_v_scales_slot])
+                         : 1.0f;
+    }
+};
+
+inline long key_element(uint d, constant Attend& p) {
+    return long(d / K_PIECE) * p.stride_k_piece + d % K_PIECE;
+}
+
+inline long value_element(uint d, constant Attend& p) {
+    return long(d / V_PIECE) * p.stride_v_piece + d % V_PIECE;
+}
+
+// The keys [low, high) that queries of a sequence see.
+struct Sight {
+    long length;
+    long first;  // position of query 0
+
+    Sight(long batch, device const LENGTH* kv_lens, constant Attend& p) {
+        length = p.has_kv_lens ? clamp(long(kv_lens[batch]), 0l, p.capacity) : p.kv_len;
+        first = p.has_pos_offset ? p.pos_offset : length - p.q_len;
+    }
+
+    long low(long query, constant Attend& p) const {
+        const bool has_window = p.is_causal && p.sliding_window > 0;
+        return has_window ? max(first + query + 1 - p.sliding_window, 0l) : 0l;
+    }
+
+    long high(long query, constant Attend& p) const {
+        return p.is_causal ? min(first + query + 1, length) : length;
+    }
+};
+
+inline float capped(float score, constant Attend& p) {
+    const float cap = as_type<float>(int(p.softcap));
+    return cap > 0.0f ? cap * tanh(score / cap) : score;
+}
+
+// What a greatest score is subtracted as: -inf, where there is none, would make NaN.
+inline float base_of(float top) {
+    return top == -INFINITY ? 0.0f : top;
+}
+
+// A row's softmax so far: the greatest score, and the sum of exp(score - top).
+struct Softmax {
+    float top;
+    float sum;
+
+    // What the values so far are multiplied by for a greatest score of new_top.
+    float rise(float new_top) {
+        const float factor = exp(top - base_of(new_top));
+        top = new_top;
+        sum *= factor;
+        return factor;
+    }
+};
+
+inline Softmax with_sink(device const float* sinks, long head, bool has_sink) {
+    const float sink = has_sink ? sinks[head] : -INFINITY;
+    return {sink, sink > -INFINITY ? 1.0f : 0.0f};
+}
+
+// Rows of a tile that a simdgroup has; simdgroups; keys at a time; columns of them at a time.
+constant constexpr uint TILE_ROWS = 4;
+constant constexpr uint TILE_SIMDGROUPS = 4;
+constant constexpr uint TILE_QUERIES = 16;
+constant constexpr uint CHUNK = 64;
+constant constexpr uint PITCH = 65;           // of keys in a tile, so that lanes meet different banks
+constant constexpr uint TILE_ELEMENTS = 2080;  // LANES * PITCH
+constant constexpr uint QUERY_ELEMENTS = 1024;  // TILE_QUERIES * CHUNK
+constant constexpr uint WEIGHT_ELEMENTS = 512;  // TILE_QUERIES * LANES
+
+// Many queries: a threadgroup has TILE_QUERIES of one head, a lane a key of LANES at a time, then
+// columns of values. VALUE_CHUNKS cover value_dim.
+kernel void attend_tiles(
+    device SCALAR* y [[buffer(0)]],
+    device float* lse [[buffer(1)]],
+    device const SCALAR* q [[buffer(2)]],
+    device const CACHE* k [[buffer(3)]],
+    device const CACHE* v [[buffer(4)]],
+    device const SCALE* k_scales [[buffer(5)]],
+    device const SCALE* v_scales [[buffer(6)]],
+    device const float* sinks [[buffer(7)]],
+    device const LENGTH* kv_lens [[buffer(8)]],
+    device const BLOCK* block_tables [[buffer(9)]],
+    constant Attend& p [[buffer(10)]],
+    uint threadgroup_id [[threadgroup_position_in_grid]],
+    uint thread_id [[thread_position_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]]) {
+    threadgroup float tile[TILE_ELEMENTS];
+    threadgroup float queries[QUERY_ELEMENTS];
+    threadgroup float weights[WEIGHT_ELEMENTS];
+    const long tiles = (p.q_len + TILE_QUERIES - 1) / TILE_QUERIES;
+    const long first_query = long(threadgroup_id) % tiles * TILE_QUERIES;
+    const long head = long(threadgroup_id) / tiles % p.num_heads;
+    const long batch = long(threadgroup_id) / tiles / p.num_heads;
+    const long kv_head = head / (p.num_heads / p.num_kv_heads);
+    const uint lane = thread_id % LANES, first_row = thread_id / LANES * TILE_ROWS;
+    const float scale = as_type<float>(int(p.softmax_scale));
+    q += batch * p.stride_q_batch + head * p.stride_q_head;
+
+    const Sight sight(batch, kv_lens, p);
+    Softmax state[TILE_ROWS];
+    float acc[TILE_ROWS][2 * VALUE_CHUNKS] = {};
+    for (uint r = 0; r < TILE_ROWS; r++) {
+        state[r] = with_sink(sinks, head, p.has_sinks);
+    }
+    const long end = sight.high(min(first_query + long(TILE_QUERIES), p.q_len) - 1, p);
+    for (long start = sight.low(first_query, p); start < end; start += LANES) {
+        const long n = start + lane;
+        float scores[TILE_ROWS] = {};
+        for (uint column = 0; column < uint(p.head_dim); column += CHUNK) {
+            for (uint i = thread_id; i < LANES * CHUNK; i += threads) {
+                const uint key = i / CHUNK, d = column + i % CHUNK;
+                float element = 0.0f;
+                if (start + key < end && d < uint(p.head_dim)) {
+                    const Slot slot(start + key, batch, block_tables, p);
+                    element = float(k[slot.key(kv_head, p) + key_element(d, p)]);
+                }
+                tile[key * PITCH + i % CHUNK] = element;
+            }
+            for (uint i = thread_id; i < TILE_QUERIES * CHUNK; i += threads) {
+                const long query = first_query + i / CHUNK;
+                const uint d = column + i % CHUNK;
+                const bool exists = query < p.q_len && d < uint(p.head_dim);
+                queries[i] = exists ? float(q[query * p.stride_q_query + d]) : 0.0f;
+            }
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+            for (uint d = 0; d < CHUNK; d++) {
+                const float element = tile[lane * PITCH + d];
+                for (uint r = 0; r < TILE_ROWS; r++) {
+                    scores[r] += queries[(first_row + r) * CHUNK + d] * element;
+                }
+            }
+            threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile is written again
+        }
+        float key_scale = 1.0f, value_scale = 1.0f;
+        if (QUANTISED && n < end) {
+            const Slot slot(n, batch, block_tables, p);
+            key_scale = slot.key_scale(k_scales, kv_head, p);
+            value_scale = slot.value_scale(v_scales, kv_head, p);
+        }
+        for (uint r = 0; r < TILE_ROWS; r++) {
+            const long query = first_query + first_row + r;
+            const bool sees = query < p.q_len && n >= sight.low(query, p) && n < sight.high(query, p);
+            const float score = sees ? capped(scores[r] * scale * key_scale, p) : -INFINITY;
+            const float rise = state[r].rise(max(state[r].top, simd_max(score)));
+            for (uint c = 0; c < 2 * VALUE_CHUNKS; c++) {
+                acc[r][c] *= rise;
+            }
+            const float weight = exp(score - base_of(state[r].top));
+            state[r].sum += simd_sum(weight);
+            weights[(first_row + r) * LANES + lane] = weight * value_scale;
+        }
+        for (uint chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
+            for (uint i = thread_id; i < LANES * CHUNK; i += threads) {
+                const uint key = i / CHUNK, d = chunk * CHUNK + i % CHUNK;
+                float element = 0.0f;  // what no query sees may be anything
+                if (start + key < end && d < uint(p.value_dim)) {
+                    const Slot slot(start + key, batch, block_tables, p);
+                    element = float(v[slot.value(kv_head, p) + value_element(d, p)]);
+                }
+                tile[key * PITCH + i % CHUNK] = element;
+            }
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+            for (uint key = 0; key < LANES; key++) {
+                const float left = tile[key * PITCH + lane];
+                const float right = tile[key * PITCH + lane + LANES];
+                for (uint r = 0; r < TILE_ROWS; r++) {
+                    const float weight = weights[(first_row + r) * LANES + key];
+                    acc[r][2 * chunk] += weight * left;
+                    acc[r][2 * chunk + 1] += weight * right;
+                }
+            }
+            threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile is written again
+        }
+    }
+    for (uint r = 0; r < TILE_ROWS; r++) {
+        const long query = first_query + first_row + r;
+        if (query >= p.q_len) {
+            continue;
+        }
+        device SCALAR* row = y + batch * p.stride_y_batch + head * p.stride_y_head +
+                             query * p.stride_y_query;
+        const float inverse = state[r].sum == 0.0f ? 0.0f : 1.0f / state[r].sum;
+        for (uint c = 0; c < 2 * VALUE_CHUNKS; c++) {
+            const uint d = c * LANES + lane;
+            if (d < uint(p.value_dim)) {
+                row[d] = SCALAR(acc[r][c] * inverse);
+            }
+        }
+        if (p.has_lse && lane == 0) {
+            lse[batch * p.stride_lse_batch + head * p.stride_lse_head +
+                query * p.stride_lse_query] = state[r].top + log(state[r].sum);
+        }
+    }
+}
+
+// Simdgroups that take a threadgroup's keys in turn.
+constant constexpr uint SIMDGROUPS = 4;
+constant constexpr uint MOST_VALUES = 256;
+constant constexpr uint ROOM = 1024;  // SIMDGROUPS * MOST_VALUES
+
+// Few queries: a threadgroup has ROWS rows of those that share a KV head, and one of p.splits ranges
+// of the keys; a lane has columns of each. COLUMNS and VALUE_COLUMNS of a lane cover the vectors.
+// partial has, for each row and split, top and sum of the softmax, and the sum of values after them.
+kernel void attend_split(
+    device SCALAR* y [[buffer(0)]],
+    device float* lse [[buffer(1)]],
+    device const SCALAR* q [[buffer(2)]],
+    device const CACHE* k [[buffer(3)]],
+    device const CACHE* v [[buffer(4)]],
+    device const SCALE* k_scales [[buffer(5)]],
+    device const SCALE* v_scales [[buffer(6)]],
+    device const float* sinks [[buffer(7)]],
+    device const LENGTH* kv_lens [[buffer(8)]],
+    device const BLOCK* block_tables [[buffer(9)]],
+    device float* partial [[buffer(10)]],
+    constant Attend& p [[buffer(11)]],
+    uint threadgroup_id [[threadgroup_position_in_grid]],
+    uint thread_id [[thread_position_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]]) {
+    threadgroup float room[ROOM];
+    threadgroup float tops[SIMDGROUPS];
+    threadgroup float sums[SIMDGROUPS];
+    const long group_size = p.num_heads / p.num_kv_heads, rows = p.q_len * group_size;
+    const long tiles = (rows + ROWS - 1) / ROWS;
+    const long split = long(threadgroup_id) % p.splits, task = long(threadgroup_id) / p.splits;
+    const long first_row = task % tiles * ROWS, kv_head = task / tiles % p.num_kv_heads;
+    const long batch = task / tiles / p.num_kv_heads;
+    const uint lane = thread_id % LANES, simdgroup = thread_id / LANES;
+    const float scale = as_type<float>(int(p.softmax_scale));
+
+    const Sight sight(batch, kv_lens, p);
+    float queries[ROWS][COLUMNS] = {}, acc[ROWS][VALUE_COLUMNS] = {};
+    long low[ROWS], high[ROWS];
+    Softmax state[ROWS];
+    for (uint r = 0; r < ROWS; r++) {
+        const long row = min(first_row + r, rows - 1);  // past the end the last one again
+        const long query = row / group_size, head = kv_head * group_size + row % group_size;
+        low[r] = sight.low(query, p);
+        high[r] = sight.high(query, p);
+        state[r] = with_sink(sinks, head, p.has_sinks && split == 0 && simdgroup == 0);
+        device const SCALAR* x =
+            q + batch * p.stride_q_batch + head * p.stride_q_head + query * p.stride_q_query;
+        for (uint c = 0; c < COLUMNS; c++) {
+            const uint d = c * LANES + lane;
+            queries[r][c] = d < uint(p.head_dim) ? float(x[d]) : 0.0f;
+        }
+    }
+    // A split's share of the keys that a row sees: the first sees the earliest, the last the newest.
+    const long seen = max(high[ROWS - 1] - low[0], 0l), share = (seen + p.splits - 1) / p.splits;
+    const long start = low[0] + split * share, end = min(start + share, high[ROWS - 1]);
+    for (long n = start + simdgroup; n < end; n += SIMDGROUPS) {
+        const Slot slot(n, batch, block_tables, p);
+        device const CACHE* key = k + slot.key(kv_head, p);
+        device const CACHE* value = v + slot.value(kv_head, p);
+        float keys[COLUMNS], values[VALUE_COLUMNS];
+        for (uint c = 0; c < COLUMNS; c++) {
+            const uint d = c * LANES + lane;
+            keys[c] = d < uint(p.head_dim) ? float(key[key_element(d, p)]) : 0.0f;
+        }
+        const float value_scale = slot.value_scale(v_scales, kv_head, p);
+        for (uint c = 0; c < VALUE_COLUMNS; c++) {
+            const uint d = c * LANES + lane;
+            values[c] = d < uint(p.value_dim) ? float(value[value_element(d, p)]) * value_scale : 0.0f;
+        }
+        const float key_scale = scale * slot.key_scale(k_scales, kv_head, p);
+        for (uint r = 0; r < ROWS; r++) {
+            if (n < low[r] || n >= high[r]) {
+                continue;
+            }
+            float product = 0.0f;
+            for (uint c = 0; c < COLUMNS; c++) {
+                product += queries[r][c] * keys[c];
+            }
+            const float score = capped(simd_sum(product) * key_scale, p);
+            const float rise = state[r].rise(max(state[r].top, score));
+            const float weight = exp(score - base_of(state[r].top));
+            state[r].sum += weight;
+            for (uint c = 0; c < VALUE_COLUMNS; c++) {
+                acc[r][c] = acc[r][c] * rise + weight * values[c];
+            }
+        }
+    }
+    for (uint r = 0; r < ROWS; r++) {
+        if (lane == 0) {
+            tops[simdgroup] = state[r].top;
+            sums[simdgroup] = state[r].sum;
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        float top = tops[0];
+        for (uint s = 1; s < SIMDGROUPS; s++) {
+            top = max(top, tops[s]);
+        }
+        const float factor = exp(state[r].top - base_of(top));
+        float sum = 0.0f;
+        for (uint s = 0; s < SIMDGROUPS; s++) {
+            sum += sums[s] * exp(tops[s] - base_of(top));
+        }
+        for (uint c = 0; c < VALUE_COLUMNS; c++) {
+            room[simdgroup * MOST_VALUES + c * LANES + lane] = acc[r][c] * factor;
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        const long row = first_row + r;
+        const long query = row / group_size, head = kv_head * group_size + row % group_size;
+        device float* kept =
+            partial + (((batch * p.num_kv_heads + kv_head) * rows + row) * p.splits + split) *
+                          (p.value_dim + 2);
+        for (uint d = thread_id; row < rows && d < uint(p.value_dim); d += threads) {
+            float total = 0.0f;
+            for (uint s = 0; s < SIMDGROUPS; s++) {
+                total += room[s * MOST_VALUES + d];
+            }
+            if (p.splits > 1) {
+                kept[2 + d] = total;
+            } else {
+                y[batch * p.stride_y_batch + head * p.stride_y_head + query * p.stride_y_query + d] =
+                    SCALAR(sum == 0.0f ? 0.0f : total / sum);
+            }
+        }
+        if (thread_id == 0 && row < rows) {
+            if (p.splits > 1) {
+                kept[0] = top;
+                kept[1] = sum;
+            } else if (p.has_lse) {
+                lse[batch * p.stride_lse_batch + head * p.stride_lse_head +
+                    query * p.stride_lse_query] = top + log(sum);
+            }
+        }
+    }
+}
+
+// The splits of each row put together: a simdgroup a row.
+kernel void merge_splits(
+    device SCALAR* y [[buffer(0)]],
+    device float* lse [[buffer(1)]],
+    device const float* partial [[buffer(2)]],
+    constant Attend& p [[buffer(3)]],
+    uint threadgroup_id [[threadgroup_position_in_grid]],
+    uint thread_id [[thread_position_in_threadgroup]]) {
+    const long group_size = p.num_heads / p.num_kv_heads, rows = p.q_len * group_size;
+    const long row = long(threadgroup_id) % rows, task = long(threadgroup_id) / rows;
+    const long kv_head = task % p.num_kv_heads, batch = task / p.num_kv_heads;
+    const long query = row / group_size, head = kv_head * group_size + row % group_size;
+    const long pitch = p.value_dim + 2;
+    partial += long(threadgroup_id) * p.splits * pitch;
+    float top = -INFINITY;
+    for (long split = 0; split < p.splits; split++) {
+        top = max(top, partial[split * pitch]);
+    }
+    const float base = base_of(top);
+    float sum = 0.0f;
+    for (long split = 0; split < p.splits; split++) {
+        sum += partial[split * pitch + 1] * exp(partial[split * pitch] - base);
+    }
+    device SCALAR* out =
+        y + batch * p.stride_y_batch + head * p.stride_y_head + query * p.stride_y_query;
+    for (long d = thread_id; d < p.value_dim; d += LANES) {
+        float total = 0.0f;
+        for (long split = 0; split < p.splits; split++) {
+            total += partial[split * pitch + 2 + d] * exp(partial[split * pitch] - base);
+        }
+        out[d] = SCALAR(sum == 0.0f ? 0.0f : total / sum);
+    }
+    if (p.has_lse && thread_id == 0) {
+        lse[batch * p.stride_lse_batch + head * p.stride_lse_head + query * p.stride_lse_query] =
+            top + log(sum);
+    }
+}
