@@ -41,7 +41,7 @@ def test_two_tokens_are_those_of_the_cpu(monkeypatch):
 
     monkeypatch.setattr(Shader, "launch", counted)
     metal.load_shaders()
-    prompt = torch.tensor(load_tokenizer(MODEL).encode("The quick brown fox"))
+    prompt = torch.tensor(load_tokenizer(MODEL).encode("The quick brown fox jumps over the lazy dog, and then"))
     with emulated():
         backend = Backend("metal", "cpu", PROVIDERS["metal"])
         ours, theirs = (load_model(MODEL, b) for b in (backend, get_backend("cpu")))
@@ -50,11 +50,12 @@ def test_two_tokens_are_those_of_the_cpu(monkeypatch):
         ids = prompt
         for step in range(3):
             if step == 1:
+                assert {"dequantize", "attend_tiles"} <= set(launched)  # of many tokens
                 launched.clear()
             logits, want = (
                 m.forward(ids, cache) for m, cache in zip((ours, theirs), caches, strict=True)
             )
-            assert_close(logits[-1], want[-1].double(), scale=100)  # thirty layers deep
+            assert_close(logits[-1], want[-1].double(), scale=20)  # thirty layers deep
             ids = backend.argmax_rows(logits[-1:]).long()
             assert torch.equal(ids, want[-1:].argmax(-1))
     assert set(launched) == {*OF_A_STEP, "argmax_rows"}
