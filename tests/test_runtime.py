@@ -117,6 +117,18 @@ def test_context_runs_on_its_stream_and_waits_for_it(device):
     assert not context.graph_capture_in_flight
 
 
+def test_a_metal_context_waits_for_its_command_stream(monkeypatch):
+    """torch commits what is enqueued there when it is waited for, or read."""
+    waited = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append(True))
+    context = Context("mps")
+    with context.scope():
+        assert not waited
+    context.sync()
+    context.sync_before_host_readback()
+    assert len(waited) == 2
+
+
 def test_sync_is_refused_in_a_capture(capturing):
     assert capture_in_flight(torch.device("cpu"))
     assert Context().graph_capture_in_flight

@@ -64,7 +64,7 @@ int main(int, char** argv) {
         buffers[i] = malloc(sizes[i] ? sizes[i] : 1);
         if (fread(buffers[i], 1, sizes[i], file) != size_t(sizes[i])) return 3;
     }
-    const int status = ferrum_launch(name, buffers, uint(head[1]), uint(head[2]));
+    const int status = ferrum_launch(name, buffers, uint(head[1]), uint(head[2]), false);
     fseek(file, start, SEEK_SET);
     for (int i = 0; i < head[3]; i++) fwrite(buffers[i], 1, sizes[i], file);
     for (int i = 0; i < head[3]; i++) free(buffers[i]);
@@ -124,7 +124,8 @@ def as_cpp(text: str) -> str:
     launch = "\n".join(table)
     return (
         f"{text}\n" + "\n".join(entries) + '\nextern "C" int ferrum_launch(const char* name, '
-        f"void** buffers, uint groups, uint threads) {{\n{launch}\nreturn 4;\n}}\n"
+        f"void** buffers, uint groups, uint threads, bool backwards) {{\n"
+        f"emulator::backwards = backwards;\n{launch}\nreturn 4;\n}}\n"
     )
 
 
@@ -200,14 +201,29 @@ class Library:
             groups, before = threads // group_size, ()
             if _recorded:
                 before = tuple(map(_bytes_of, buffers))
-            pointers = (ctypes.c_void_p * len(buffers))(*(b.data_ptr() for b in buffers))
-            status = self._launch(name.encode(), pointers, groups, group_size)
-            assert status == 0, f"{name}: threads wait for others that do not come"
+            pointers = [buffer.data_ptr() for buffer in buffers]
+            self.run(name, pointers, groups, group_size)
             if _recorded:
                 after = tuple(map(_bytes_of, buffers))
                 _recorded[-1].append(Launch(self._text, name, groups, group_size, before, after))
 
         return call
+
+    def run(
+        self, name: str, pointers: list[int], groups: int, threads: int, backwards: bool = False
+    ) -> None:
+        given = (ctypes.c_void_p * len(pointers))(*pointers)
+        status = self._launch(name.encode(), given, groups, threads, backwards)
+        assert status == 0, f"{name}: threads wait for others that do not come"
+
+
+def run_backwards(launch: Launch) -> tuple[bytes, ...]:
+    """The buffers after the launch again, the last threadgroup first."""
+    buffers = [ctypes.create_string_buffer(given, max(len(given), 1)) for given in launch.before]
+    pointers = [ctypes.addressof(buffer) for buffer in buffers]
+    _library(launch.text).run(launch.name, pointers, launch.groups, launch.threads, True)
+    sizes = (len(given) for given in launch.before)
+    return tuple(buffer.raw[:size] for buffer, size in zip(buffers, sizes, strict=True))
 
 
 def run_alone(launch: Launch, sanitizer: str, text: str | None = None) -> tuple[int, str, tuple]:

@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(MODEL is None, reason=f"the real model is absent: {INSTALL}"),
 ]
 
+PROMPT = "The quick brown fox jumps over the lazy dog, and then"
 # What a step is made of, but for copies.
 OF_A_STEP = {
     "embedding_quant",
@@ -41,7 +42,7 @@ def test_two_tokens_are_those_of_the_cpu(monkeypatch):
 
     monkeypatch.setattr(Shader, "launch", counted)
     metal.load_shaders()
-    prompt = torch.tensor(load_tokenizer(MODEL).encode("The quick brown fox jumps over the lazy dog, and then"))
+    prompt = torch.tensor(load_tokenizer(MODEL).encode(PROMPT))
     with emulated():
         backend = Backend("metal", "cpu", PROVIDERS["metal"])
         ours, theirs = (load_model(MODEL, b) for b in (backend, get_backend("cpu")))

@@ -14,7 +14,7 @@ from ferrum_triton.backends.metal.shader import Shader, source
 from ferrum_triton.registry import OPS
 from tests.harness import check_edge_values, check_matches_reference, sample, typical_axes
 from tests.metal_shaders import emulator
-from tests.metal_shaders.emulator import CLANG, emulated, recorded, run_alone
+from tests.metal_shaders.emulator import CLANG, emulated, recorded, run_alone, run_backwards
 
 pytestmark = pytest.mark.skipif(CLANG is None, reason="needs clang (Debian: apt install clang)")
 
@@ -96,6 +96,13 @@ def test_sanitized(op, sanitizer, backend):
         status, printed, after = run_alone(launch, sanitizer)
         assert status == 0, printed
         assert after == launch.after
+
+
+@pytest.mark.parametrize("op", SHADED)
+def test_threadgroups_run_in_any_order(op, backend):
+    """No one reads what another writes, and no two write one place."""
+    for launch in launches_of(op, backend):
+        assert run_backwards(launch) == launch.after
 
 
 def _barriers():
@@ -240,10 +247,8 @@ kernel void erfc(
     torch.testing.assert_close(y.double(), want, rtol=2**-18, atol=3e-7, equal_nan=True)
 
 
-def test_threads_that_do_not_meet_are_noticed():
-    text = (
-        "#include <metal_stdlib>\nusing namespace metal;\n"
-        + """
+WRONG = """#include <metal_stdlib>
+using namespace metal;
 struct None { long count; };
 kernel void apart(
     device float* y [[buffer(0)]],
@@ -254,10 +259,24 @@ kernel void apart(
     }
     y[i] = 1.0f;
 }
+kernel void after(
+    device float* y [[buffer(0)]],
+    constant None& p [[buffer(1)]],
+    uint i [[thread_position_in_grid]]) {
+    y[i] = y[i < 32 ? i : i - 32] + 1.0f;
+}
 """
-    )
+
+
+def test_threads_that_do_not_meet_are_noticed():
     with pytest.raises(AssertionError, match="do not come"):
-        emulator.Library(text).apart(torch.empty(64), [0], threads=64, group_size=64)
+        emulator.Library(WRONG).apart(torch.empty(64), [0], threads=64, group_size=64)
+
+
+def test_threadgroups_that_need_others_are_noticed():
+    with recorded() as launches:
+        emulator.Library(WRONG).after(torch.zeros(64), [0], threads=64, group_size=32)
+    assert run_backwards(launches[0]) != launches[0].after
 
 
 def test_nothing_compiles_before_a_launch(monkeypatch):
