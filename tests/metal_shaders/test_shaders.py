@@ -1,11 +1,12 @@
 """Shaders on the CPU: their values, their memory, their barriers, and how they are launched."""
 
 import re
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, given, settings
 
 from ferrum_triton.backends import PROVIDERS, metal
 from ferrum_triton.backends.backend import Backend
@@ -14,7 +15,14 @@ from ferrum_triton.backends.metal.shader import Shader, source
 from ferrum_triton.registry import OPS
 from tests.harness import check_edge_values, check_matches_reference, sample, typical_axes
 from tests.metal_shaders import emulator
-from tests.metal_shaders.emulator import CLANG, emulated, recorded, run_alone, run_backwards
+from tests.metal_shaders.emulator import (
+    CLANG,
+    MOST_TOLD_APART,
+    emulated,
+    recorded,
+    run_alone,
+    run_backwards,
+)
 
 pytestmark = pytest.mark.skipif(CLANG is None, reason="needs clang (Debian: apt install clang)")
 
@@ -67,7 +75,7 @@ def with_shader(op):
 
 
 def launches_of(op, backend, seed=0):
-    """What calls launch, in each dtype, of each kind and with what else there is to choose.
+    """What calls launch, of each kind and with what else there is to choose.
 
     Rows take several simdgroups, and at most 128 threads: ThreadSanitizer tells no more than 255
     apart, and forgets what the others did.
@@ -79,13 +87,18 @@ def launches_of(op, backend, seed=0):
     axes |= WIDER.get(op.name, {})
     kinds = with_shader(op)
     also = [dict.fromkeys(kinds, kind) for kind in quant.KINDS] if kinds else ALSO.get(op.name, [])
-    calls = [] if kinds else [(dtype, axes) for dtype in op.dtypes]
-    calls += [(op.dtypes[-1], axes | chosen) for chosen in also]
+    calls = [axes | chosen for chosen in (also if kinds else [{}, *also])]
     with recorded() as launches:
-        for dtype, chosen in calls:
-            getattr(backend, op.name)(**sample(op, dtype, "cpu", seed, **chosen))
+        for chosen in calls:
+            getattr(backend, op.name)(**sample(op, op.dtypes[-1], "cpu", seed, **chosen))
     assert len(launches) >= len(calls)
     return launches
+
+
+def check_sanitized(launch, sanitizer):
+    status, printed, after = run_alone(launch, sanitizer)
+    assert status == 0, printed
+    assert after == launch.after
 
 
 @pytest.mark.parametrize("sanitizer", emulator.SANITIZERS)
@@ -93,9 +106,21 @@ def launches_of(op, backend, seed=0):
 def test_sanitized(op, sanitizer, backend):
     """Nothing is read or written outside a buffer, nor by two threads at once; the same result."""
     for launch in launches_of(op, backend):
-        status, printed, after = run_alone(launch, sanitizer)
-        assert status == 0, printed
-        assert after == launch.after
+        check_sanitized(launch, sanitizer)
+
+
+@pytest.mark.parametrize("sanitizer", emulator.SANITIZERS)
+@pytest.mark.parametrize("op", SHADED)
+@settings(  # each example may have to be compiled
+    max_examples=settings.default.max_examples // 5, phases=[Phase.explicit, Phase.generate]
+)
+@given(data=st.data(), seed=st.integers(0, 2**31))
+def test_sanitized_at_any_shape(op, sanitizer, backend, data, seed):
+    with recorded() as launches:
+        check_matches_reference(backend, op, data, seed, **with_shader(op))
+    for launch in launches:
+        if sanitizer != "thread" or launch.threads <= MOST_TOLD_APART:
+            check_sanitized(launch, sanitizer)
 
 
 @pytest.mark.parametrize("op", SHADED)
@@ -160,6 +185,12 @@ def test_every_family_and_kernel_is_launched():
     for family in metal.FAMILIES:
         declared = {each.name for each in Shader.declared.values() if each.family == family}
         assert set(emulator.kernels(source(family, ()))) == declared
+
+
+def test_every_op_with_a_shader_is_documented():
+    page = (Path(__file__).parents[2] / "docs" / "metal.md").read_text()
+    rows = "".join(line for line in page.splitlines() if line.startswith("| "))
+    assert set(re.findall(r"`(\w+)`", rows)) == {param.id for param in SHADED}
 
 
 @pytest.mark.parametrize("name", Shader.declared)

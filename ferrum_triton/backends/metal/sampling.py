@@ -18,8 +18,10 @@ def argmax_rows(logits: Tensor, mask: Tensor | None = None, *, out: Tensor | Non
         threads = LANES
         while threads < min(columns, MOST_THREADS):
             threads *= 2
-        allowed = mask.contiguous() if mask is not None and mask.numel() else y
+        logits = logits.contiguous()
+        # Without a mask, or with an empty one, none is read.
+        allowed = logits if mask is None or not mask.numel() else mask.contiguous()
         params = (columns, -1 if mask is None else mask.numel())
-        buffers = (y, logits.contiguous(), allowed.view(torch.int8))
+        buffers = (y, logits, allowed)
         ARGMAX.launch({"SCALAR": logits.dtype}, buffers, params, groups=rows, threads=threads)
     return delivered(y, out)

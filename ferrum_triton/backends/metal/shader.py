@@ -82,10 +82,15 @@ def _bits(value: int | float) -> int:
     return value if isinstance(value, int) else struct.unpack("<i", struct.pack("<f", value))[0]
 
 
+# Before the types, which are macros: Metal's own headers should not see them.
+PROLOGUE = "#include <metal_stdlib>\nusing namespace metal;\n"
+
+
 def source(family: str, types: Sequence[tuple[str, str]]) -> str:
     """What is compiled: the types, what families share, and the family."""
     defined = "".join(f"#define {name} {stands_for}\n" for name, stands_for in types)
-    return defined + "".join((SOURCES / f"{part}.metal").read_text() for part in ("common", family))
+    parts = ((SOURCES / f"{part}.metal").read_text() for part in ("common", family))
+    return PROLOGUE + defined + "".join(parts)
 
 
 def compile_source(text: str) -> Any:

@@ -116,9 +116,10 @@ struct Sight {
     }
 };
 
+// The fast tanh may give NaN for large scores.
 inline float capped(float score, constant Attend& p) {
     const float cap = as_type<float>(int(p.softcap));
-    return cap > 0.0f ? cap * tanh(score / cap) : score;
+    return cap > 0.0f ? cap * precise::tanh(score / cap) : score;
 }
 
 // What a greatest score is subtracted as: -inf, where there is none, would make NaN.

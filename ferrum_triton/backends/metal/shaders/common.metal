@@ -1,5 +1,4 @@
-#include <metal_stdlib>
-using namespace metal;
+// What families share. The includes and the types that sources name go before it.
 
 // Lanes of a simdgroup.
 constant constexpr uint LANES = 32;
