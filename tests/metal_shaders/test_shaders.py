@@ -36,6 +36,7 @@ ALSO = {
         {"q_len": 18, "kv_len": 70, "head_dim": 80, "value_dim": 80, "sliding_window": 0},
         {"q_len": 18, "kv_len": 70, "causal": True, "sliding_window": 20},
     ],
+    "paged_varlen_attention": [{"q_lens": (9, 0, 3), "cache_dtype": torch.int8}],
     "paged_decode_attention": [
         {"max_len": 1100, "sliding_window": 0, "layout": "nhd"},
         {"layout": "vllm_x", "cache_dtype": torch.int8},
@@ -46,6 +47,7 @@ ALSO = {
         {"placement": "single", "qk_mode": 0, "cache_dtype": torch.int8},
     ],
 }
+HEADS = {"num_kv_heads": 2, "group_size": 3, "head_dim": 16}
 BARRIER = re.compile(r"threadgroup_barrier\([^;]*\);")
 
 
@@ -146,6 +148,15 @@ def test_keys_cut_into_parts(name, layout, backend, data, seed):
             name, {"layout": (layout,), "cache_dtype": (torch.int8, None)}
         )
         check_matches_reference(backend, OPS[name], data, seed, **narrowed)
+
+
+def test_sequences_that_are_not_there_touch_nothing(backend):
+    """Starts before the first token, and ends far past the last."""
+    call = sample(OPS["paged_varlen_attention"], torch.float32, "cpu", 0, q_lens=(9, 3), **HEADS)
+    call["cu_seqlens_q"] = torch.tensor([-3, 5, 2**31 - 1], dtype=torch.int32)
+    with recorded() as launches:
+        backend.paged_varlen_attention(**call)
+    check_sanitized(launches[0], "address")
 
 
 @pytest.mark.parametrize("layout", ("hnd", "nhd", "vllm_x"))

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.backends.metal.shader import LANES, Shader, delivered
-from ferrum_triton.ops.attention import flash, paged_decode
+from ferrum_triton.ops.attention import flash, paged_decode, paged_varlen
 from ferrum_triton.ops.kv_pool import LIMITS, pool_strides, scale_strides, token_view
 
-_READ = "q k v k_scales v_scales sinks kv_lens block_tables"
+_READ = "q k v k_scales v_scales sinks kv_lens block_tables pos_offsets cu_seqlens_q"
 _STRIDED = "y lse q k v k_scales v_scales block_tables"
 _PARAMS = (
-    "num_heads num_kv_heads q_len head_dim value_dim capacity kv_len has_kv_lens pos_offset "
-    "has_pos_offset is_causal sliding_window softmax_scale softcap has_sinks has_lse has_tables "
-    "num_blocks block_size stride_table splits stride_q_batch stride_q_head stride_q_query "
-    "stride_y_batch stride_y_head stride_y_query stride_lse_batch stride_lse_head stride_lse_query "
+    "num_heads num_kv_heads is_packed num_seqs q_len head_dim value_dim capacity kv_len "
+    "has_kv_lens pos_offset has_pos_offset is_causal sliding_window softmax_scale softcap "
+    "has_sinks has_lse has_tables num_blocks block_size stride_table splits "
+    "stride_q_batch stride_q_head stride_q_query stride_y_batch stride_y_head stride_y_query "
+    "stride_lse_batch stride_lse_head stride_lse_query "
     "stride_k_block stride_k_head stride_k_slot stride_k_piece "
     "stride_v_block stride_v_head stride_v_slot stride_v_piece "
     "stride_k_scales_block stride_k_scales_head stride_k_scales_slot "
@@ -27,8 +28,8 @@ TILES = Shader("attention", "attend_tiles", f"y lse {_READ}", _PARAMS, _STRIDED)
 SPLIT = Shader("attention", "attend_split", f"y lse {_READ} partial", _PARAMS, _STRIDED)
 MERGE = Shader("attention", "merge_splits", "y lse partial", _PARAMS, _STRIDED)
 
-# As in the source: queries and threads of a tile; threads of a split; columns of values at a time.
-TILE_QUERIES, THREADS, CHUNK = 16, 128, 64
+# As in the source: rows of a tile; threads of a tile or a split; columns of values at a time.
+TILE, THREADS, CHUNK = 16, 128, 64
 # Up to so many queries a sequence, and so many rows at a time of those that share a KV head.
 FEW_QUERIES, MOST_ROWS = 8, 4
 # Keys of a split, until there are so many of them.
@@ -65,6 +66,8 @@ class Sight(NamedTuple):
     Attributes:
         kv_len: keys of a sequence where kv_lens does not say.
         pos_offset: position of query 0; None where the queries are the newest keys.
+        pos_offsets, cu_seqlens_q: positions of the sequences' first queries, and where each starts
+            among all, where they are one batch.
     """
 
     kv_len: int
@@ -75,11 +78,20 @@ class Sight(NamedTuple):
     softmax_scale: float | None
     softcap: float
     sinks: Tensor | None
+    pos_offsets: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
 
 
 def _splits(keys: int) -> int:
     """Into how many parts so many keys are cut, whatever the batch."""
     return min(max(-(-keys // SPLIT_KEYS), 1), MOST_SPLITS)
+
+
+def _strides(x: Tensor | None, is_packed: bool) -> tuple[int, ...]:
+    """By sequence, head and query, of which packed sequences are one batch."""
+    if x is None:
+        return (0, 0, 0)
+    return (0 if is_packed else x.stride(0), *x.stride()[1:3])
 
 
 def _attend(
@@ -99,13 +111,20 @@ def _attend(
     rows = q_len * (num_heads // num_kv_heads)
     rows_at_once = next(n for n in (1, 2, MOST_ROWS) if n >= min(rows, MOST_ROWS))
     quantised = pool.k_scales is not None
+    is_packed = sight.cu_seqlens_q is not None
+    num_seqs = tables.shape[0] if is_packed and tables is not None else batch
+    given = {
+        "LENGTH": sight.kv_lens,
+        "BLOCK": tables,
+        "OFFSET": sight.pos_offsets,
+        "START": sight.cu_seqlens_q,
+    }
     types = {
         "SCALAR": q.dtype,
         "CACHE": pool.k.dtype,
         "QUANTISED": str(int(quantised)),
         "SCALE": torch.float32 if pool.k_scales is None else pool.k_scales.dtype,
-        "LENGTH": torch.int64 if sight.kv_lens is None else sight.kv_lens.dtype,
-        "BLOCK": torch.int64 if tables is None else tables.dtype,
+        **{name: torch.int64 if ids is None else ids.dtype for name, ids in given.items()},
         "K_PIECE": str(pool.pieces[0]),
         "V_PIECE": str(pool.pieces[1]),
         "ROWS": str(rows_at_once),
@@ -116,6 +135,8 @@ def _attend(
     params = (
         num_heads,
         num_kv_heads,
+        int(is_packed),
+        num_seqs,
         q_len,
         head_dim,
         value_dim,
@@ -135,20 +156,24 @@ def _attend(
         pool.block_size,
         0 if tables is None else tables.stride(0),
         splits,
-        *q.stride()[:3],
-        *y.stride()[:3],
-        *((0,) * 3 if lse is None else lse.stride()),
+        *_strides(q, is_packed),
+        *_strides(y, is_packed),
+        *_strides(lse, is_packed),
         *pool.strides,
         *pool.scale_strides,
     )
     sinks = None if sight.sinks is None else sight.sinks.float().contiguous()
-    lens = None if sight.kv_lens is None else sight.kv_lens.contiguous()
-    given = (y, lse, q, pool.k, pool.v, pool.k_scales, pool.v_scales, sinks, lens, tables)
+    lists = [
+        ids if ids is None or name == "BLOCK" else ids.contiguous() for name, ids in given.items()
+    ]
+    read = (y, lse, q, pool.k, pool.v, pool.k_scales, pool.v_scales, sinks, *lists)
     # What is not read is some tensor all the same.
     some = q[0, 0, 0, :1]
-    buffers = tuple(some if buffer is None or buffer.numel() == 0 else buffer for buffer in given)
+    buffers = tuple(some if buffer is None or buffer.numel() == 0 else buffer for buffer in read)
     if in_tiles:
-        groups = batch * num_heads * -(-q_len // TILE_QUERIES)
+        # Of packed sequences as many as there may be: each may end in a tile of its own.
+        tiles = rows // TILE + num_seqs if is_packed else batch * -(-rows // TILE)
+        groups = tiles * num_kv_heads
         TILES.launch(types, buffers, params, groups=groups, threads=THREADS)
         return
     partial = some
@@ -191,6 +216,34 @@ def flash_attention(
     return y
 
 
+def _pages(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    layout: str,
+) -> Pool:
+    """A pool in pages."""
+    num_blocks, block_size, num_kv_heads = token_view(v_cache, layout).shape[:3]
+    strides = (*pool_strides(k_cache, layout), *pool_strides(v_cache, layout))
+    pieces = (k_cache.shape[-1], 1) if layout == "vllm_x" else (ONE_PIECE, ONE_PIECE)
+    if k_cache.dtype not in LIMITS or k_scales is None or v_scales is None:
+        k_scales = v_scales = None
+    of_scales: list[int] = []
+    for scales in (k_scales, v_scales):
+        if scales is None:
+            of_scales += (0, 0, 0)
+        elif scales.dim() == 3:
+            of_scales += scale_strides(scales, layout)
+        else:  # one for all heads is one that never advances
+            of_scales += (0, 0 if scales.shape[0] == 1 else scales.stride(0), 0)
+    return Pool(
+        k_cache, v_cache, num_blocks, block_size, num_kv_heads, strides, pieces, k_scales, v_scales,
+        tuple(of_scales), block_tables,
+    )  # fmt: skip
+
+
 @paged_decode.paged_decode_attention.impl("metal")
 def paged_decode_attention(
     q: Tensor,
@@ -217,34 +270,55 @@ def paged_decode_attention(
         )  # fmt: skip
         return delivered(y.contiguous(), out)
     y = q.new_empty(q.shape) if out is None else out
-    num_blocks, block_size, num_kv_heads = token_view(v_cache, layout).shape[:3]
-    pool = Pool(
-        k_cache,
-        v_cache,
-        num_blocks,
-        block_size,
-        num_kv_heads,
-        (*pool_strides(k_cache, layout), *pool_strides(v_cache, layout)),
-        (k_cache.shape[-1], 1) if layout == "vllm_x" else (ONE_PIECE, ONE_PIECE),
-        *_scales(k_cache, k_scales, v_scales, layout),
-        block_tables,
-    )
+    pool = _pages(k_cache, v_cache, block_tables, k_scales, v_scales, layout)
     sight = Sight(0, kv_lens, None, True, sliding_window, softmax_scale, softcap, sinks)
     by_head = None if lse is None else lse.transpose(1, 2)
     _attend(y.transpose(1, 2), by_head, q.transpose(1, 2), pool, sight, in_tiles=False)
     return y
 
 
-def _scales(
-    k_cache: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, layout: str
-) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-    """Scales of codes, and their strides by block, head and slot."""
-    if k_cache.dtype not in LIMITS or k_scales is None or v_scales is None:
-        return None, None, (0,) * 6
-    strides: list[int] = []
-    for scales in (k_scales, v_scales):
-        if scales.dim() == 3:
-            strides += scale_strides(scales, layout)
-        else:  # one for all heads is one that never advances
-            strides += (0, 0 if scales.shape[0] == 1 else scales.stride(0), 0)
-    return k_scales, v_scales, tuple(strides)
+@paged_varlen.paged_varlen_attention.impl("metal")
+def paged_varlen_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    pos_offsets: Tensor,
+    block_tables: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_q_len: int | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    layout: str = "hnd",
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    if k_cache.dtype == torch.float8_e4m3fn:
+        y = paged_varlen.paged_varlen_attention.reference(
+            q, k_cache, v_cache, cu_seqlens_q, pos_offsets, block_tables, k_scales, v_scales,
+            sinks, lse, max_q_len, softmax_scale, sliding_window, softcap, layout,
+        )  # fmt: skip
+        return delivered(y.contiguous(), out)
+    y = q.new_empty(q.shape) if out is None else out
+    pool = _pages(k_cache, v_cache, block_tables, k_scales, v_scales, layout)
+    sight = Sight(
+        0,
+        None,
+        None,
+        True,
+        sliding_window,
+        softmax_scale,
+        softcap,
+        sinks,
+        pos_offsets,
+        cu_seqlens_q,
+    )
+    by_head, queries, results = (
+        None if t is None else t.transpose(0, 1)[None] for t in (lse, q, y)
+    )
+    _attend(results, by_head, queries, pool, sight, in_tiles=True)
+    return y

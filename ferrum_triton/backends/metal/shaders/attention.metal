@@ -1,10 +1,14 @@
 // SCALAR is the type of queries and results, CACHE that of keys and values; if QUANTISED those are
-// codes, and SCALE is the type of their scales. LENGTH and BLOCK are types of integers. A piece of
-// K_PIECE or V_PIECE elements of a cached vector lies side by side; pieces are a stride apart.
+// codes, and SCALE is the type of their scales. LENGTH, BLOCK, OFFSET and START are types of integers.
+// A piece of K_PIECE or V_PIECE elements of a cached vector lies side by side; pieces are a stride apart.
+//
+// Rows of a sequence are its queries, each once for every head that reads the same KV head.
 
 struct Attend {
     long num_heads;
     long num_kv_heads;
+    long is_packed;  // the sequences' queries lie one after the other, q_len of them in all
+    long num_seqs;
     long q_len;
     long head_dim;
     long value_dim;
@@ -96,14 +100,31 @@ inline long value_element(uint d, constant Attend& p) {
     return long(d / V_PIECE) * p.stride_v_piece + d % V_PIECE;
 }
 
-// The keys [low, high) that queries of a sequence see.
+// A sequence's queries, and the keys [low, high) that each sees.
 struct Sight {
+    long start;    // of the queries, in those of all sequences
+    long queries;  // of which some may not be there
     long length;
     long first;  // position of query 0
 
-    Sight(long batch, device const LENGTH* kv_lens, constant Attend& p) {
-        length = p.has_kv_lens ? clamp(long(kv_lens[batch]), 0l, p.capacity) : p.kv_len;
-        first = p.has_pos_offset ? p.pos_offset : length - p.q_len;
+    Sight(
+        long batch, device const LENGTH* kv_lens, device const OFFSET* pos_offsets,
+        device const START* cu_seqlens_q, constant Attend& p) {
+        if (p.is_packed) {
+            start = long(cu_seqlens_q[batch]);
+            queries = long(cu_seqlens_q[batch + 1]) - start;
+            length = min(long(pos_offsets[batch]) + queries, p.capacity);
+            first = length - queries;
+        } else {
+            start = 0;
+            queries = p.q_len;
+            length = p.has_kv_lens ? clamp(long(kv_lens[batch]), 0l, p.capacity) : p.kv_len;
+            first = p.has_pos_offset ? p.pos_offset : length - queries;
+        }
+    }
+
+    bool has(long query, constant Attend& p) const {
+        return query < queries && start + query >= 0 && start + query < p.q_len;
     }
 
     long low(long query, constant Attend& p) const {
@@ -147,17 +168,18 @@ inline Softmax with_sink(device const float* sinks, long head, bool has_sink) {
 }
 
 // Rows of a tile that a simdgroup has; simdgroups; keys at a time; columns of them at a time.
-constant constexpr uint TILE_ROWS = 4;
+constant constexpr uint ROWS_EACH = 4;
 constant constexpr uint TILE_SIMDGROUPS = 4;
-constant constexpr uint TILE_QUERIES = 16;
+constant constexpr uint TILE = 16;
 constant constexpr uint CHUNK = 64;
-constant constexpr uint PITCH = 65;           // of keys in a tile, so that lanes meet different banks
+constant constexpr uint FEW = 8;
+constant constexpr uint PITCH = 65;            // of keys in a tile, so that lanes meet different banks
 constant constexpr uint TILE_ELEMENTS = 2080;  // LANES * PITCH
-constant constexpr uint QUERY_ELEMENTS = 1024;  // TILE_QUERIES * CHUNK
-constant constexpr uint WEIGHT_ELEMENTS = 512;  // TILE_QUERIES * LANES
+constant constexpr uint QUERY_ELEMENTS = 1024;  // TILE * CHUNK
+constant constexpr uint WEIGHT_ELEMENTS = 512;  // TILE * LANES
 
-// Many queries: a threadgroup has TILE_QUERIES of one head, a lane a key of LANES at a time, then
-// columns of values. VALUE_CHUNKS cover value_dim.
+// Many queries: a threadgroup has TILE rows of one sequence, a lane a key of LANES at a time,
+// then columns of values. VALUE_CHUNKS cover value_dim.
 kernel void attend_tiles(
     device SCALAR* y [[buffer(0)]],
     device float* lse [[buffer(1)]],
@@ -169,32 +191,46 @@ kernel void attend_tiles(
     device const float* sinks [[buffer(7)]],
     device const LENGTH* kv_lens [[buffer(8)]],
     device const BLOCK* block_tables [[buffer(9)]],
-    constant Attend& p [[buffer(10)]],
+    device const OFFSET* pos_offsets [[buffer(10)]],
+    device const START* cu_seqlens_q [[buffer(11)]],
+    constant Attend& p [[buffer(12)]],
     uint threadgroup_id [[threadgroup_position_in_grid]],
     uint thread_id [[thread_position_in_threadgroup]],
     uint threads [[threads_per_threadgroup]]) {
     threadgroup float tile[TILE_ELEMENTS];
     threadgroup float queries[QUERY_ELEMENTS];
     threadgroup float weights[WEIGHT_ELEMENTS];
-    const long tiles = (p.q_len + TILE_QUERIES - 1) / TILE_QUERIES;
-    const long first_query = long(threadgroup_id) % tiles * TILE_QUERIES;
-    const long head = long(threadgroup_id) / tiles % p.num_heads;
-    const long batch = long(threadgroup_id) / tiles / p.num_heads;
-    const long kv_head = head / (p.num_heads / p.num_kv_heads);
-    const uint lane = thread_id % LANES, first_row = thread_id / LANES * TILE_ROWS;
+    const long group_size = p.num_heads / p.num_kv_heads;
+    const long kv_head = long(threadgroup_id) % p.num_kv_heads;
+    long batch = 0, index = long(threadgroup_id) / p.num_kv_heads;  // of the tile, in the sequence
+    for (; batch < p.num_seqs; batch++) {
+        const long rows = Sight(batch, kv_lens, pos_offsets, cu_seqlens_q, p).queries * group_size;
+        const long tiles = max((rows + TILE - 1) / TILE, 0l);
+        if (index < tiles) {
+            break;
+        }
+        index -= tiles;
+    }
+    if (batch == p.num_seqs) {
+        return;
+    }
+    const Sight sight(batch, kv_lens, pos_offsets, cu_seqlens_q, p);
+    const long first = index * TILE, last = min(first + TILE, sight.queries * group_size) - 1;
+    const uint lane = thread_id % LANES, first_row = thread_id / LANES * ROWS_EACH;
     const float scale = as_type<float>(int(p.softmax_scale));
-    q += batch * p.stride_q_batch + head * p.stride_q_head;
+    q += batch * p.stride_q_batch + kv_head * group_size * p.stride_q_head +
+         sight.start * p.stride_q_query;
 
-    const Sight sight(batch, kv_lens, p);
-    Softmax state[TILE_ROWS];
-    float acc[TILE_ROWS][2 * VALUE_CHUNKS] = {};
-    for (uint r = 0; r < TILE_ROWS; r++) {
+    Softmax state[ROWS_EACH];
+    float acc[ROWS_EACH][2 * VALUE_CHUNKS] = {};
+    for (uint r = 0; r < ROWS_EACH; r++) {
+        const long head = kv_head * group_size + (first + first_row + r) % group_size;
         state[r] = with_sink(sinks, head, p.has_sinks);
     }
-    const long end = sight.high(min(first_query + long(TILE_QUERIES), p.q_len) - 1, p);
-    for (long start = sight.low(first_query, p); start < end; start += LANES) {
+    const long end = sight.high(last / group_size, p);
+    for (long start = sight.low(first / group_size, p); start < end; start += LANES) {
         const long n = start + lane;
-        float scores[TILE_ROWS] = {};
+        float scores[ROWS_EACH] = {};
         for (uint column = 0; column < uint(p.head_dim); column += CHUNK) {
             for (uint i = thread_id; i < LANES * CHUNK; i += threads) {
                 const uint key = i / CHUNK, d = column + i % CHUNK;
@@ -205,17 +241,28 @@ kernel void attend_tiles(
                 }
                 tile[key * PITCH + i % CHUNK] = element;
             }
-            for (uint i = thread_id; i < TILE_QUERIES * CHUNK; i += threads) {
-                const long query = first_query + i / CHUNK;
+            for (uint i = thread_id; i < TILE * CHUNK; i += threads) {
+                const long row = first + i / CHUNK, query = row / group_size;
+                const long at = row % group_size * p.stride_q_head + query * p.stride_q_query;
                 const uint d = column + i % CHUNK;
-                const bool exists = query < p.q_len && d < uint(p.head_dim);
-                queries[i] = exists ? float(q[query * p.stride_q_query + d]) : 0.0f;
+                float element = 0.0f;
+                if (sight.has(query, p) && d < uint(p.head_dim)) {
+                    element = float(q[at + d]);
+                }
+                queries[i] = element;
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
-            for (uint d = 0; d < CHUNK; d++) {
-                const float element = tile[lane * PITCH + d];
-                for (uint r = 0; r < TILE_ROWS; r++) {
-                    scores[r] += queries[(first_row + r) * CHUNK + d] * element;
+            // Summed a few at a time: one sum over all columns rounds too often.
+            for (uint few = 0; few < CHUNK; few += FEW) {
+                float sums[ROWS_EACH] = {};
+                for (uint d = few; d < few + FEW; d++) {
+                    const float element = tile[lane * PITCH + d];
+                    for (uint r = 0; r < ROWS_EACH; r++) {
+                        sums[r] += queries[(first_row + r) * CHUNK + d] * element;
+                    }
+                }
+                for (uint r = 0; r < ROWS_EACH; r++) {
+                    scores[r] += sums[r];
                 }
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile is written again
@@ -226,9 +273,10 @@ kernel void attend_tiles(
             key_scale = slot.key_scale(k_scales, kv_head, p);
             value_scale = slot.value_scale(v_scales, kv_head, p);
         }
-        for (uint r = 0; r < TILE_ROWS; r++) {
-            const long query = first_query + first_row + r;
-            const bool sees = query < p.q_len && n >= sight.low(query, p) && n < sight.high(query, p);
+        for (uint r = 0; r < ROWS_EACH; r++) {
+            const long query = (first + first_row + r) / group_size;
+            const bool sees =
+                sight.has(query, p) && n >= sight.low(query, p) && n < sight.high(query, p);
             const float score = sees ? capped(scores[r] * scale * key_scale, p) : -INFINITY;
             const float rise = state[r].rise(max(state[r].top, simd_max(score)));
             for (uint c = 0; c < 2 * VALUE_CHUNKS; c++) {
@@ -252,7 +300,7 @@ kernel void attend_tiles(
             for (uint key = 0; key < LANES; key++) {
                 const float left = tile[key * PITCH + lane];
                 const float right = tile[key * PITCH + lane + LANES];
-                for (uint r = 0; r < TILE_ROWS; r++) {
+                for (uint r = 0; r < ROWS_EACH; r++) {
                     const float weight = weights[(first_row + r) * LANES + key];
                     acc[r][2 * chunk] += weight * left;
                     acc[r][2 * chunk + 1] += weight * right;
@@ -261,23 +309,24 @@ kernel void attend_tiles(
             threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile is written again
         }
     }
-    for (uint r = 0; r < TILE_ROWS; r++) {
-        const long query = first_query + first_row + r;
-        if (query >= p.q_len) {
+    for (uint r = 0; r < ROWS_EACH; r++) {
+        const long row = first + first_row + r, query = row / group_size;
+        const long head = kv_head * group_size + row % group_size, token = sight.start + query;
+        if (!sight.has(query, p)) {
             continue;
         }
-        device SCALAR* row = y + batch * p.stride_y_batch + head * p.stride_y_head +
-                             query * p.stride_y_query;
+        device SCALAR* out =
+            y + batch * p.stride_y_batch + head * p.stride_y_head + token * p.stride_y_query;
         const float inverse = state[r].sum == 0.0f ? 0.0f : 1.0f / state[r].sum;
         for (uint c = 0; c < 2 * VALUE_CHUNKS; c++) {
             const uint d = c * LANES + lane;
             if (d < uint(p.value_dim)) {
-                row[d] = SCALAR(acc[r][c] * inverse);
+                out[d] = SCALAR(acc[r][c] * inverse);
             }
         }
         if (p.has_lse && lane == 0) {
-            lse[batch * p.stride_lse_batch + head * p.stride_lse_head +
-                query * p.stride_lse_query] = state[r].top + log(state[r].sum);
+            lse[batch * p.stride_lse_batch + head * p.stride_lse_head + token * p.stride_lse_query] =
+                state[r].top + log(state[r].sum);
         }
     }
 }
@@ -301,8 +350,10 @@ kernel void attend_split(
     device const float* sinks [[buffer(7)]],
     device const LENGTH* kv_lens [[buffer(8)]],
     device const BLOCK* block_tables [[buffer(9)]],
-    device float* partial [[buffer(10)]],
-    constant Attend& p [[buffer(11)]],
+    device const OFFSET* pos_offsets [[buffer(10)]],
+    device const START* cu_seqlens_q [[buffer(11)]],
+    device float* partial [[buffer(12)]],
+    constant Attend& p [[buffer(13)]],
     uint threadgroup_id [[threadgroup_position_in_grid]],
     uint thread_id [[thread_position_in_threadgroup]],
     uint threads [[threads_per_threadgroup]]) {
@@ -317,7 +368,7 @@ kernel void attend_split(
     const uint lane = thread_id % LANES, simdgroup = thread_id / LANES;
     const float scale = as_type<float>(int(p.softmax_scale));
 
-    const Sight sight(batch, kv_lens, p);
+    const Sight sight(batch, kv_lens, pos_offsets, cu_seqlens_q, p);
     float queries[ROWS][COLUMNS] = {}, acc[ROWS][VALUE_COLUMNS] = {};
     long low[ROWS], high[ROWS];
     Softmax state[ROWS];
