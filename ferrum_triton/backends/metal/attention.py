@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ferrum_triton.backends.metal.shader import LANES, Shader, delivered
+from ferrum_triton.backends.metal.shader import LANES, Shader, delivered, strides
 from ferrum_triton.ops.attention import flash, paged_decode, paged_varlen
 from ferrum_triton.ops.kv_pool import LIMITS, pool_strides, scale_strides, token_view
 
@@ -87,11 +87,10 @@ def _splits(keys: int) -> int:
     return min(max(-(-keys // SPLIT_KEYS), 1), MOST_SPLITS)
 
 
-def _strides(x: Tensor | None, is_packed: bool) -> tuple[int, ...]:
-    """By sequence, head and query, of which packed sequences are one batch."""
-    if x is None:
-        return (0, 0, 0)
-    return (0 if is_packed else x.stride(0), *x.stride()[1:3])
+def _by_query(of: str, x: Tensor | None, is_packed: bool) -> dict[str, int]:
+    """Strides by sequence, head and query, of which packed sequences are one batch."""
+    batch, head, query = (0, 0, 0) if x is None else x.stride()[:3]
+    return strides(of, "batch head query", (0 if is_packed else batch, head, query))
 
 
 def _attend(
@@ -110,7 +109,7 @@ def _attend(
     splits = 1 if in_tiles else _splits(keys)
     rows = q_len * (num_heads // num_kv_heads)
     rows_at_once = next(n for n in (1, 2, MOST_ROWS) if n >= min(rows, MOST_ROWS))
-    quantised = pool.k_scales is not None
+    quantised, scale = pool.k_scales is not None, sight.softmax_scale
     is_packed = sight.cu_seqlens_q is not None
     num_seqs = tables.shape[0] if is_packed and tables is not None else batch
     given = {
@@ -132,36 +131,38 @@ def _attend(
         "VALUE_COLUMNS": str(-(-value_dim // LANES)),
         "VALUE_CHUNKS": str(-(-value_dim // CHUNK)),
     }
-    params = (
-        num_heads,
-        num_kv_heads,
-        int(is_packed),
-        num_seqs,
-        q_len,
-        head_dim,
-        value_dim,
-        capacity,
-        min(sight.kv_len, capacity),
-        int(sight.kv_lens is not None),
-        sight.pos_offset or 0,
-        int(sight.pos_offset is not None),
-        int(sight.is_causal),
-        sight.sliding_window,
-        float(head_dim**-0.5 if sight.softmax_scale is None else sight.softmax_scale),
-        float(sight.softcap),
-        int(sight.sinks is not None),
-        int(lse is not None),
-        int(tables is not None),
-        pool.num_blocks,
-        pool.block_size,
-        0 if tables is None else tables.stride(0),
-        splits,
-        *_strides(q, is_packed),
-        *_strides(y, is_packed),
-        *_strides(lse, is_packed),
-        *pool.strides,
-        *pool.scale_strides,
-    )
+    params = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "is_packed": int(is_packed),
+        "num_seqs": num_seqs,
+        "q_len": q_len,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "capacity": capacity,
+        "kv_len": min(sight.kv_len, capacity),
+        "has_kv_lens": int(sight.kv_lens is not None),
+        "pos_offset": sight.pos_offset or 0,
+        "has_pos_offset": int(sight.pos_offset is not None),
+        "is_causal": int(sight.is_causal),
+        "sliding_window": sight.sliding_window,
+        "softmax_scale": float(head_dim**-0.5 if scale is None else scale),
+        "softcap": float(sight.softcap),
+        "has_sinks": int(sight.sinks is not None),
+        "has_lse": int(lse is not None),
+        "has_tables": int(tables is not None),
+        "num_blocks": pool.num_blocks,
+        "block_size": pool.block_size,
+        "stride_table": 0 if tables is None else tables.stride(0),
+        "splits": splits,
+        **_by_query("q", q, is_packed),
+        **_by_query("y", y, is_packed),
+        **_by_query("lse", lse, is_packed),
+        **strides("k", "block head slot piece", pool.strides[:4]),
+        **strides("v", "block head slot piece", pool.strides[4:]),
+        **strides("k_scales", "block head slot", pool.scale_strides[:3]),
+        **strides("v_scales", "block head slot", pool.scale_strides[3:]),
+    }
     sinks = None if sight.sinks is None else sight.sinks.float().contiguous()
     lists = [
         ids if ids is None or name == "BLOCK" else ids.contiguous() for name, ids in given.items()
@@ -206,8 +207,8 @@ def flash_attention(
 ) -> Tensor:
     y = q.new_empty(*q.shape[:3], v.shape[3]) if out is None else out
     num_blocks, num_kv_heads, capacity = k.shape[:3]
-    strides = (*pool_strides(k, "hnd"), *pool_strides(v, "hnd"))
-    pool = Pool(k, v, num_blocks, capacity, num_kv_heads, strides)
+    by_slot = (*pool_strides(k, "hnd"), *pool_strides(v, "hnd"))
+    pool = Pool(k, v, num_blocks, capacity, num_kv_heads, by_slot)
     length = capacity if kv_len is None else kv_len
     sight = Sight(
         length, kv_lens, pos_offset, causal, sliding_window, softmax_scale, softcap, sinks
@@ -226,7 +227,7 @@ def _pages(
 ) -> Pool:
     """A pool in pages."""
     num_blocks, block_size, num_kv_heads = token_view(v_cache, layout).shape[:3]
-    strides = (*pool_strides(k_cache, layout), *pool_strides(v_cache, layout))
+    by_slot = (*pool_strides(k_cache, layout), *pool_strides(v_cache, layout))
     pieces = (k_cache.shape[-1], 1) if layout == "vllm_x" else (ONE_PIECE, ONE_PIECE)
     if k_cache.dtype not in LIMITS or k_scales is None or v_scales is None:
         k_scales = v_scales = None
@@ -239,7 +240,7 @@ def _pages(
         else:  # one for all heads is one that never advances
             of_scales += (0, 0 if scales.shape[0] == 1 else scales.stride(0), 0)
     return Pool(
-        k_cache, v_cache, num_blocks, block_size, num_kv_heads, strides, pieces, k_scales, v_scales,
+        k_cache, v_cache, num_blocks, block_size, num_kv_heads, by_slot, pieces, k_scales, v_scales,
         tuple(of_scales), block_tables,
     )  # fmt: skip
 

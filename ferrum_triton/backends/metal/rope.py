@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ferrum_triton.backends.metal.shader import LANES, Shader, delivered
+from ferrum_triton.backends.metal.shader import LANES, Shader, delivered, strides
 from ferrum_triton.ops import paged_cache, rope
 from ferrum_triton.ops.kv_pool import (
     LEAST_MAXIMUM,
@@ -40,17 +40,19 @@ class Cache(NamedTuple):
 
     Attributes:
         k, v: the caches.
-        strides: of k, by block, head, slot and piece, and a piece's elements; then v's.
+        strides: of k, by block, head, slot and piece; then v's.
+        pieces: elements of k and of v that lie side by side.
         k_scales, v_scales: of codes.
+        scale_strides: of k's, by block, head and slot; then of v's.
         cache_len: the slot of token 0, where no tensor says.
     """
 
     k: Tensor
     v: Tensor
-    num_heads: int
     num_blocks: int
     block_size: int
     strides: tuple[int, ...]
+    pieces: tuple[int, int]
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
     scale_strides: tuple[int, ...] = (0,) * 6
@@ -60,7 +62,7 @@ class Cache(NamedTuple):
     pos_offsets: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
 
-    def placement(self, num_tokens: int) -> int:
+    def placement(self) -> int:
         if self.slots is not None:
             return TO_SLOTS
         if self.block_tables is None:
@@ -72,12 +74,9 @@ class Cache(NamedTuple):
 
 def _rows(k: Tensor, v: Tensor, cache_len: int = 0, slots: Tensor | None = None) -> Cache:
     """Of keys and values [num_kv_heads, capacity, head_dim]: a pool of one page."""
-    strides = (*_strides(k[None], "hnd", k.shape[2]), *_strides(v[None], "hnd", v.shape[2]))
-    return Cache(k, v, k.shape[0], 1, k.shape[1], strides, cache_len=cache_len, slots=slots)
-
-
-def _strides(cache: Tensor, layout: str, piece: int) -> tuple[int, ...]:
-    return (*pool_strides(cache, layout), piece)
+    by_slot = (*pool_strides(k[None], "hnd"), *pool_strides(v[None], "hnd"))
+    pieces = (k.shape[2], k.shape[2])
+    return Cache(k, v, 1, k.shape[1], by_slot, pieces, cache_len=cache_len, slots=slots)
 
 
 def _prepare(
@@ -119,28 +118,33 @@ def _prepare(
         **{name: torch.int64 if ids is None else ids.dtype for name, ids in given.items()},
     }
     num_seqs, max_blocks = (0, 0) if cache.block_tables is None else cache.block_tables.shape
-    params = (
-        x.shape[0],
-        *heads,
-        x.shape[2],
-        cos.shape[1],
-        cos.shape[0],
-        qk_mode,
-        float(eps),
-        int(positions is not None),
-        pos_offset,
-        cache.placement(x.shape[0]),
-        cache.cache_len,
-        cache.num_blocks,
-        cache.block_size,
-        num_seqs,
-        max_blocks,
-        0 if cache.block_tables is None else cache.block_tables.stride(0),
-        *x.stride()[:2],
-        *q.stride()[:2],
-        *cache.strides,
-        *cache.scale_strides,
-    )
+    params = {
+        "num_tokens": x.shape[0],
+        "num_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "head_dim": x.shape[2],
+        "half_rotary_dim": cos.shape[1],
+        "max_positions": cos.shape[0],
+        "qk_mode": qk_mode,
+        "eps": float(eps),
+        "has_positions": int(positions is not None),
+        "pos_offset": pos_offset,
+        "placement": cache.placement(),
+        "cache_len": cache.cache_len,
+        "num_blocks": cache.num_blocks,
+        "block_size": cache.block_size,
+        "num_seqs": num_seqs,
+        "max_blocks": max_blocks,
+        "stride_table": 0 if cache.block_tables is None else cache.block_tables.stride(0),
+        "k_piece": cache.pieces[0],
+        "v_piece": cache.pieces[1],
+        **strides("x", "token head", x.stride()[:2]),
+        **strides("q", "token head", q.stride()[:2]),
+        **strides("k", "block head slot piece", cache.strides[:4]),
+        **strides("v", "block head slot piece", cache.strides[4:]),
+        **strides("k_scales", "block head slot", cache.scale_strides[:3]),
+        **strides("v_scales", "block head slot", cache.scale_strides[3:]),
+    }
     lists = [None if ids is None else _packed(name, ids) for name, ids in given.items()]
     wide = [None if weight is None else weight.float().contiguous() for weight in weights]
     buffers = (q, cache.k, cache.v, *scales, x, *wide, cos, sin, *lists)
@@ -280,19 +284,18 @@ def split_qkv_norm_rope_into_paged_cache(
     heads = (num_heads, num_kv_heads)
     x = _split(qkv, heads)
     q = _queries(qkv, (x.shape[0], num_heads, x.shape[2]), out)
+    by_slot = (*pool_strides(k_cache, layout), *pool_strides(v_cache, layout))
     pieces = (k_cache.shape[-1], 1 if layout == "vllm_x" else v_cache.shape[-1])
-    caches = zip((k_cache, v_cache), pieces, strict=True)
-    strides = tuple(n for cache, piece in caches for n in _strides(cache, layout, piece))
     of_scales: tuple[int, ...] = (0,) * 6
     if k_cache.dtype in LIMITS and k_scales is not None and v_scales is not None:
         of_scales = (*scale_strides(k_scales, layout), *scale_strides(v_scales, layout))
     cache = Cache(
         k_cache,
         v_cache,
-        num_kv_heads,
         num_blocks,
         block_size,
-        strides,
+        by_slot,
+        pieces,
         k_scales,
         v_scales,
         of_scales,

@@ -53,7 +53,7 @@ class Shader:
         self,
         types: Mapping[str, torch.dtype | str],
         buffers: Sequence[Tensor],
-        params: Sequence[int | float],
+        params: Sequence[int | float] | Mapping[str, int | float],
         *,
         groups: int,
         threads: int,
@@ -63,8 +63,12 @@ class Shader:
         Args:
             types: what the source's names of types, and of other choices, stand for.
             buffers: in the order declared; contiguous, but for those that are strided.
-            params: likewise.
+            params: in the order declared, or by name.
         """
+        if isinstance(params, Mapping):
+            if params.keys() != set(self.params):
+                raise FerrumError(f"shader {self.name}: {params.keys() ^ set(self.params)}")
+            params = [params[name] for name in self.params]
         if len(buffers) != len(self.buffers) or len(params) != len(self.params):
             raise FerrumError(f"shader {self.name} takes {self.buffers} and {self.params}")
         for buffer, called in zip(buffers, self.buffers, strict=True):
@@ -106,6 +110,11 @@ def _library(family: str, types: tuple[tuple[str, str], ...]) -> Any:
 def threads_for(columns: int, most: int = 256) -> int:
     """Threads of a group that shares so many columns: whole simdgroups."""
     return min(max(-(-columns // LANES) * LANES, LANES), most)
+
+
+def strides(of: str, dims: str, values: Sequence[int]) -> dict[str, int]:
+    """Parameters that are the strides of something by ``dims``."""
+    return {f"stride_{of}_{dim}": n for dim, n in zip(dims.split(), values, strict=True)}
 
 
 def result(
