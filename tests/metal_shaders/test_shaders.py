@@ -193,8 +193,9 @@ def test_every_barrier_is_needed(family, span, backend):
     barrier = text[slice(*span)]
     without = text[: span[0]] + " " * len(barrier) + text[span[1] :]
     for param in SHADED:
-        of_kernels = {launch.name: launch for launch in launches_of(param.values[0], backend)}
-        for launch in of_kernels.values():
+        launches = reversed(launches_of(param.values[0], backend))
+        first = {launch.name: launch for launch in launches}  # of each kernel
+        for launch in first.values():
             changed = launch.text.replace(text, without)
             if changed != launch.text and uses_threadgroup_memory(launch.text, launch.name):
                 status, printed, _ = run_alone(launch, "thread", changed)
