@@ -251,7 +251,7 @@ def test_threadgroup_memory_is_within_its_limit(name):
     sizes = dict(re.findall(r"constexpr uint (\w+) = (\d+);", text))
     total = 0
     for kind, count in re.findall(r"threadgroup (\w+) \w+\[(\w+)\]", text):
-        total += {"float": 4, "uint": 4, "half": 2}[kind] * int(sizes.get(count, count))
+        total += {"float": 4, "uint": 4, "long": 8}[kind] * int(sizes.get(count, count))
     assert total <= 32 * 1024
 
 

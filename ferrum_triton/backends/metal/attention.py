@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ferrum_triton.backends.metal.shader import LANES, Shader, delivered, strides
+from ferrum_triton.backends.metal.shader import LANES, MAX_GRID, Shader, delivered, strides
+from ferrum_triton.errors import FerrumError
 from ferrum_triton.ops.attention import flash, paged_decode, paged_varlen
 from ferrum_triton.ops.kv_pool import LIMITS, pool_strides, scale_strides, token_view
 
@@ -104,6 +105,8 @@ def _attend(
     tables, num_kv_heads = pool.block_tables, pool.num_kv_heads
     capacity = pool.block_size * (1 if tables is None else tables.shape[1])
     capacity = capacity if pool.num_blocks else 0
+    if capacity > MAX_GRID:
+        raise FerrumError(f"attention on Metal takes up to {MAX_GRID} keys, not {capacity}")
     has_window = sight.is_causal and sight.sliding_window > 0
     keys = min(capacity, sight.sliding_window + q_len) if has_window else capacity
     splits = 1 if in_tiles else _splits(keys)

@@ -53,7 +53,7 @@ struct Attend {
     long stride_v_scales_slot;
 };
 
-// Where a key lies in the pool.
+// Where a key lies in the pool. There are less than 2^32: a GPU divides 64 bits by many instructions.
 struct Slot {
     long block;
     long offset;
@@ -63,9 +63,10 @@ struct Slot {
         block = batch;
         offset = n;
         if (p.has_tables) {
-            const uint entry = uint(block_tables[batch * p.stride_table + n / p.block_size]);
+            const uint page = uint(n) / uint(p.block_size);
+            const uint entry = uint(block_tables[batch * p.stride_table + page]);
             block = long(min(entry, uint(p.num_blocks - 1)));
-            offset = n % p.block_size;
+            offset = long(uint(n) % uint(p.block_size));
         }
     }
 
@@ -200,6 +201,8 @@ kernel void attend_tiles(
     threadgroup float tile[TILE_ELEMENTS];
     threadgroup float queries[QUERY_ELEMENTS];
     threadgroup float weights[WEIGHT_ELEMENTS];
+    threadgroup long key_places[LANES];
+    threadgroup long value_places[LANES];
     const long group_size = p.num_heads / p.num_kv_heads;
     const long kv_head = long(threadgroup_id) % p.num_kv_heads;
     long batch = 0, index = long(threadgroup_id) / p.num_kv_heads;  // of the tile, in the sequence
@@ -230,20 +233,26 @@ kernel void attend_tiles(
     const long end = sight.high(last / group_size, p);
     for (long start = sight.low(first / group_size, p); start < end; start += LANES) {
         const long n = start + lane;
+        if (thread_id < LANES && n < end) {
+            const Slot slot(n, batch, block_tables, p);
+            key_places[lane] = slot.key(kv_head, p);
+            value_places[lane] = slot.value(kv_head, p);
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
         float scores[ROWS_EACH] = {};
         for (uint column = 0; column < uint(p.head_dim); column += CHUNK) {
             for (uint i = thread_id; i < LANES * CHUNK; i += threads) {
                 const uint key = i / CHUNK, d = column + i % CHUNK;
                 float element = 0.0f;
                 if (start + key < end && d < uint(p.head_dim)) {
-                    const Slot slot(start + key, batch, block_tables, p);
-                    element = float(k[slot.key(kv_head, p) + key_element(d, p)]);
+                    element = float(k[key_places[key] + key_element(d, p)]);
                 }
                 tile[key * PITCH + i % CHUNK] = element;
             }
             for (uint i = thread_id; i < TILE * CHUNK; i += threads) {
-                const long row = first + i / CHUNK, query = row / group_size;
-                const long at = row % group_size * p.stride_q_head + query * p.stride_q_query;
+                const uint row = uint(first) + i / CHUNK;
+                const long query = row / uint(group_size), head = row % uint(group_size);
+                const long at = head * p.stride_q_head + query * p.stride_q_query;
                 const uint d = column + i % CHUNK;
                 float element = 0.0f;
                 if (sight.has(query, p) && d < uint(p.head_dim)) {
@@ -291,8 +300,7 @@ kernel void attend_tiles(
                 const uint key = i / CHUNK, d = chunk * CHUNK + i % CHUNK;
                 float element = 0.0f;  // what no query sees may be anything
                 if (start + key < end && d < uint(p.value_dim)) {
-                    const Slot slot(start + key, batch, block_tables, p);
-                    element = float(v[slot.value(kv_head, p) + value_element(d, p)]);
+                    element = float(v[value_places[key] + value_element(d, p)]);
                 }
                 tile[key * PITCH + i % CHUNK] = element;
             }

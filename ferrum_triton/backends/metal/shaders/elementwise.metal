@@ -75,7 +75,7 @@ kernel void activate_multiply_split(
     constant Split& p [[buffer(2)]],
     uint i [[thread_position_in_grid]]) {
     if (i < ulong(p.count)) {
-        const ulong gate = i + i / ulong(p.columns) * ulong(p.columns);
+        const ulong gate = i + ulong(i / uint(p.columns)) * ulong(p.columns);
         const float value = activated(float(gate_up[gate]), p.activation);
         y[i] = SCALAR(value * float(gate_up[gate + ulong(p.columns)]));
     }

@@ -14,8 +14,8 @@ kernel void embedding(
     constant Embedding& p [[buffer(3)]],
     uint i [[thread_position_in_grid]]) {
     if (i < ulong(p.count)) {
-        const long id = long(ids[i / ulong(p.hidden_size)]);
+        const long id = long(ids[i / uint(p.hidden_size)]);
         const bool known = id >= 0 && id < p.vocab_size;
-        y[i] = known ? table[id * p.hidden_size + long(i % ulong(p.hidden_size))] : SCALAR(0.0f);
+        y[i] = known ? table[id * p.hidden_size + long(i % uint(p.hidden_size))] : SCALAR(0.0f);
     }
 }

@@ -113,7 +113,7 @@ kernel void gemv_quant(
     constant Product& p [[buffer(3)]],
     uint threadgroup_id [[threadgroup_position_in_grid]],
     uint thread_id [[thread_position_in_threadgroup]]) {
-    const ulong token = threadgroup_id / ulong(p.tiles), tile = threadgroup_id % ulong(p.tiles);
+    const ulong token = threadgroup_id / uint(p.tiles), tile = threadgroup_id % uint(p.tiles);
     const ulong first = (tile * SIMDGROUPS + thread_id / LANES) * ROWS;
     const ulong num_rows = p.num_rows, num_groups = p.num_groups;
     const uint lane = thread_id % LANES;
@@ -147,7 +147,7 @@ kernel void gemv_quant_moe_id(
     constant ExpertProduct& p [[buffer(4)]],
     uint threadgroup_id [[threadgroup_position_in_grid]],
     uint thread_id [[thread_position_in_threadgroup]]) {
-    const ulong pair = threadgroup_id / ulong(p.tiles), tile = threadgroup_id % ulong(p.tiles);
+    const ulong pair = threadgroup_id / uint(p.tiles), tile = threadgroup_id % uint(p.tiles);
     const ulong first = (tile * SIMDGROUPS + thread_id / LANES) * ROWS;
     const ulong num_rows = p.num_rows, num_groups = p.num_groups;
     const uint lane = thread_id % LANES;
@@ -176,7 +176,7 @@ kernel void gemv_quant_moe_id_gate_up_silu(
     constant ExpertProduct& p [[buffer(5)]],
     uint threadgroup_id [[threadgroup_position_in_grid]],
     uint thread_id [[thread_position_in_threadgroup]]) {
-    const ulong pair = threadgroup_id / ulong(p.tiles), tile = threadgroup_id % ulong(p.tiles);
+    const ulong pair = threadgroup_id / uint(p.tiles), tile = threadgroup_id % uint(p.tiles);
     const ulong first = (tile * SIMDGROUPS + thread_id / LANES) * ROWS;
     const ulong num_rows = p.num_rows, num_groups = p.num_groups;
     const uint lane = thread_id % LANES;
@@ -210,8 +210,8 @@ kernel void dequantize(
     constant Decode& p [[buffer(2)]],
     uint i [[thread_position_in_grid]]) {
     if (i < ulong(p.count)) {
-        const ulong row = i / ulong(p.num_groups);
-        const WEIGHTS group(blocks + row * ulong(p.row_bytes), i % ulong(p.num_groups));
+        const ulong row = i / uint(p.num_groups);
+        const WEIGHTS group(blocks + row * ulong(p.row_bytes), i % uint(p.num_groups));
         for (uint j = 0; j < GROUP; j++) {
             y[i * ulong(GROUP) + j] = SCALAR(group.weight(j));
         }
@@ -233,9 +233,9 @@ kernel void embedding_quant(
     constant Lookup& p [[buffer(3)]],
     uint i [[thread_position_in_grid]]) {
     if (i < ulong(p.count)) {
-        const long id = long(ids[i / ulong(p.num_groups)]);
+        const long id = long(ids[i / uint(p.num_groups)]);
         const bool known = id >= 0 && id < p.vocab_size;
-        const WEIGHTS group(blocks + (known ? id * p.row_bytes : 0), i % ulong(p.num_groups));
+        const WEIGHTS group(blocks + (known ? id * p.row_bytes : 0), i % uint(p.num_groups));
         for (uint j = 0; j < GROUP; j++) {
             y[i * ulong(GROUP) + j] = known ? SCALAR(group.weight(j)) : SCALAR(0.0f);
         }
