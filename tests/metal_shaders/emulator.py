@@ -270,8 +270,3 @@ def emulated() -> Iterator[None]:
 
 
 _library = functools.cache(Library)
-
-
-def families() -> list[str]:
-    """Files of shaders beside what they share."""
-    return sorted(path.stem for path in shader.SOURCES.glob("*.metal") if path.stem != "common")

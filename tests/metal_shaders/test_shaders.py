@@ -186,10 +186,10 @@ def uses_threadgroup_memory(text, kernel):
     return re.search(r"^    threadgroup ", body[: body.index("\n}")], re.MULTILINE)
 
 
-@pytest.mark.parametrize(("family", "span"), list(_barriers()))
-def test_every_barrier_is_needed(family, span, backend):
+@pytest.mark.parametrize(("part", "span"), list(_barriers()))
+def test_every_barrier_is_needed(part, span, backend):
     """Without it ThreadSanitizer reports a race in one of the launches."""
-    text = (shader.SOURCES / f"{family}.metal").read_text()
+    text = (shader.SOURCES / f"{part}.metal").read_text()
     barrier = text[slice(*span)]
     without = text[: span[0]] + " " * len(barrier) + text[span[1] :]
     for param in SHADED:
@@ -205,11 +205,13 @@ def test_every_barrier_is_needed(family, span, backend):
     pytest.fail(f"nothing notices that {barrier} at {span} is gone")
 
 
-def test_every_family_and_kernel_is_launched():
-    assert set(emulator.families()) == set(metal.FAMILIES)
-    for family in metal.FAMILIES:
-        declared = {each.name for each in Shader.declared.values() if each.family == family}
-        assert set(emulator.kernels(source(family, ()))) == declared
+def test_every_source_and_kernel_is_launched():
+    declared = Shader.declared.values()
+    used = {part for each in declared for part in each.sources.split()}
+    assert used == {path.stem for path in shader.SOURCES.glob("*.metal")} - {"common"}
+    for sources in {each.sources for each in declared}:
+        there = {each.name for each in declared if each.sources == sources}
+        assert set(emulator.kernels(source(sources, ()))) == there
 
 
 def test_every_op_with_a_shader_is_documented():
@@ -222,7 +224,7 @@ def test_every_op_with_a_shader_is_documented():
 def test_signature_is_what_is_launched(name):
     """Buffers and fields of the parameters are called, and ordered, as the launch has them."""
     declared = Shader.declared[name]
-    check_signature(declared, source(declared.family, ()))
+    check_signature(declared, source(declared.sources, ()))
 
 
 def check_signature(declared, text):
@@ -247,7 +249,7 @@ def test_a_wrong_signature_is_noticed(wrong):
 @pytest.mark.parametrize("name", Shader.declared)
 def test_threadgroup_memory_is_within_its_limit(name):
     """32 KiB, by the sources' own constants."""
-    text = source(Shader.declared[name].family, ())
+    text = source(Shader.declared[name].sources, ())
     sizes = dict(re.findall(r"constexpr uint (\w+) = (\d+);", text))
     total = 0
     for kind, count in re.findall(r"threadgroup (\w+) \w+\[(\w+)\]", text):

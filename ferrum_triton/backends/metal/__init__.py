@@ -1,7 +1,7 @@
 """Metal shaders through ``torch.mps``; ops without one run by torch's own MPS kernels.
 
-A family of ops is a module here and a file of Metal Shading Language under ``shaders``. Nothing is
-compiled before it is launched.
+A family of ops is a module here, and its kernels are in Metal Shading Language under ``shaders``.
+Nothing is compiled before it is launched.
 """
 
 from importlib import import_module

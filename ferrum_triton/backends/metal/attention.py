@@ -25,9 +25,11 @@ _PARAMS = (
     "stride_k_scales_block stride_k_scales_head stride_k_scales_slot "
     "stride_v_scales_block stride_v_scales_head stride_v_scales_slot"
 )
-TILES = Shader("attention", "attend_tiles", f"y lse {_READ}", _PARAMS, _STRIDED)
-SPLIT = Shader("attention", "attend_split", f"y lse {_READ} partial", _PARAMS, _STRIDED)
-MERGE = Shader("attention", "merge_splits", "y lse partial", _PARAMS, _STRIDED)
+TILES = Shader("attention attention_tiles", "attend_tiles", f"y lse {_READ}", _PARAMS, _STRIDED)
+SPLIT = Shader(
+    "attention attention_split", "attend_split", f"y lse {_READ} partial", _PARAMS, _STRIDED
+)
+MERGE = Shader("attention attention_split", "merge_splits", "y lse partial", _PARAMS, _STRIDED)
 
 # As in the source: rows of a tile; threads of a tile or a split; columns of values at a time.
 TILE, THREADS, CHUNK = 16, 128, 64

@@ -31,7 +31,7 @@ class Shader:
     """A kernel, its buffers in their order, and its parameters, which are one more buffer.
 
     Args:
-        family: the file under ``shaders`` it is in.
+        sources: the files under ``shaders`` it is in, the last one, and that it needs.
         name: of the kernel.
         buffers: names of its tensors, as its parameters with ``[[buffer(0)]]`` on are called.
         params: names of the 64-bit fields of its last buffer. A float is there as its 32 bits.
@@ -41,9 +41,9 @@ class Shader:
     declared: ClassVar[dict[str, Shader]] = {}
 
     def __init__(
-        self, family: str, name: str, buffers: str, params: str, strided: str = ""
+        self, sources: str, name: str, buffers: str, params: str, strided: str = ""
     ) -> None:
-        self.family, self.name, self.strided = family, name, frozenset(strided.split())
+        self.sources, self.name, self.strided = sources, name, frozenset(strided.split())
         self.buffers, self.params = tuple(buffers.split()), tuple(params.split())
         if len(self.buffers) + 1 > MAX_BUFFERS:
             raise FerrumError(f"shader {name} has more than {MAX_BUFFERS} buffers")
@@ -77,7 +77,7 @@ class Shader:
         if threads > MAX_THREADS or threads % LANES or groups * threads > MAX_GRID:
             raise FerrumError(f"shader {self.name}: no grid of {groups} groups of {threads}")
         named = tuple(sorted((k, v if isinstance(v, str) else TYPES[v]) for k, v in types.items()))
-        kernel = getattr(_library(self.family, named), self.name)
+        kernel = getattr(_library(self.sources, named), self.name)
         block = [_bits(value) for value in params]
         kernel(*buffers, block, threads=groups * threads, group_size=threads)
 
@@ -90,10 +90,10 @@ def _bits(value: int | float) -> int:
 PROLOGUE = "#include <metal_stdlib>\nusing namespace metal;\n"
 
 
-def source(family: str, types: Sequence[tuple[str, str]]) -> str:
-    """What is compiled: the types, what families share, and the family."""
+def source(sources: str, types: Sequence[tuple[str, str]]) -> str:
+    """What is compiled: the types, what all share, and the files named."""
     defined = "".join(f"#define {name} {stands_for}\n" for name, stands_for in types)
-    parts = ((SOURCES / f"{part}.metal").read_text() for part in ("common", family))
+    parts = ((SOURCES / f"{part}.metal").read_text() for part in ("common", *sources.split()))
     return PROLOGUE + defined + "".join(parts)
 
 
@@ -103,8 +103,8 @@ def compile_source(text: str) -> Any:
 
 
 @functools.cache
-def _library(family: str, types: tuple[tuple[str, str], ...]) -> Any:
-    return compile_source(source(family, types))
+def _library(sources: str, types: tuple[tuple[str, str], ...]) -> Any:
+    return compile_source(source(sources, types))
 
 
 def threads_for(columns: int, most: int = 256) -> int:
