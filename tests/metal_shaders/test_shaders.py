@@ -23,6 +23,7 @@ from tests.harness import (
     typical_axes,
 )
 from tests.metal_shaders import emulator
+from tests.metal_shaders.calls import SHADED, kinds_of, with_shader
 from tests.metal_shaders.emulator import (
     CLANG,
     MOST_TOLD_APART,
@@ -34,8 +35,6 @@ from tests.metal_shaders.emulator import (
 
 pytestmark = pytest.mark.skipif(CLANG is None, reason="needs clang (Debian: apt install clang)")
 
-metal.load_shaders()
-SHADED = [pytest.param(op, id=name) for name, op in OPS.items() if "metal" in op.impls]
 # Axes of the launches that sanitizers see, where an op's own reach no barrier a second time.
 WIDER = {"compute_ids_tpe": {"routed_tokens": 40}, "route_topk_softmax": {"num_experts": 128}}
 # Those of more launches: what the sources choose among by a type or a parameter.
@@ -78,12 +77,6 @@ def test_edge_values(op, backend, data, seed):
     check_edge_values(backend, op, data, seed, **with_shader(op))
 
 
-def with_shader(op):
-    """Values of the axes that decide whether an op has a shader."""
-    kinds = [name for name in op.axes if name in ("kind", "gate_kind", "up_kind")]
-    return dict.fromkeys(kinds, tuple(quant.KINDS))
-
-
 def launches_of(op, backend, seed=0):
     """What calls launch, of each kind and with what else there is to choose.
 
@@ -95,7 +88,7 @@ def launches_of(op, backend, seed=0):
         if name in axes:
             axes[name] = max(value for value in op.axes[name] if value <= 128)
     axes |= WIDER.get(op.name, {})
-    kinds = with_shader(op)
+    kinds = kinds_of(op)
     also = [dict.fromkeys(kinds, kind) for kind in quant.KINDS] if kinds else ALSO.get(op.name, [])
     calls = [axes | chosen for chosen in (also if kinds else [{}, *also])]
     with recorded() as launches:
@@ -156,6 +149,18 @@ def test_keys_cut_into_parts(name, layout, backend, data, seed):
             name, {"layout": (layout,), "cache_dtype": (torch.int8, None)}
         )
         check_matches_reference(backend, OPS[name], data, seed, **narrowed)
+
+
+@pytest.mark.parametrize("name", ("paged_decode_attention", "paged_varlen_attention"))
+def test_float8_pools_are_attended_to_by_definition(name, backend):
+    op = OPS[name]
+    axes = {**typical_axes(op), "cache_dtype": torch.float8_e4m3fn, "scales": "tensor"}
+    call = sample(op, torch.float32, "cpu", 0, **axes)
+    want, left = expected(op, call)
+    with recorded() as launches:
+        got = getattr(backend, name)(**call)
+    assert not launches
+    assert_call_matches(op, (got,), call, want, left)
 
 
 def test_sequences_that_are_not_there_touch_nothing(backend):

@@ -56,6 +56,12 @@ def _types(
     }
 
 
+def _aligned(blocks: Tensor) -> Tensor:
+    """Contiguous, and at an even address: kernels read two bytes at once."""
+    blocks = blocks.contiguous()
+    return blocks.clone() if blocks.storage_offset() % 2 else blocks
+
+
 def _tiles(num_rows: int) -> int:
     """Threadgroups that share so many rows."""
     return -(-num_rows // (ROWS * SIMDGROUPS))
@@ -73,7 +79,7 @@ def dequantize(
     if y.numel():
         count = y.numel() // GROUP
         params = (count, k // GROUP, blocks.shape[-1])
-        DEQUANTIZE.launch(_types(dtype, kind), (y, blocks.contiguous()), params, **grid(count))
+        DEQUANTIZE.launch(_types(dtype, kind), (y, _aligned(blocks)), params, **grid(count))
     return delivered(y, out)
 
 
@@ -88,7 +94,7 @@ def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = Non
     elif y.numel():
         tiles = _tiles(num_rows)
         params = (num_rows, k // GROUP, blocks.shape[1], tiles)
-        buffers = (y, a.contiguous(), blocks.contiguous())
+        buffers = (y, a.contiguous(), _aligned(blocks))
         launch = {"groups": num_tokens * tiles, "threads": LANES * SIMDGROUPS}
         GEMV.launch(_types(a.dtype, kind), buffers, params, **launch)
     return delivered(y, out)
@@ -112,7 +118,7 @@ def embedding_lookup_quant(
     k = blocks.shape[1] // block_bytes * block_weights
     y = result(blocks, (*ids.shape, k), out, dtype)
     if y.numel():
-        blocks = blocks.contiguous()
+        blocks = _aligned(blocks)
         count = y.numel() // GROUP
         types = _types(dtype, kind, ids=ids.dtype)
         params = (count, k // GROUP, blocks.shape[1], blocks.shape[0])
@@ -136,7 +142,7 @@ def _launch_experts(
             tiles,
             1 if a.dim() == 3 else ids.shape[1],
         )
-        buffers = (y, a.contiguous(), *(stack.contiguous() for stack in stacks), ids.contiguous())
+        buffers = (y, a.contiguous(), *map(_aligned, stacks), ids.contiguous())
         launch = {"groups": ids.numel() * tiles, "threads": LANES * SIMDGROUPS}
         shader.launch(_types(a.dtype, *kinds, ids=ids.dtype), buffers, params, **launch)
 

@@ -9,9 +9,13 @@ constant constexpr uint Q4_K = 3;
 constant constexpr uint Q5_K = 4;
 constant constexpr uint Q6_K = 5;
 
-// The float16 at any byte.
+// Blocks and what is in them lie at even addresses: two bytes are one load.
+inline uint two_bytes(device const uchar* bytes) {
+    return *(device const ushort*)bytes;
+}
+
 inline float float16_at(device const uchar* bytes) {
-    return float(as_type<half>(ushort(bytes[0] | bytes[1] << 8)));
+    return float(as_type<half>(ushort(two_bytes(bytes))));
 }
 
 // The scale and the minimum, six bits each, of one of eight groups: Q4_K's and Q5_K's twelve bytes.
@@ -23,7 +27,7 @@ inline uint minimum_of(device const uchar* bytes, uint group) {
     return group < 4 ? bytes[group + 4] & 63 : bytes[group + 4] >> 4 | (bytes[group] >> 6) << 4;
 }
 
-// Weight i of a group of a block. Every product is exact: only a difference is rounded.
+// A group of a block. Every product of its weights is exact: only a difference is rounded.
 template <uint KIND, uint BLOCK_BYTES, uint BLOCK_GROUPS>
 struct Group {
     device const uchar* block;
@@ -46,31 +50,42 @@ struct Group {
         }
     }
 
-    float weight(uint i) const {
-        if (KIND == Q4_0) {
-            const uint byte = block[2 + i % 16];
-            return scale * (float(i < 16 ? byte & 15 : byte >> 4) - 8.0f);
-        }
-        if (KIND == Q4_1) {
-            const uint byte = block[4 + i % 16];
-            return scale * float(i < 16 ? byte & 15 : byte >> 4) + minimum;
-        }
+    // Codes 2 i and 2 i + 1, whose bits are in bytes that follow one another.
+    float2 codes(uint i) const {
+        uint at = 2 + 2 * i, shift = 0, upper = 0;
         if (KIND == Q8_0) {
-            return scale * float(as_type<char>(block[2 + i]));
+            const uint bytes = two_bytes(block + at);
+            return float2(as_type<char>(uchar(bytes)), as_type<char>(uchar(bytes >> 8)));
         }
-        if (KIND == Q4_K) {
-            const uint byte = block[16 + group / 2 * 32 + i];
-            return scale * float(group % 2 ? byte >> 4 : byte & 15) + minimum;
+        if (KIND == Q4_0 || KIND == Q4_1) {
+            at = (KIND == Q4_1 ? 4 : 2) + 2 * (i % 8);
+            shift = i / 8 * 4;
+        } else if (KIND == Q4_K) {
+            at = 16 + group / 2 * 32 + 2 * i;
+            shift = group % 2 * 4;
+        } else if (KIND == Q5_K) {
+            at = 48 + group / 2 * 32 + 2 * i;
+            shift = group % 2 * 4;
+            upper = (two_bytes(block + 16 + 2 * i) >> group & 0x0101) << 4;
+        } else {
+            const uint part = group % 4;
+            at = group / 4 * 64 + part % 2 * 32 + 2 * i;
+            shift = part / 2 * 4;
+            upper = (two_bytes(block + 128 + group / 4 * 32 + 2 * i) >> (2 * part) & 0x0303) << 4;
         }
-        if (KIND == Q5_K) {
-            const uint byte = block[48 + group / 2 * 32 + i];
-            const uint upper = (uint(block[16 + i]) >> group & 1) << 4;
-            return scale * float((group % 2 ? byte >> 4 : byte & 15) | upper) + minimum;
+        const uint both = (two_bytes(block + at) >> shift & 0x0F0F) | upper;
+        const float offset = KIND == Q4_0 ? 8.0f : KIND == Q6_K ? 32.0f : 0.0f;
+        return float2(float(both & 255) - offset, float(both >> 8) - offset);
+    }
+
+    // Weights 2 i and 2 i + 1.
+    float2 weights(uint i) const {
+        float factor = scale;
+        if (KIND == Q6_K) {
+            factor *= float(as_type<char>(block[192 + 2 * group + i / 8]));
         }
-        const uint part = group % 4, byte = block[group / 4 * 64 + part % 2 * 32 + i];
-        const uint upper = (uint(block[128 + group / 4 * 32 + i]) >> (2 * part) & 3) << 4;
-        const float code = float((part / 2 ? byte >> 4 : byte & 15) | upper) - 32.0f;
-        return scale * float(as_type<char>(block[192 + 2 * group + i / 16])) * code;
+        const float2 pair = codes(i);
+        return float2(factor * pair.x + minimum, factor * pair.y + minimum);
     }
 };
 
@@ -90,8 +105,9 @@ inline void add_products(
             const ulong row = first + r < num_rows ? first + r : num_rows - 1;
             const Weights group(blocks + row * row_bytes, g);
             float sum = 0.0f;
-            for (uint i = 0; i < GROUP; i++) {
-                sum += group.weight(i) * values[i];
+            for (uint i = 0; i < GROUP / 2; i++) {
+                const float2 pair = group.weights(i);
+                sum += pair.x * values[2 * i] + pair.y * values[2 * i + 1];
             }
             sums[r] += sum;
         }
@@ -212,8 +228,10 @@ kernel void dequantize(
     if (i < ulong(p.count)) {
         const ulong row = i / uint(p.num_groups);
         const WEIGHTS group(blocks + row * ulong(p.row_bytes), i % uint(p.num_groups));
-        for (uint j = 0; j < GROUP; j++) {
-            y[i * ulong(GROUP) + j] = SCALAR(group.weight(j));
+        for (uint j = 0; j < GROUP / 2; j++) {
+            const float2 pair = group.weights(j);
+            y[i * ulong(GROUP) + 2 * j] = SCALAR(pair.x);
+            y[i * ulong(GROUP) + 2 * j + 1] = SCALAR(pair.y);
         }
     }
 }
@@ -236,8 +254,10 @@ kernel void embedding_quant(
         const long id = long(ids[i / uint(p.num_groups)]);
         const bool known = id >= 0 && id < p.vocab_size;
         const WEIGHTS group(blocks + (known ? id * p.row_bytes : 0), i % uint(p.num_groups));
-        for (uint j = 0; j < GROUP; j++) {
-            y[i * ulong(GROUP) + j] = known ? SCALAR(group.weight(j)) : SCALAR(0.0f);
+        for (uint j = 0; j < GROUP / 2; j++) {
+            const float2 pair = group.weights(j);
+            y[i * ulong(GROUP) + 2 * j] = SCALAR(known ? pair.x : 0.0f);
+            y[i * ulong(GROUP) + 2 * j + 1] = SCALAR(known ? pair.y : 0.0f);
         }
     }
 }
