@@ -133,21 +133,17 @@ def test_threadgroups_run_in_any_order(op, backend):
         assert run_backwards(launch) == launch.after
 
 
-def _barriers():
-    for path in sorted(shader.SOURCES.glob("*.metal")):
-        for i, found in enumerate(BARRIER.finditer(path.read_text())):
-            yield pytest.param(path.stem, found.span(), id=f"{path.stem}-{i}")
-
-
-@pytest.mark.parametrize("layout", ("hnd", "nhd", "vllm_x"))
-@pytest.mark.parametrize("name", ("flash_attention", "paged_decode_attention"))
+@pytest.mark.parametrize(
+    ("name", "narrowed"),
+    [
+        ("flash_attention", {"kv_len": (33, 70), "q_len": (1, 5)}),
+        ("paged_decode_attention", {"cache_dtype": (torch.int8, None)}),
+    ],
+)
 @given(data=st.data(), seed=st.integers(0, 2**31))
-def test_keys_cut_into_parts(name, layout, backend, data, seed):
+def test_keys_cut_into_parts(name, narrowed, backend, data, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "SPLIT_KEYS", 16)
-        narrowed = {"flash_attention": {"kv_len": (33, 70), "q_len": (1, 5)}}.get(
-            name, {"layout": (layout,), "cache_dtype": (torch.int8, None)}
-        )
         check_matches_reference(backend, OPS[name], data, seed, **narrowed)
 
 
@@ -184,6 +180,12 @@ def test_heads_are_quantised_into_a_pool(layout, backend, data, seed):
     want, left = expected(op, call)
     got = backend.split_qkv_norm_rope_into_paged_cache(**call)
     assert_call_matches(op, (got,), call, want, left)
+
+
+def _barriers():
+    for path in sorted(shader.SOURCES.glob("*.metal")):
+        for i, found in enumerate(BARRIER.finditer(path.read_text())):
+            yield pytest.param(path.stem, found.span(), id=f"{path.stem}-{i}")
 
 
 def uses_threadgroup_memory(text, kernel):

@@ -31,7 +31,7 @@ class Shader:
     """A kernel, its buffers in their order, and its parameters, which are one more buffer.
 
     Args:
-        sources: the files under ``shaders`` it is in, the last one, and that it needs.
+        sources: the files under ``shaders`` that it needs, its own the last.
         name: of the kernel.
         buffers: names of its tensors, as its parameters with ``[[buffer(0)]]`` on are called.
         params: names of the 64-bit fields of its last buffer. A float is there as its 32 bits.
