@@ -15,14 +15,13 @@ metal.load_shaders()
 SHADED = [pytest.param(op, id=name) for name, op in OPS.items() if "metal" in op.impls]
 
 
-def kinds_of(op: Op) -> list[str]:
-    """Axes that are formats of packed weights."""
-    return [name for name in op.axes if name in ("kind", "gate_kind", "up_kind")]
-
-
 def with_shader(op: Op) -> dict[str, Any]:
     """Values of the axes that decide whether a call runs a shader, or its definition."""
-    narrowed: dict[str, Any] = dict.fromkeys(kinds_of(op), tuple(quant.KINDS))
-    if "cache_dtype" in op.axes:
-        narrowed["cache_dtype"] = (torch.int8, None)
-    return narrowed
+    pools = {"cache_dtype": (torch.int8, None)} if "cache_dtype" in op.axes else {}
+    return {**kinds_of(op), **pools}
+
+
+def kinds_of(op: Op) -> dict[str, Any]:
+    """Of these axes, those that are formats of packed weights."""
+    axes = [name for name in op.axes if name in ("kind", "gate_kind", "up_kind")]
+    return dict.fromkeys(axes, tuple(quant.KINDS))

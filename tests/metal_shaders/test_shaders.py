@@ -74,7 +74,7 @@ def test_matches_reference(op, backend, data, seed):
 @pytest.mark.parametrize("op", SHADED)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_edge_values(op, backend, data, seed):
-    check_edge_values(backend, op, data, seed, **with_shader(op))
+    check_edge_values(backend, op, data, seed, **kinds_of(op))
 
 
 def launches_of(op, backend, seed=0):
