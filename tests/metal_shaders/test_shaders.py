@@ -115,7 +115,7 @@ def test_sanitized(op, sanitizer, backend):
 @pytest.mark.parametrize("sanitizer", emulator.SANITIZERS)
 @pytest.mark.parametrize("op", SHADED)
 @settings(  # each example may have to be compiled
-    max_examples=settings.default.max_examples // 5, phases=[Phase.explicit, Phase.generate]
+    max_examples=settings.default.max_examples // 10, phases=[Phase.explicit, Phase.generate]
 )
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_sanitized_at_any_shape(op, sanitizer, backend, data, seed):
