@@ -7,10 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ferrum_triton.backends.metal.shader import LANES, MAX_GRID, Shader, delivered, strides
+from ferrum_triton.backends.metal.pool import Pool, contiguous, pages
+from ferrum_triton.backends.metal.shader import (
+    LANES,
+    MAX_GRID,
+    Shader,
+    all_there,
+    delivered,
+    strides,
+    types_of,
+)
 from ferrum_triton.errors import FerrumError
 from ferrum_triton.ops.attention import flash, paged_decode, paged_varlen
-from ferrum_triton.ops.kv_pool import LIMITS, pool_strides, scale_strides, token_view
 
 _READ = "q k v k_scales v_scales sinks kv_lens block_tables pos_offsets cu_seqlens_q"
 _STRIDED = "y lse q k v k_scales v_scales block_tables"
@@ -37,30 +45,6 @@ TILE, THREADS, CHUNK = 16, 128, 64
 FEW_QUERIES, MOST_ROWS = 8, 4
 # Keys of a split, until there are so many of them.
 SPLIT_KEYS, MOST_SPLITS = 512, 32
-ONE_PIECE = 1024  # is longer than any vector
-
-
-class Pool(NamedTuple):
-    """Keys and values.
-
-    Attributes:
-        strides: of k by block, head, slot and piece; then those of v.
-        scale_strides: of k's scales by block, head and slot; then those of v's.
-        pieces: elements of k and of v that lie side by side.
-        block_tables: None where a sequence's keys are the block of its number.
-    """
-
-    k: Tensor
-    v: Tensor
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    strides: tuple[int, ...]
-    pieces: tuple[int, int] = (ONE_PIECE, ONE_PIECE)
-    k_scales: Tensor | None = None
-    v_scales: Tensor | None = None
-    scale_strides: tuple[int, ...] = (0,) * 6
-    block_tables: Tensor | None = None
 
 
 class Sight(NamedTuple):
@@ -97,14 +81,23 @@ def _by_query(of: str, x: Tensor | None, is_packed: bool) -> dict[str, int]:
 
 
 def _attend(
-    y: Tensor, lse: Tensor | None, q: Tensor, pool: Pool, sight: Sight, in_tiles: bool
+    y: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    pool: Pool,
+    tables: Tensor | None,
+    sight: Sight,
+    in_tiles: bool,
 ) -> None:
-    """Write y [batch, num_heads, q_len, value_dim] for q [batch, num_heads, q_len, head_dim]."""
+    """Write y [batch, num_heads, q_len, value_dim] for q [batch, num_heads, q_len, head_dim].
+
+    Without tables a sequence's keys are the block of its number.
+    """
     batch, num_heads, q_len, head_dim = q.shape
     value_dim = y.shape[3]
     if q.numel() == 0:
         return
-    tables, num_kv_heads = pool.block_tables, pool.num_kv_heads
+    num_kv_heads = pool.num_kv_heads
     capacity = pool.block_size * (1 if tables is None else tables.shape[1])
     capacity = capacity if pool.num_blocks else 0
     if capacity > MAX_GRID:
@@ -114,7 +107,7 @@ def _attend(
     splits = 1 if in_tiles else _splits(keys)
     rows = q_len * (num_heads // num_kv_heads)
     rows_at_once = next(n for n in (1, 2, MOST_ROWS) if n >= min(rows, MOST_ROWS))
-    quantised, scale = pool.k_scales is not None, sight.softmax_scale
+    scale = sight.softmax_scale
     is_packed = sight.cu_seqlens_q is not None
     num_seqs = tables.shape[0] if is_packed and tables is not None else batch
     given = {
@@ -125,12 +118,8 @@ def _attend(
     }
     types = {
         "SCALAR": q.dtype,
-        "CACHE": pool.k.dtype,
-        "QUANTISED": str(int(quantised)),
-        "SCALE": torch.float32 if pool.k_scales is None else pool.k_scales.dtype,
-        **{name: torch.int64 if ids is None else ids.dtype for name, ids in given.items()},
-        "K_PIECE": str(pool.pieces[0]),
-        "V_PIECE": str(pool.pieces[1]),
+        **pool.types(),
+        **types_of(given),
         "ROWS": str(rows_at_once),
         "COLUMNS": str(-(-head_dim // LANES)),
         "VALUE_COLUMNS": str(-(-value_dim // LANES)),
@@ -156,26 +145,20 @@ def _attend(
         "has_sinks": int(sight.sinks is not None),
         "has_lse": int(lse is not None),
         "has_tables": int(tables is not None),
-        "num_blocks": pool.num_blocks,
-        "block_size": pool.block_size,
         "stride_table": 0 if tables is None else tables.stride(0),
         "splits": splits,
         **_by_query("q", q, is_packed),
         **_by_query("y", y, is_packed),
         **_by_query("lse", lse, is_packed),
-        **strides("k", "block head slot piece", pool.strides[:4]),
-        **strides("v", "block head slot piece", pool.strides[4:]),
-        **strides("k_scales", "block head slot", pool.scale_strides[:3]),
-        **strides("v_scales", "block head slot", pool.scale_strides[3:]),
+        **pool.params(),
     }
     sinks = None if sight.sinks is None else sight.sinks.float().contiguous()
     lists = [
         ids if ids is None or name == "BLOCK" else ids.contiguous() for name, ids in given.items()
     ]
     read = (y, lse, q, pool.k, pool.v, pool.k_scales, pool.v_scales, sinks, *lists)
-    # What is not read is some tensor all the same.
     some = q[0, 0, 0, :1]
-    buffers = tuple(some if buffer is None or buffer.numel() == 0 else buffer for buffer in read)
+    buffers = all_there(read, some)
     if in_tiles:
         # Of packed sequences as many as there may be: each may end in a tile of its own.
         tiles = rows // TILE + num_seqs if is_packed else batch * -(-rows // TILE)
@@ -211,43 +194,13 @@ def flash_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     y = q.new_empty(*q.shape[:3], v.shape[3]) if out is None else out
-    num_blocks, num_kv_heads, capacity = k.shape[:3]
-    by_slot = (*pool_strides(k, "hnd"), *pool_strides(v, "hnd"))
-    pool = Pool(k, v, num_blocks, capacity, num_kv_heads, by_slot)
-    length = capacity if kv_len is None else kv_len
+    length = k.shape[2] if kv_len is None else kv_len
     sight = Sight(
         length, kv_lens, pos_offset, causal, sliding_window, softmax_scale, softcap, sinks
     )
-    _attend(y, lse, q, pool, sight, in_tiles=q.shape[2] > FEW_QUERIES)
+    in_tiles = q.shape[2] > FEW_QUERIES
+    _attend(y, lse, q, contiguous(k, v), None, sight, in_tiles)
     return y
-
-
-def _pages(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-    layout: str,
-) -> Pool:
-    """A pool in pages."""
-    num_blocks, block_size, num_kv_heads = token_view(v_cache, layout).shape[:3]
-    by_slot = (*pool_strides(k_cache, layout), *pool_strides(v_cache, layout))
-    pieces = (k_cache.shape[-1], 1) if layout == "vllm_x" else (ONE_PIECE, ONE_PIECE)
-    if k_cache.dtype not in LIMITS or k_scales is None or v_scales is None:
-        k_scales = v_scales = None
-    of_scales: list[int] = []
-    for scales in (k_scales, v_scales):
-        if scales is None:
-            of_scales += (0, 0, 0)
-        elif scales.dim() == 3:
-            of_scales += scale_strides(scales, layout)
-        else:  # one for all heads is one that never advances
-            of_scales += (0, 0 if scales.shape[0] == 1 else scales.stride(0), 0)
-    return Pool(
-        k_cache, v_cache, num_blocks, block_size, num_kv_heads, by_slot, pieces, k_scales, v_scales,
-        tuple(of_scales), block_tables,
-    )  # fmt: skip
 
 
 @paged_decode.paged_decode_attention.impl("metal")
@@ -276,10 +229,11 @@ def paged_decode_attention(
         )  # fmt: skip
         return delivered(y.contiguous(), out)
     y = q.new_empty(q.shape) if out is None else out
-    pool = _pages(k_cache, v_cache, block_tables, k_scales, v_scales, layout)
+    pool = pages(k_cache, v_cache, k_scales, v_scales, layout)
     sight = Sight(0, kv_lens, None, True, sliding_window, softmax_scale, softcap, sinks)
     by_head = None if lse is None else lse.transpose(1, 2)
-    _attend(y.transpose(1, 2), by_head, q.transpose(1, 2), pool, sight, in_tiles=False)
+    queries, results = q.transpose(1, 2), y.transpose(1, 2)
+    _attend(results, by_head, queries, pool, block_tables, sight, in_tiles=False)
     return y
 
 
@@ -310,7 +264,7 @@ def paged_varlen_attention(
         )  # fmt: skip
         return delivered(y.contiguous(), out)
     y = q.new_empty(q.shape) if out is None else out
-    pool = _pages(k_cache, v_cache, block_tables, k_scales, v_scales, layout)
+    pool = pages(k_cache, v_cache, k_scales, v_scales, layout)
     sight = Sight(
         0,
         None,
@@ -326,5 +280,5 @@ def paged_varlen_attention(
     by_head, queries, results = (
         None if t is None else t.transpose(0, 1)[None] for t in (lse, q, y)
     )
-    _attend(results, by_head, queries, pool, sight, in_tiles=True)
+    _attend(results, by_head, queries, pool, block_tables, sight, in_tiles=True)
     return y

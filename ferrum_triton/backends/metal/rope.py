@@ -7,15 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ferrum_triton.backends.metal.shader import LANES, Shader, delivered, strides
-from ferrum_triton.ops import paged_cache, rope
-from ferrum_triton.ops.kv_pool import (
-    LEAST_MAXIMUM,
-    LIMITS,
-    pool_strides,
-    scale_strides,
-    token_view,
+from ferrum_triton.backends.metal.pool import Pool, contiguous, pages
+from ferrum_triton.backends.metal.shader import (
+    LANES,
+    Shader,
+    all_there,
+    delivered,
+    strides,
+    types_of,
 )
+from ferrum_triton.ops import paged_cache, rope
+from ferrum_triton.ops.kv_pool import LEAST_MAXIMUM, LIMITS
 
 PREPARE = Shader(
     "rope",
@@ -25,8 +27,8 @@ PREPARE = Shader(
     "num_tokens num_heads num_kv_heads head_dim half_rotary_dim max_positions qk_mode eps "
     "has_positions pos_offset placement cache_len num_blocks block_size num_seqs max_blocks "
     "stride_table stride_x_token stride_x_head stride_q_token stride_q_head "
-    "stride_k_block stride_k_head stride_k_slot stride_k_piece k_piece "
-    "stride_v_block stride_v_head stride_v_slot stride_v_piece v_piece "
+    "stride_k_block stride_k_head stride_k_slot stride_k_piece "
+    "stride_v_block stride_v_head stride_v_slot stride_v_piece "
     "stride_k_scales_block stride_k_scales_head stride_k_scales_slot "
     "stride_v_scales_block stride_v_scales_head stride_v_scales_slot",
     strided="q k_cache v_cache k_scales v_scales qkv block_tables",
@@ -35,27 +37,9 @@ THREADS = 128
 TO_SLOTS, COUNTED, ONE_SEQUENCE, ONE_EACH, PACKED = range(5)  # where tokens go, as in the source
 
 
-class Cache(NamedTuple):
-    """Where keys and values go.
+class Place(NamedTuple):
+    """Where tokens go: to slots, else where block tables say, else counted up from cache_len."""
 
-    Attributes:
-        k, v: the caches.
-        strides: of k, by block, head, slot and piece; then v's.
-        pieces: elements of k and of v that lie side by side.
-        k_scales, v_scales: of codes.
-        scale_strides: of k's, by block, head and slot; then of v's.
-        cache_len: the slot of token 0, where no tensor says.
-    """
-
-    k: Tensor
-    v: Tensor
-    num_blocks: int
-    block_size: int
-    strides: tuple[int, ...]
-    pieces: tuple[int, int]
-    k_scales: Tensor | None = None
-    v_scales: Tensor | None = None
-    scale_strides: tuple[int, ...] = (0,) * 6
     cache_len: int = 0
     slots: Tensor | None = None
     block_tables: Tensor | None = None
@@ -72,11 +56,7 @@ class Cache(NamedTuple):
         return ONE_SEQUENCE if self.block_tables.shape[0] == 1 else ONE_EACH
 
 
-def _rows(k: Tensor, v: Tensor, cache_len: int = 0, slots: Tensor | None = None) -> Cache:
-    """Of keys and values [num_kv_heads, capacity, head_dim]: a pool of one page."""
-    by_slot = (*pool_strides(k[None], "hnd"), *pool_strides(v[None], "hnd"))
-    pieces = (k.shape[2], k.shape[2])
-    return Cache(k, v, 1, k.shape[1], by_slot, pieces, cache_len=cache_len, slots=slots)
+COUNTED_UP = Place()
 
 
 def _prepare(
@@ -89,35 +69,31 @@ def _prepare(
     pos_offset: int,
     eps: float,
     qk_mode: int,
-    cache: Cache | None,
+    pool: Pool,
+    place: Place = COUNTED_UP,
 ) -> None:
     """Write the queries of x [num_tokens, heads, head_dim] to q [num_tokens, num_heads, head_dim],
-    and its keys and values to a cache.
+    and its keys and values to a pool.
     """
     if x.numel() == 0:
         return
-    cache = cache or _rows(x[:0], x[:0])
     cos, sin = (table.contiguous() for table in tables)
     given = {
         "POSITION": positions,
-        "SLOT": cache.slots,
-        "BLOCK": cache.block_tables,
-        "OFFSET": cache.pos_offsets,
-        "START": cache.cu_seqlens_q,
+        "SLOT": place.slots,
+        "BLOCK": place.block_tables,
+        "OFFSET": place.pos_offsets,
+        "START": place.cu_seqlens_q,
     }
-    quantised = cache.k.dtype in LIMITS
-    scales = (cache.k_scales, cache.v_scales) if quantised else (None, None)
     types = {
         "SCALAR": x.dtype,
         "WEIGHT_TABLE": cos.dtype,
-        "CACHE": cache.k.dtype,
-        "SCALE": torch.float32 if scales[0] is None else scales[0].dtype,
-        "QUANTISED": str(int(quantised)),
-        "LIMIT": f"{LIMITS.get(cache.k.dtype, 0.0)}f",
+        **pool.types(),
+        "LIMIT": f"{LIMITS.get(pool.k.dtype, 0.0)}f",
         "LEAST_MAXIMUM": f"{LEAST_MAXIMUM}f",
-        **{name: torch.int64 if ids is None else ids.dtype for name, ids in given.items()},
+        **types_of(given),
     }
-    num_seqs, max_blocks = (0, 0) if cache.block_tables is None else cache.block_tables.shape
+    num_seqs, max_blocks = (0, 0) if place.block_tables is None else place.block_tables.shape
     params = {
         "num_tokens": x.shape[0],
         "num_heads": heads[0],
@@ -129,35 +105,24 @@ def _prepare(
         "eps": float(eps),
         "has_positions": int(positions is not None),
         "pos_offset": pos_offset,
-        "placement": cache.placement(),
-        "cache_len": cache.cache_len,
-        "num_blocks": cache.num_blocks,
-        "block_size": cache.block_size,
+        "placement": place.placement(),
+        "cache_len": place.cache_len,
         "num_seqs": num_seqs,
         "max_blocks": max_blocks,
-        "stride_table": 0 if cache.block_tables is None else cache.block_tables.stride(0),
-        "k_piece": cache.pieces[0],
-        "v_piece": cache.pieces[1],
+        "stride_table": 0 if place.block_tables is None else place.block_tables.stride(0),
         **strides("x", "token head", x.stride()[:2]),
         **strides("q", "token head", q.stride()[:2]),
-        **strides("k", "block head slot piece", cache.strides[:4]),
-        **strides("v", "block head slot piece", cache.strides[4:]),
-        **strides("k_scales", "block head slot", cache.scale_strides[:3]),
-        **strides("v_scales", "block head slot", cache.scale_strides[3:]),
+        **pool.params(),
     }
-    lists = [None if ids is None else _packed(name, ids) for name, ids in given.items()]
+    lists = [
+        ids if ids is None or name == "BLOCK" else ids.contiguous() for name, ids in given.items()
+    ]
     wide = [None if weight is None else weight.float().contiguous() for weight in weights]
-    buffers = (q, cache.k, cache.v, *scales, x, *wide, cos, sin, *lists)
-    # What is not read is some tensor all the same.
-    some = x[0, 0, :1]
-    buffers = tuple(some if buffer is None or buffer.numel() == 0 else buffer for buffer in buffers)
+    given_buffers = (q, pool.k, pool.v, pool.k_scales, pool.v_scales, x, *wide, cos, sin, *lists)
+    buffers = all_there(given_buffers, x[0, 0, :1])
     num_simdgroups = x.shape[0] * x.shape[1]
     groups = -(-num_simdgroups // (THREADS // LANES))
     PREPARE.launch(types, buffers, params, groups=groups, threads=THREADS)
-
-
-def _packed(name: str, ids: Tensor) -> Tensor:
-    return ids if name == "BLOCK" else ids.contiguous()
 
 
 def _queries(like: Tensor, shape: tuple[int, int, int], out: Tensor | None) -> Tensor:
@@ -181,7 +146,8 @@ def qk_norm_rope(
     q = _queries(x, (num_heads, num_tokens, head_dim), out)
     heads, weights = (num_heads, 0), (weight, weight)
     by_token = q.transpose(0, 1)
-    _prepare(by_token, x, heads, weights, (cos, sin), positions, pos_offset, eps, qk_mode, None)
+    pool = contiguous(x[None, :0], x[None, :0])  # of no keys
+    _prepare(by_token, x, heads, weights, (cos, sin), positions, pos_offset, eps, qk_mode, pool)
     return q
 
 
@@ -218,8 +184,8 @@ def split_qkv_norm_rope(
     shapes = [(count, x.shape[0], x.shape[2]) for count in counts]
     q, k, v = (_queries(qkv, shape, o) for shape, o in zip(shapes, outs, strict=True))
     weights, tables = (q_weight, k_weight), (cos, sin)
-    by_token, cache = q.transpose(0, 1), _rows(k, v)
-    _prepare(by_token, x, heads, weights, tables, positions, pos_offset, eps, qk_mode, cache)
+    by_token, pool = q.transpose(0, 1), contiguous(k[None], v[None])
+    _prepare(by_token, x, heads, weights, tables, positions, pos_offset, eps, qk_mode, pool)
     return q, k, v
 
 
@@ -246,8 +212,9 @@ def split_qkv_norm_rope_into_cache(
     x = _split(qkv, heads)
     q = _queries(qkv, (num_heads, x.shape[0], x.shape[2]), out)
     weights, tables = (q_weight, k_weight), (cos, sin)
-    by_token, cache = q.transpose(0, 1), _rows(k_cache, v_cache, cache_len, slots)
-    _prepare(by_token, x, heads, weights, tables, positions, pos_offset, eps, qk_mode, cache)
+    by_token, pool = q.transpose(0, 1), contiguous(k_cache[None], v_cache[None])
+    place = Place(cache_len, slots)
+    _prepare(by_token, x, heads, weights, tables, positions, pos_offset, eps, qk_mode, pool, place)
     return q
 
 
@@ -280,30 +247,11 @@ def split_qkv_norm_rope_into_paged_cache(
             pos_offsets, cu_seqlens_q, positions, k_scales, v_scales, eps, qk_mode, layout,
         )  # fmt: skip
         return delivered(q, out)
-    num_blocks, block_size, num_kv_heads = token_view(v_cache, layout).shape[:3]
-    heads = (num_heads, num_kv_heads)
+    pool = pages(k_cache, v_cache, k_scales, v_scales, layout)
+    heads = (num_heads, pool.num_kv_heads)
     x = _split(qkv, heads)
     q = _queries(qkv, (x.shape[0], num_heads, x.shape[2]), out)
-    by_slot = (*pool_strides(k_cache, layout), *pool_strides(v_cache, layout))
-    pieces = (k_cache.shape[-1], 1 if layout == "vllm_x" else v_cache.shape[-1])
-    of_scales: tuple[int, ...] = (0,) * 6
-    if k_cache.dtype in LIMITS and k_scales is not None and v_scales is not None:
-        of_scales = (*scale_strides(k_scales, layout), *scale_strides(v_scales, layout))
-    cache = Cache(
-        k_cache,
-        v_cache,
-        num_blocks,
-        block_size,
-        by_slot,
-        pieces,
-        k_scales,
-        v_scales,
-        of_scales,
-        slots=slots,
-        block_tables=block_tables,
-        pos_offsets=pos_offsets,
-        cu_seqlens_q=cu_seqlens_q,
-    )
     weights, tables = (q_weight, k_weight), (cos, sin)
-    _prepare(q, x, heads, weights, tables, positions, 0, eps, qk_mode, cache)
+    place = Place(0, slots, block_tables, pos_offsets, cu_seqlens_q)
+    _prepare(q, x, heads, weights, tables, positions, 0, eps, qk_mode, pool, place)
     return q

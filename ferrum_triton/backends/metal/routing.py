@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ferrum_triton.backends.metal.shader import LANES, Shader, delivered
+from ferrum_triton.backends.metal.shader import Shader, delivered, power_of_2_threads
 from ferrum_triton.ops.moe import pairs, routing
 
 ROUTE = Shader(
@@ -16,13 +16,6 @@ SORT = Shader(
     "num_pairs gate_up_tiles down_tiles num_experts token_tile",
 )
 THREADS = 128
-
-
-def _power_of_2(columns: int, most: int) -> int:
-    threads = LANES
-    while threads < min(columns, most):
-        threads *= 2
-    return threads
 
 
 @routing.route_topk_softmax.impl("metal")
@@ -40,7 +33,7 @@ def route_topk_softmax(
     if num_tokens:
         buffers = (ids, weights, counts, logits.contiguous())
         params = (num_experts, top_k, int(norm_topk_prob))
-        launch = {"groups": num_tokens, "threads": _power_of_2(num_experts, 2 * THREADS)}
+        launch = {"groups": num_tokens, "threads": power_of_2_threads(num_experts)}
         ROUTE.launch({"SCALAR": logits.dtype, "ID": torch.int32}, buffers, params, **launch)
     return tuple(map(delivered, (ids, weights, counts), out or (None,) * 3))
 

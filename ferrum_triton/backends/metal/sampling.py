@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from ferrum_triton.backends.metal.shader import LANES, Shader, delivered, result
+from ferrum_triton.backends.metal.shader import Shader, delivered, power_of_2_threads, result
 from ferrum_triton.ops import sampling as ops
 
 ARGMAX = Shader("sampling", "argmax_rows", "y logits mask", "vocab_size mask_size")
-MOST_THREADS = 256
 
 
 @ops.argmax_rows.impl("metal")
@@ -15,9 +14,7 @@ def argmax_rows(logits: Tensor, mask: Tensor | None = None, *, out: Tensor | Non
     rows, columns = logits.shape
     y = result(logits, (rows,), out, torch.int32)
     if rows:
-        threads = LANES
-        while threads < min(columns, MOST_THREADS):
-            threads *= 2
+        threads = power_of_2_threads(columns)
         logits = logits.contiguous()
         # Without a mask, or with an empty one, none is read.
         allowed = logits if mask is None or not mask.numel() else mask.contiguous()

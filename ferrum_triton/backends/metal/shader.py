@@ -112,6 +112,24 @@ def threads_for(columns: int, most: int = 256) -> int:
     return min(max(-(-columns // LANES) * LANES, LANES), most)
 
 
+def power_of_2_threads(columns: int, most: int = 256) -> int:
+    """Threads of a group that looks for a place among so many columns."""
+    threads = LANES
+    while threads < min(columns, most):
+        threads *= 2
+    return threads
+
+
+def types_of(lists: Mapping[str, Tensor | None]) -> dict[str, torch.dtype]:
+    """What the names of integers' types stand for."""
+    return {name: torch.int64 if ids is None else ids.dtype for name, ids in lists.items()}
+
+
+def all_there(buffers: Sequence[Tensor | None], some: Tensor) -> tuple[Tensor, ...]:
+    """The buffers with ``some`` tensor for those that are not there, which no kernel reads."""
+    return tuple(some if b is None or b.numel() == 0 else b for b in buffers)
+
+
 def strides(of: str, dims: str, values: Sequence[int]) -> dict[str, int]:
     """Parameters that are the strides of something by ``dims``."""
     return {f"stride_{of}_{dim}": n for dim, n in zip(dims.split(), values, strict=True)}

@@ -1,6 +1,7 @@
 // One simdgroup a head of a token. SCALAR is the type of qkv and q, WEIGHT_TABLE that of cos and sin,
 // CACHE that of keys and values; if QUANTISED they are codes, and SCALE is the type of their scales.
-// POSITION, SLOT, BLOCK, OFFSET and START are the types of integers.
+// POSITION, SLOT, BLOCK, OFFSET and START are the types of integers. K_PIECE or V_PIECE elements of a
+// cached vector lie side by side; pieces are a stride apart.
 
 // How a head is prepared: ferrum_triton.ops.rope's modes.
 constant constexpr long COPY = 0;
@@ -40,13 +41,11 @@ struct Heads {
     long stride_k_block;
     long stride_k_head;
     long stride_k_slot;
-    long stride_k_piece;  // of k_piece elements that lie side by side
-    long k_piece;
+    long stride_k_piece;
     long stride_v_block;
     long stride_v_head;
     long stride_v_slot;
     long stride_v_piece;
-    long v_piece;
     long stride_k_scales_block;
     long stride_k_scales_head;
     long stride_k_scales_slot;
@@ -180,8 +179,6 @@ kernel void prepare_heads(
     }
     const long kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
     const long block = place.slot / p.block_size, offset = place.slot % p.block_size;
-    const long piece = is_value ? p.v_piece : p.k_piece;
-    const long stride_piece = is_value ? p.stride_v_piece : p.stride_k_piece;
     device CACHE* y = is_value ? v_cache + block * p.stride_v_block + kv_head * p.stride_v_head +
                                      offset * p.stride_v_slot
                                : k_cache + block * p.stride_k_block + kv_head * p.stride_k_head +
@@ -207,7 +204,8 @@ kernel void prepare_heads(
 #endif
     for (uint d = lane; d < uint(p.head_dim); d += LANES) {
         const float value = prepared(x, weight, cos_row, sin_row, d, inverse, known, mode, p);
-        const long at = long(d) / piece * stride_piece + long(d) % piece;
+        const long at = is_value ? long(d / V_PIECE) * p.stride_v_piece + d % V_PIECE
+                                 : long(d / K_PIECE) * p.stride_k_piece + d % K_PIECE;
 #if QUANTISED
         const float code = value * inverse_step;
         y[at] = isnan(code) ? CACHE(0) : CACHE(rint(clamp(code, -LIMIT, LIMIT)));
