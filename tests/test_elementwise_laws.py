@@ -31,6 +31,13 @@ def test_gelu_is_the_exact_one(backend):
     assert_close(y - backend.gelu(-x), x)
 
 
+def test_gelu_keeps_the_bits_of_small_results(backend):
+    x = torch.linspace(-12, -1, 1201, device=backend.device)[None]
+    want = x.double() * torch.erfc(-x.double() * 0.5**0.5) / 2
+    # Rounding x / √2 alone moves erfc by 2⁻²⁴ x² of itself.
+    assert_close((backend.gelu(x) / want).float(), torch.ones_like(x), scale=4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gated_activations_agree_with_their_parts(backend, dtype):
     gate_up = normal(backend, 5, 2 * 200, dtype=dtype)

@@ -27,10 +27,35 @@ def row_and_columns(num_cols, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
+def normal_tail(s):
+    """The normal distribution's share above s >= 0, erfc(s/√2) / 2, within 1e-6 of itself.
+
+    It is e^(-s²/2) · t · P(t) with t = 1 / (1 + 0.35 s), which maps every s into (0, 1]; P, of
+    degree 8, was fitted for the least relative error. 1 - erf would leave few bits of a small
+    tail, and of one from s = 5.5 on none.
+    """
+    s = tl.minimum(s, 16.0)  # from 14.2 on the tail is no float32 number but 0
+    t = 1.0 / (1.0 + 0.35 * s)
+    p = -0.029164928942918777
+    p = p * t + 0.1440657675266266
+    p = p * t - 0.25591233372688293
+    p = p * t + 0.1594051569700241
+    p = p * t - 0.023272467777132988
+    p = p * t + 0.10557854920625687
+    p = p * t + 0.11981452256441116
+    p = p * t + 0.1398644745349884
+    p = p * t + 0.13962124288082123
+    square = s * s
+    rounded_off = tl.fma(s, s, -square)  # of the square, which at s = 12 is 4e-6 of the result
+    return tl.exp(-0.5 * square) * (1.0 - 0.5 * rounded_off) * (t * p)
+
+
+@triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
     """silu(x), or gelu(x) in its exact or its tanh form."""
     if ACTIVATION == "gelu":
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        tail = normal_tail(tl.abs(x))
+        y = x * tl.where(x < 0, tail, 1.0 - tail)
     elif ACTIVATION == "gelu_tanh":
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         # tanh(z) = 2 sigmoid(2z) - 1, which does not overflow on either side.

@@ -32,7 +32,8 @@ def _split(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
+    # erfc(-z) is 1 + erf(z), and keeps the bits of a small one.
+    return 0.5 * x * torch.erfc(-x * math.sqrt(0.5))
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

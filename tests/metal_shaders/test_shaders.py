@@ -13,6 +13,7 @@ from ferrum_triton.backends.backend import Backend
 from ferrum_triton.backends.metal import attention, quant, shader
 from ferrum_triton.backends.metal.shader import Shader, source
 from ferrum_triton.registry import OPS
+from ferrum_triton.testing import assert_close
 from tests.harness import (
     assert_call_matches,
     check_edge_values,
@@ -292,24 +293,26 @@ def test_sixteen_bits_are_torchs(stands_for):
     assert torch.equal(back[number], want[number].float()) and back[~number].isnan().all()
 
 
-def test_error_function_is_torchs():
+def test_normal_tail_is_torchs():
     text = source("elementwise", [("SCALAR", "float")])
     text += """
 struct None { long count; };
-kernel void erfc(
+kernel void tails(
     device float* y [[buffer(0)]],
-    device const float* x [[buffer(1)]],
+    device const float* s [[buffer(1)]],
     constant None& p [[buffer(2)]],
     uint i [[thread_position_in_grid]]) {
-    y[i] = complementary_error_function(x[i]);
+    y[i] = normal_tail(s[i]);
 }
 """
-    x = torch.cat([torch.linspace(0, 6, 2**14), torch.logspace(-38, -1, 29)])
-    x = torch.cat([x, torch.tensor([0.0, torch.inf, torch.nan])])
-    y = torch.empty_like(x)
-    emulator.Library(text).erfc(y, x, [0], threads=len(x), group_size=32)
-    want = torch.erfc(x.double())
-    torch.testing.assert_close(y.double(), want, rtol=2**-18, atol=3e-7, equal_nan=True)
+    s = torch.cat([torch.linspace(0, 13, 2**14 - 32), torch.logspace(-38, -1, 29)])
+    s = torch.cat([s, torch.tensor([0.0, 20.0, torch.inf])])
+    y = torch.empty_like(s)
+    emulator.Library(text).tails(y, s, [0], threads=len(s), group_size=32)
+    y, none = y[:-2], y[-2:]
+    share = torch.erfc(s[:-2].double() * 0.5**0.5) / 2
+    assert_close((y / share).float(), torch.ones_like(y))
+    assert (none == 0).all()
 
 
 WRONG = """#include <metal_stdlib>
