@@ -9,6 +9,7 @@ import pytest
 from ferrum_triton.backends.triton_provider import load_kernels
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory
 
@@ -40,3 +41,5 @@ def test_compiles_within_limits(op, case, target_name):
         used = compile_launch(launch, target)
         assert used.shared <= target.shared_limit, launch.kernel.name
         assert used.spilled == 0, launch.kernel.name
+        if "wgmma" in used.asm.get("ptx", ""):
+            assert not overwritten_operands(instructions(used.asm["cubin"])), launch.kernel.name

@@ -8,7 +8,8 @@ from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
 from ferrum_triton.kernels.quant.int8 import quantize_activations
 from ferrum_triton.kernels.quant.mma import mma_quant
 from ferrum_triton.kernels.quant.plane_products import choose_config
-from ferrum_triton.kernels.resources import TARGETS, compile_launch, instructions
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
@@ -25,7 +26,7 @@ def planes_of(kind):
 def machine_code(launches):
     """The last launch's instructions; none of them may take registers to memory."""
     compiled = compile_launch(launches[-1], TARGETS["sm_90"])
-    code = instructions(compiled.asm["cubin"])
+    code = [instruction.name for instruction in instructions(compiled.asm["cubin"])]
     assert compiled.spilled == 0
     assert not [name for name in code if name.startswith(("LDL", "STL"))]
     return code

@@ -8,10 +8,7 @@ shared memory and what it spills.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
 from ferrum_triton.kernels.jit import OPTIONS, Launch
+from ferrum_triton.kernels.sass import cuobjdump
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def compile_launch(launch: Launch, target: Target) -> Resources:
             for key in ("vgpr_count", "vgpr_spill_count")
         )
     else:
-        usage = _resource_usage(compiled.asm["cubin"])
+        usage = cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
         registers, spilled = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     return Resources(registers, spilled, compiled.metadata.shared, dict(compiled.asm))
 
@@ -103,24 +101,3 @@ def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
     positions = {p.name: i for i, p in enumerate(kernel.params)}
     constexprs = {(positions[name],): value for name, value in constants.items()}
     return ASTSource(kernel, ordered, constexprs, attributes), options
-
-
-def instructions(cubin: bytes) -> list[str]:
-    """The machine instructions of an NVIDIA GPU's binary, without their operands."""
-    lines = re.findall(
-        r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)", _cuobjdump(cubin, "-sass")
-    )
-    return [line.rstrip(";") for line in lines]
-
-
-def _resource_usage(cubin: bytes) -> str:
-    return _cuobjdump(cubin, "--dump-resource-usage")
-
-
-def _cuobjdump(cubin: bytes, option: str) -> str:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, option, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -376,19 +376,6 @@ def _fused(t, d, low):
 
 
 @triton.jit
-def settled(x, ASM: tl.constexpr):
-    """x, float32, after no instruction at all.
-
-    A sum that a loop carries from product to product and nothing else reads is cut along K by the
-    compiler, to be overlapped; ptxas then waits after every part, for their operands are computed
-    between them. Read by something, the step's product stays whole and is waited for once.
-    """
-    if ASM != "":
-        x = tl.inline_asm_elementwise("", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return x
-
-
-@triton.jit
 def end_to_end(t, FIRST: tl.constexpr):
     """Four products [N, W] as one of [N, 4 W], in registers."""
     x = tl.join(tl.join(t[FIRST], t[FIRST + 2]), tl.join(t[FIRST + 1], t[FIRST + 3]))

@@ -12,11 +12,11 @@ from ferrum_triton.kernels.quant.fragments import (
     all_end_to_end,
     end_to_end,
     second_bytes,
-    settled,
     spread,
     times,
     unpack,
 )
+from ferrum_triton.kernels.tensor_cores import settled
 
 
 @triton.constexpr_function
@@ -239,5 +239,5 @@ def add_step(
             sums = tl.load(at[6] + step * BLOCK_W)
             acc -= tl.dot(mins, tl.trans(sums)) * d_min.to(tl.float32)[:, None]
     else:
-        acc = settled(product, ASM)
+        acc = settled(product, ASM != "")
     return acc, d_next, m_next

@@ -1,0 +1,149 @@
+"""An NVIDIA GPU's machine code: its instructions, and registers overwritten too early in it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+
+
+class Instruction(NamedTuple):
+    """One line of machine code.
+
+    Attributes:
+        address: bytes from the kernel's start.
+        name: with its modifiers, such as ``"LDG.E.128"``; without a predicate.
+        operands: in their order.
+    """
+
+    address: int
+    name: str
+    operands: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.address:#06x} {self.name} {', '.join(self.operands)}"
+
+
+_LINE = re.compile(
+    r"/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(?P<name>[A-Z][\w.]*)(?P<operands>[^;]*);"
+)
+_REGISTER = re.compile(r"R(\d+)")
+
+# What writes no register of a thread though one may be its first operand, and what writes a
+# predicate before its register.
+_NO_RESULT = ("ST", "RED", "LDGSTS", "BAR", "BRA")
+_PREDICATE_FIRST = ("SHFL", "ATOM", "MATCH")
+# A warp's part of a matrix of 64 x 16 float16, in four registers.
+_OPERAND_REGISTERS = 4
+
+
+def instructions(cubin: bytes) -> list[Instruction]:
+    """The machine code of a compiled kernel."""
+    return parse(cuobjdump(cubin, "-sass"))
+
+
+def parse(listing: str) -> list[Instruction]:
+    """The instructions of a disassembler's listing."""
+    return [
+        Instruction(
+            int(line["address"], 16),
+            line["name"],
+            [operand.strip() for operand in line["operands"].split(",") if operand.strip()],
+        )
+        for line in _LINE.finditer(listing)
+    ]
+
+
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """What the tool prints of a compiled kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+class _InFlight(NamedTuple):
+    """Registers that tensor cores have yet to read, of each group of products and of one begun."""
+
+    groups: tuple[frozenset[int], ...] = ()
+    begun: frozenset[int] = frozenset()
+
+    def registers(self) -> frozenset[int]:
+        return self.begun.union(*self.groups)
+
+
+def overwritten_operands(code: list[Instruction]) -> list[Instruction]:
+    """Instructions that write a register which a product in flight may still read.
+
+    Hopper's products (``wgmma``) run on while their thread does, and read an operand in registers
+    until a wait for them returns. ptxas before CUDA 13.3 gives such registers away at once
+    (https://github.com/triton-lang/triton/issues/9433), so that a product may be of other numbers.
+
+    Every loop is followed twice: what its end left in flight meets its beginning.
+    """
+    index = {instruction.address: i for i, instruction in enumerate(code)}
+    found: dict[int, Instruction] = {}
+    state, done = _InFlight(), 0
+    for i, instruction in enumerate(code):
+        target = _branch_target(instruction)
+        if target is None or target > instruction.address or target not in index:
+            continue
+        state = _follow(code[done : i + 1], state, found)
+        _follow(code[index[target] : i + 1], state, found)
+        done = i + 1
+    _follow(code[done:], state, found)
+    return [found[address] for address in sorted(found)]
+
+
+def _follow(code: list[Instruction], state: _InFlight, found: dict[int, Instruction]) -> _InFlight:
+    """What is in flight after ``code``; its writes to registers in flight go to ``found``."""
+    groups, begun = state
+    for instruction in code:
+        name, operands = instruction.name, instruction.operands
+        if re.match(r"[HIQ]GMMA\.", name):
+            # Result, first operand, second operand (of shared memory), sum, and what counts them.
+            if first := _REGISTER.match(operands[1]):
+                begun |= _registers(int(first[1]), _OPERAND_REGISTERS)
+            if "gsb0" in operands:
+                groups, begun = (*groups, begun), frozenset()
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            left = int(operands[1], 16)
+            groups = groups[max(len(groups) - left, 0) :]
+        elif _results(instruction) & _InFlight(groups, begun).registers():
+            found[instruction.address] = instruction
+    return _InFlight(groups, begun)
+
+
+def _branch_target(instruction: Instruction) -> int | None:
+    if not instruction.name.startswith("BRA"):
+        return None
+    address = re.fullmatch(r"0x([0-9a-f]+)", instruction.operands[-1])
+    return int(address[1], 16) if address else None
+
+
+def _results(instruction: Instruction) -> frozenset[int]:
+    """Registers an instruction writes."""
+    name, operands = instruction.name, instruction.operands
+    if name.startswith(_NO_RESULT):
+        return frozenset()
+    candidates = operands[: 2 if name.startswith(_PREDICATE_FIRST) else 1]
+    first = next(filter(None, map(_REGISTER.match, candidates)), None)
+    if first is None:
+        return frozenset()
+    if ".128" in name or re.match(r"LDSM.*\.4$|[HI]MMA\.", name):
+        count = 4
+    elif ".64" in name or re.match(r"LDSM.*\.2$|IMAD\.WIDE|CS2R$|D(ADD|MUL|FMA)", name):
+        count = 2
+    else:
+        count = 1
+    return _registers(int(first[1]), count)
+
+
+def _registers(first: int, count: int) -> frozenset[int]:
+    return frozenset(range(first, first + count))
