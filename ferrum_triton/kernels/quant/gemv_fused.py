@@ -139,6 +139,11 @@ def _qkv_planes_kernel(
         )  # fmt: skip
 
 
+def _with_rows(tile: Tile, most: int, a: Tensor) -> Tile:
+    """``tile`` of at most ``most`` rows of each matrix; of 2 for AMD's compiler, slow with more."""
+    return tile._replace(rows=min(tile.rows, most if uses_ptx(a) else min(most, 2)))
+
+
 def _launch_options(a: Tensor, tile: Tile) -> dict[str, Any]:
     num_tokens, num_weights = a.shape
     asm, chained = uses_ptx(a), may_chain(a)
@@ -184,7 +189,7 @@ def gemv_quant_gate_up_silu(
             return fused_silu_mul_split(both, out=y)
         return fused_gelu_tanh_mul_split(both, out=y)
     tile = tile_of(file_kind(gate_kind), 2 * n, k // 32, num_tokens)
-    tile = tile._replace(rows=max(tile.rows // 2, 1))
+    tile = _with_rows(tile, max(tile.rows // 2, 1), a)
     _gate_up_planes_kernel.launch(
         (triton.cdiv(n, tile.rows),),
         y,
@@ -229,7 +234,7 @@ def gemv_quant_qkv(
     layouts = [layout_of(blocks, kind, k) for blocks, kind in parts]
     fewest = min(count for count in counts if count)
     tile = tile_of(file_kind(q_kind), sum(counts), k // 32, num_tokens)
-    tile = tile._replace(rows=min(tile.rows, previous_power_of_2(fewest)))
+    tile = _with_rows(tile, previous_power_of_2(fewest), a)
     _qkv_planes_kernel.launch(
         (sum(triton.cdiv(count, tile.rows) for count in counts),),
         y,
