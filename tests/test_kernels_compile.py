@@ -1,4 +1,4 @@
-"""Every kernel, at every configuration the benches launch, compiled for GPUs this machine has not.
+"""Every kernel, as the benches launch it, compiled for GPUs this machine has not.
 
 The launchers run on meta tensors and tell which kernels they would launch; each is then compiled
 to machine code, whose shared memory and spills the assembler reports.

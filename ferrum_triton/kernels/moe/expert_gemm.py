@@ -10,11 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import silu_mul
-from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, start_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
+from ferrum_triton.kernels.quant.planes import uses_ptx
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tensor_cores import settled
 from ferrum_triton.ops.moe import experts as ops
@@ -157,7 +158,7 @@ def gemm_quant_moe_id(
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         BLOCK_G=BLOCK_K // (layout["PLANES"] * layout["LANES"]),
-        PTX=capability(a.device) >= (8, 0) and a.dtype != torch.float32,
+        PTX=uses_ptx(a) and a.dtype != torch.float32,
         num_warps=4 if block_m == 16 and not wide else 8,  # with 8, Q3_K spills on sm_100
         num_stages=2 if wide else 3,
         enable_fp_fusion=False,

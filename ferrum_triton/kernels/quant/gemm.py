@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
 from ferrum_triton.kernels.quant.gemv import gemv_quant
 from ferrum_triton.kernels.quant.plane_products import product_of_planes
+from ferrum_triton.kernels.quant.planes import uses_ptx
 from ferrum_triton.kernels.tensor_cores import settled
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -111,7 +112,7 @@ def gemm_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = Non
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         BLOCK_G=block_k // (layout["PLANES"] * layout["LANES"]),
-        PTX=capability(a.device) >= (8, 0) and a.dtype != torch.float32,
+        PTX=uses_ptx(a) and a.dtype != torch.float32,
         num_warps=8,  # with 4, Q8_0 on sm_100 and Q4_K on sm_80 spill
         num_stages=3,
         enable_fp_fusion=False,
