@@ -54,9 +54,22 @@ def places(mine, first):
 @triton.jit
 def fill(y_ptr, begin, end, value, BLOCK: tl.constexpr):
     """y[begin:end] ← value."""
-    for start in range(begin, end, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        tl.store(y_ptr + i, tl.full([BLOCK], 0, tl.int32) + value, mask=i < end)
+    values = tl.full([BLOCK], 0, tl.int32) + value
+    whole = tl.minimum(tl.cdiv(begin, BLOCK) * BLOCK, end)
+    last = tl.maximum(end // BLOCK * BLOCK, whole)
+    i = begin + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, values, mask=i < whole)
+    for start in range(whole, last, BLOCK):  # without a mask stores are wide
+        tl.store(y_ptr + tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK), values)
+    i = last + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, values, mask=i < end)
+
+
+@triton.jit
+def lowest_bit(word):
+    """The place of an int32's lowest 1; of 0 any."""
+    lowest = (word & -word).to(tl.float32)  # a power of two, so exact, or that of the sign
+    return ((lowest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
 
 
 @kernel(dynamic=("gate_up_tiles", "down_tiles", "token_tile"))
@@ -78,19 +91,24 @@ def _ids_tpe_kernel(
     BLOCK_E: tl.constexpr,  # power of two >= num_experts
     LANES: tl.constexpr,
     STEP: tl.constexpr,
+    IN_WORD: tl.constexpr,  # a lane has at most 32 pairs
     RELEASE: tl.constexpr,  # the kernel after this one may start; it waits for the end by itself
 ):
     if RELEASE:
         gdc_launch_dependents()
     program = tl.program_id(0)
     matches = tl.zeros([LANES], tl.int32)
+    found = tl.zeros([LANES], tl.int32)  # a bit for each match
     counts = tl.zeros([BLOCK_E], tl.int32)
     for step in range(0, lane_size, STEP):
         pair, expert = load_experts(
             ids_ptr, stride_ids_token, step, lane_size, num_pairs, num_experts, TOP_K, LANES, STEP
         )
         if program < num_experts:
-            matches += tl.sum((expert == program).to(tl.int32), axis=1)
+            mine = (expert == program).to(tl.int32)
+            matches += tl.sum(mine, axis=1)
+            if IN_WORD:
+                found |= tl.sum(mine << (step + tl.arange(0, STEP))[None, :], axis=1)
         else:
             counts += tl.histogram(tl.ravel(expert), BLOCK_E, mask=tl.ravel(expert >= 0))
     if program < num_experts:
@@ -99,21 +117,20 @@ def _ids_tpe_kernel(
         tl.store(tpe_ptr + program, total)
         fill(bucket_ptr, total, num_pairs, -1, LANES)
         first = tl.cumsum(matches, axis=0) - matches
-        for step in range(0, lane_size, STEP):
-            pair, expert = load_experts(
-                ids_ptr,
-                stride_ids_token,
-                step,
-                lane_size,
-                num_pairs,
-                num_experts,
-                TOP_K,
-                LANES,
-                STEP,
-            )
-            mine = (expert == program).to(tl.int32)
-            place, first = places(mine, first)
-            tl.store(bucket_ptr + place, pair, mask=mine > 0)
+        if IN_WORD:
+            lane = tl.arange(0, LANES) * lane_size
+            for i in range(tl.max(matches, axis=0)):
+                tl.store(bucket_ptr + first + i, lane + lowest_bit(found), mask=i < matches)
+                found &= found - 1
+        else:
+            for step in range(0, lane_size, STEP):
+                pair, expert = load_experts(
+                    ids_ptr, stride_ids_token, step, lane_size, num_pairs, num_experts, TOP_K,
+                    LANES, STEP,
+                )  # fmt: skip
+                mine = (expert == program).to(tl.int32)
+                place, first = places(mine, first)
+                tl.store(bucket_ptr + place, pair, mask=mine > 0)
     else:
         tiles = tl.maximum(tl.cdiv(tl.max(counts, axis=0), token_tile), 1)
         for part in tl.static_range(2):
@@ -282,6 +299,7 @@ def compute_ids_tpe(
         cdiv(gate_up_rows, row_tile),
         cdiv(down_rows, row_tile),
         token_tile,
+        IN_WORD=_lanes(num_pairs)[1] <= 32,
         RELEASE=can_overlap(ids.device),
     )
     return buckets, tpe, grid_args
