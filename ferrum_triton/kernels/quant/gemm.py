@@ -6,7 +6,6 @@ order of K within a sum is free as long as the activations are read in the same 
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first
 from ferrum_triton.kernels.quant.gemv import gemv_quant
 from ferrum_triton.kernels.quant.plane_products import product_of_planes
 from ferrum_triton.kernels.quant.planes import uses_ptx
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tensor_cores import settled
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -94,10 +94,10 @@ def gemm_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = Non
     block_m, block_k = (32, 64) if a.dtype == torch.float32 else (64, 128)
     if kind == "MXFP4":
         block_k = 64  # with 128 it spills on sm_80
-    block_m = min(triton.next_power_of_2(max(num_tokens, 16)), block_m)
+    block_m = min(next_power_of_2(max(num_tokens, 16)), block_m)
     align = alignment(blocks)
     _gemm_quant_kernel.launch(
-        (triton.cdiv(num_tokens, block_m) * triton.cdiv(num_rows, BLOCK_N),),
+        (cdiv(num_tokens, block_m) * cdiv(num_rows, BLOCK_N),),
         y,
         a,
         blocks,

@@ -5,13 +5,13 @@ partial sums to the end, so the loop over K needs no exchange between threads.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
 from ferrum_triton.kernels.quant.plane_products import product_of_planes
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
@@ -80,14 +80,14 @@ def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = Non
     if y.numel() == 0:
         return y
     num_groups = groups_of(a.shape[1], kind)
-    block_m = triton.next_power_of_2(num_tokens)
+    block_m = next_power_of_2(num_tokens)
     # 16 lanes a thread at one activation and fewer at more, for their partial sums.
     tile = {1: 2048, 2: 2048, 4: 1024, 8: 512}[block_m] // layout["LANES"]
-    block_g = min(triton.next_power_of_2(max(num_groups, 1)), tile)
-    block_n = min(triton.next_power_of_2(num_rows), tile // block_g)
+    block_g = min(next_power_of_2(max(num_groups, 1)), tile)
+    block_n = min(next_power_of_2(num_rows), tile // block_g)
     align = alignment(blocks)
     _gemv_quant_kernel.launch(
-        (triton.cdiv(num_rows, block_n),),
+        (cdiv(num_rows, block_n),),
         y,
         a,
         blocks,

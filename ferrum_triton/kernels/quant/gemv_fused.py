@@ -26,7 +26,7 @@ from ferrum_triton.kernels.quant.gemv_planes import (
     tile_of,
 )
 from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, summed, uses_ptx
-from ferrum_triton.kernels.rows import previous_power_of_2
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 from ferrum_triton.ops import quant_fused as ops
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -151,7 +151,7 @@ def _launch_options(a: Tensor, tile: Tile) -> dict[str, Any]:
         "GROUPS": num_weights // 32,
         "M": num_tokens,
         "ROWS": tile.rows,
-        "SUMS": triton.next_power_of_2(tile.rows * num_tokens),
+        "SUMS": next_power_of_2(tile.rows * num_tokens),
         "THREADS": 32 * tile.warps,
         "ASM": asm,
         "VECTOR": asm and is_aligned(a),
@@ -191,7 +191,7 @@ def gemv_quant_gate_up_silu(
     tile = tile_of(file_kind(gate_kind), 2 * n, k // 32, num_tokens)
     tile = _with_rows(tile, max(tile.rows // 2, 1), a)
     _gate_up_planes_kernel.launch(
-        (triton.cdiv(n, tile.rows),),
+        (cdiv(n, tile.rows),),
         y,
         a,
         gate_blocks,
@@ -236,7 +236,7 @@ def gemv_quant_qkv(
     tile = tile_of(file_kind(q_kind), sum(counts), k // 32, num_tokens)
     tile = _with_rows(tile, previous_power_of_2(fewest), a)
     _qkv_planes_kernel.launch(
-        (sum(triton.cdiv(count, tile.rows) for count in counts),),
+        (sum(cdiv(count, tile.rows) for count in counts),),
         y,
         a,
         q_blocks,

@@ -378,7 +378,7 @@ def gemv_planes(
             tile = tile._replace(rows=min(tile.rows, 4))
     chained = tile.chained and may_chain(x)
     _gemv_planes_kernel.launch(
-        (triton.cdiv(num_rows, tile.rows),),
+        (cdiv(num_rows, tile.rows),),
         out,
         x,
         info,
@@ -394,7 +394,7 @@ def gemv_planes(
         GROUPS=num_weights // 32,
         M=num_tokens,
         ROWS=tile.rows,
-        SUMS=triton.next_power_of_2(tile.rows * num_tokens),
+        SUMS=next_power_of_2(tile.rows * num_tokens),
         THREADS=32 * tile.warps,
         PREFETCH=tile.prefetch,
         TIED=tied and asm,

@@ -6,7 +6,6 @@ One token's are made by every program for itself; for more that would take longe
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -14,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.integer_groups import make_int16
 from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, uses_ptx
+from ferrum_triton.kernels.rows import cdiv
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ def int16_activations(a: Tensor, *, chained: bool = True) -> Int16Activations:
     if a.numel() == 0:
         return Int16Activations(codes, info, a.dtype)
     _int16_kernel.launch(
-        (triton.cdiv(k // 32, 32), num_tokens),
+        (cdiv(k // 32, 32), num_tokens),
         codes,
         info,
         a,

@@ -10,6 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.planes import may_chain
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops import quant_int8 as ops
 
 NAN_BITS, LEAST = tl.constexpr(ops.NAN_BITS), tl.constexpr(ops.LEAST)
@@ -149,10 +150,10 @@ def _launch_quantize(codes: Tensor, info: Tensor, a: Tensor, chained: bool = Fal
     if a.numel() == 0:
         return
     num_groups = a.shape[1] // 32
-    block = min(triton.next_power_of_2(num_groups), 8)
+    block = min(next_power_of_2(num_groups), 8)
     chained = chained and may_chain(a)
     _quantize_q8_kernel.launch(
-        (triton.cdiv(num_groups, block), a.shape[0]),
+        (cdiv(num_groups, block), a.shape[0]),
         codes,
         info,
         a,
@@ -192,7 +193,7 @@ def rms_norm_q8(
     if x.numel() == 0:
         return codes, info
     num_tokens, hidden_size = x.shape
-    block = triton.next_power_of_2(hidden_size // 32)
+    block = next_power_of_2(hidden_size // 32)
     _rms_norm_q8_kernel.launch(
         (num_tokens,),
         codes,

@@ -1,13 +1,13 @@
 """A packed layer's product with its bias and the residual stream."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.gemm import gemm_quant
 from ferrum_triton.kernels.quant.plane_products import product_of_few, takes_one_launch
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
@@ -57,9 +57,9 @@ def linear_quant(
     gemm_quant(a, blocks, kind, out=sums)
     if y.numel() == 0:
         return y
-    block = min(triton.next_power_of_2(num_rows), 1024)
+    block = min(next_power_of_2(num_rows), 1024)
     _finish_kernel.launch(
-        (num_tokens, triton.cdiv(num_rows, block)),
+        (num_tokens, cdiv(num_rows, block)),
         y,
         sums,
         bias,

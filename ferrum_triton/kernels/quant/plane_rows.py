@@ -12,6 +12,7 @@ from torch import Tensor
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.fragments import CODES, spread
 from ferrum_triton.kernels.quant.planes import fp16_pair, row_sizes
+from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
 
@@ -140,7 +141,7 @@ def decode_planes(
     block_n, block_k = 4, 512
     if y.numel():
         _decode_planes_kernel.launch(
-            (triton.cdiv(num_rows, block_n), triton.cdiv(k, block_k)),
+            (cdiv(num_rows, block_n), cdiv(k, block_k)),
             y,
             planes,
             ids,

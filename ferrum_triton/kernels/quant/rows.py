@@ -1,14 +1,13 @@
 """Decoding rows of packed weights: one program per tile of some rows and some groups."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
 from ferrum_triton.kernels.quant.plane_rows import decode_planes
-from ferrum_triton.kernels.rows import as_rows
+from ferrum_triton.kernels.rows import as_rows, cdiv, next_power_of_2
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant.kinds import format_of
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -67,11 +66,11 @@ def _decode_rows(y: Tensor, blocks: Tensor, ids: Tensor | None, kind: str) -> No
     num_rows, num_weights = y.shape
     num_groups = groups_of(num_weights, kind)
     tile = TILE_LANES // layout["LANES"]
-    block_g = min(triton.next_power_of_2(num_groups), tile)
-    block_r = min(triton.next_power_of_2(num_rows), tile // block_g)
+    block_g = min(next_power_of_2(num_groups), tile)
+    block_r = min(next_power_of_2(num_rows), tile // block_g)
     align = alignment(blocks)
     _decode_rows_kernel.launch(
-        (triton.cdiv(num_rows, block_r) * triton.cdiv(num_groups, block_g),),
+        (cdiv(num_rows, block_r) * cdiv(num_groups, block_g),),
         y,
         blocks,
         ids,
