@@ -2,9 +2,9 @@
 
     python -m bench.quant_tiles [--kinds Q4_K Q6_K] [--tokens 8 64] [--shapes 28672x4096]
 
-Every tile of TILES and GEMV_TILES is compiled first, in as many processes as there are processors,
-and those that spill are left out. The others are checked against float64 and timed with a cold
-cache. What :mod:`ferrum_triton.kernels.quant.plane_products` chooses was the fastest here.
+Every tile of TILES, GEMV_TILES and WALKS is compiled first, in as many processes as there are
+processors, and those that spill are left out. The others are checked against float64 and timed with
+a cold cache. What :mod:`ferrum_triton.kernels.quant.plane_products` chooses was the fastest here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from bench.timing import copies_of, device_us
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
+from ferrum_triton.kernels.quant.gemv_walk import Walk, gemv_walk
 from ferrum_triton.kernels.quant.int16 import int16_activations
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
 from ferrum_triton.kernels.quant.plane_products import spread_over
@@ -31,52 +32,43 @@ from ferrum_triton.quant import FORMATS, dequantize_blocks, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
 EARLY: dict[str, Any] = {"late": False, "words": 16}
+DESCRIBED: dict[str, Any] = {"described": True}
 # By the fewest tokens they are timed for.
 TILES = {
     3: [
         Config(64, 8, ahead=4),
-        Config(64, 8, warps=2, ahead=4),
-        Config(32, 8, warps=1, ahead=4),
         Config(64, 8, stages=3, ahead=8),
-        Config(128, 8, ahead=4),
+        Config(32, 8, warps=2, stages=3, ahead=4),
+        Config(64, 8, stages=3, ahead=4, **DESCRIBED),
     ],
     9: [
-        Config(64, 16, parts=2, stages=3, registers=128),
         Config(64, 16, parts=2, stages=3, registers=128, ahead=4),
-        Config(128, 16, warps=8, registers=128, ahead=4),
         Config(64, 16, stages=3, registers=128, ahead=4),
+        Config(64, 16, stages=3, ahead=4, **DESCRIBED),
     ],
     17: [
         Config(64, 32, stages=3, late=False),
-        Config(128, 32, late=False, warps=8, stages=3, registers=128, ahead=4),
-        Config(128, 32, late=False, warps=8, stages=2, registers=128, ahead=4),
-        Config(64, 32, stages=3, parts=2),
-        Config(64, 32, stages=2, parts=2),
-        Config(64, 32, stages=4, parts=2),
-        Config(64, 32, stages=4, late=False),
-        Config(64, 32, late=False, words=16, stages=6),
-        Config(32, 32, warps=2, stages=4, late=False, words=16),
+        Config(64, 32, stages=3, ahead=4, **DESCRIBED),
+        Config(64, 32, stages=3, late=False, ahead=4, **DESCRIBED),
+        Config(64, 32, stages=2, late=False, registers=128, ahead=2, look=1, **DESCRIBED),
+        Config(128, 32, warps=8, stages=3, late=False, registers=128, **DESCRIBED),
     ],
     33: [
-        Config(128, 64, warps=8, stages=3, registers=128, **EARLY),
         Config(128, 64, warps=8, stages=3),
-        Config(64, 64, stages=3, **EARLY),
-        Config(64, 64, stages=4, **EARLY),
-        Config(64, 64, stages=2, late=False),
-        Config(64, 64, stages=2),
-        Config(64, 64, stages=2, parts=2),
+        Config(128, 64, warps=8, stages=3, registers=128, **EARLY, **DESCRIBED),
+        Config(128, 64, warps=8, stages=2, late=False, registers=128, **DESCRIBED),
+        Config(128, 64, warps=8, stages=2, late=False, registers=128, ahead=2, look=1, **DESCRIBED),
+        Config(64, 64, stages=2, **DESCRIBED),
     ],
     65: [
-        Config(64, 128, stages=3, **EARLY),
-        Config(128, 128, warps=8, stages=3, **EARLY),
-        Config(256, 128, warps=8, stages=3, **EARLY),
-        Config(128, 64, warps=8, stages=3, registers=128, **EARLY),
+        Config(64, 128, stages=3, **EARLY, **DESCRIBED),
+        Config(128, 128, warps=8, stages=3, **EARLY, **DESCRIBED),
+        Config(128, 64, warps=8, stages=2, late=False, registers=128, **DESCRIBED),
     ],
     129: [
         Config(128, 256, warps=8, stages=3, **EARLY),
-        Config(128, 256, warps=8, stages=4, **EARLY),
-        Config(64, 256, warps=4, stages=3, **EARLY),
-        Config(64, 128, stages=3, **EARLY),
+        Config(128, 256, warps=8, stages=3, **EARLY, **DESCRIBED),
+        Config(64, 128, stages=3, **EARLY, **DESCRIBED),
     ],
 }
 
@@ -89,6 +81,9 @@ GEMV_TILES = [
 ]
 
 
+WALKS = [Walk(rows, residents) for rows in (4, 8) for residents in (1, 3, 4, 5, 10)]
+
+
 class Job(NamedTuple):
     """One tile at one size."""
 
@@ -96,7 +91,7 @@ class Job(NamedTuple):
     n: int
     k: int
     m: int
-    tile: Config | Tile
+    tile: Config | Tile | Walk
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
@@ -106,7 +101,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         for shape in options.shapes:
             n, k = map(int, shape.split("x"))
             for m in options.tokens:
-                tiles: list[Config | Tile] = [*GEMV_TILES] if m <= 4 else []
+                tiles: list[Config | Tile | Walk] = [*GEMV_TILES, *WALKS] if m <= 4 else []
                 for tile in TILES[max(least for least in TILES if least <= m)] if m > 2 else []:
                     splits = spread_over(tile, m, n, k).splits
                     for each in {splits, max(splits // 2, 1)}:
@@ -118,6 +113,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 def run(job: Job, a: Tensor, planes: Tensor) -> Tensor:
     """The product of a [m, k] and planes [n, row_bytes] in the job's tile."""
     kind = f"{job.kind}:planes"
+    if isinstance(job.tile, Walk):
+        return gemv_walk(a, planes, kind, job.tile)
     if isinstance(job.tile, Tile):
         x = a if job.m == 1 else int16_activations(a)
         return gemv_planes(x, planes, kind, tile=job.tile)

@@ -12,9 +12,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from bench import moe_layer
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.moe.plane_gemm import OTHER_TILES, TILES, gemm_plane_pairs
+from ferrum_triton.kernels.moe.plane_gemm import MIXES, Mix, gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
+from ferrum_triton.kernels.quant.mma import Config
+from ferrum_triton.kernels.quant.plane_products import OTHER_TILES
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.quant.kinds import format_of, quantize_rows
 from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.registry import OPS
@@ -40,27 +43,28 @@ def test_a_layer_is_its_definition(backend, num_tokens):
     assert_close(got, moe_layer.defined(**call, gate_up=gate_up, down=down), scale=2)
 
 
-@pytest.mark.parametrize("config", [*TILES.values(), *OTHER_TILES.values()], ids=str)
+@pytest.mark.parametrize("mix", [*MIXES.values(), *map(Mix, OTHER_TILES.values())], ids=str)
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_0", "Q3_K"])
-def test_every_tile_gives_the_products(config, kind):
+def test_every_mix_of_tiles_gives_the_products(mix, kind):
     """Whatever the number of pairs: an expert has all of them, one has none."""
     weights = torch.randn(3, 9, 512, generator=torch.Generator().manual_seed(0)) / 512**0.5
     stack = quantize_rows(weights, f"{kind}:planes")
     a = torch.randn(35, 512, generator=torch.Generator().manual_seed(1)).half()
     ids = torch.tensor([2, 0]).repeat_interleave(torch.tensor([67, 3])).view(35, 2)
     buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 3, 1, 1)
-    got = gemm_plane_pairs(a, stack, buckets, tpe, f"{kind}:planes", 2, config=config)
+    got = gemm_plane_pairs(a, stack, buckets, tpe, f"{kind}:planes", 2, mix=mix)
     want = OPS["gemv_quant_moe_id"].reference(a.double(), stack, ids, f"{kind}:planes")
     assert_close(got, want)
     up = quantize_rows(weights.flip(1), f"{kind}:planes")
-    got = gemm_plane_pairs(a, stack, buckets, tpe, f"{kind}:planes", 2, up, config=config)
+    got = gemm_plane_pairs(a, stack, buckets, tpe, f"{kind}:planes", 2, up, mix=mix)
     gated = OPS["gemv_quant_moe_id_gate_up_silu"].reference
     assert_close(got, gated(a.double(), stack, up, ids, *[f"{kind}:planes"] * 2), scale=2)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q3_K"])
 @pytest.mark.parametrize("num_rows", [128, 192])
-def test_a_program_takes_tiles_one_after_the_other(kind, num_rows):
+@pytest.mark.parametrize("described", [False, True])
+def test_a_program_takes_tiles_one_after_the_other(kind, num_rows, described):
     """Of gate and up and alone; pairs of no expert get zeros whatever lay there."""
     generator = torch.Generator().manual_seed(0)
     gate, up = (
@@ -73,10 +77,10 @@ def test_a_program_takes_tiles_one_after_the_other(kind, num_rows):
     ids = torch.tensor([[2, 0], [-1, 2], [3, 1]]).repeat(3, 1)
     buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 3, 1, 1)
     buckets[0, 1] = 99  # no pair: the one that was there gets zeros as well
-    config = TILES[16]._replace(words=16, parts=2)
+    mix = Mix(Config(64, 16, words=16, parts=2, late=False, described=described))
     for second in (None, up):
         out = torch.full((9, 2, num_rows), torch.nan, dtype=a.dtype)
-        gemm_plane_pairs(a, gate, buckets, tpe, f"{kind}:planes", 2, second, out=out, config=config)
+        gemm_plane_pairs(a, gate, buckets, tpe, f"{kind}:planes", 2, second, out=out, mix=mix)
         args = (a.double(), gate, *(() if second is None else (up,)), buckets, tpe)
         name = "gemm_quant_moe_id" + ("" if second is None else "_gate_up_silu")
         want = OPS[name].reference(*args, *[f"{kind}:planes"] * (len(args) - 3), 2)
@@ -130,19 +134,24 @@ def products(kind, num_tokens, target, gated=False):
 @pytest.mark.parametrize("gated", [False, True])
 def test_tiles_compiled_for_hopper(kind, num_tokens, gated):
     """No spills, and weights stay in their registers, pairs of neighbours of K."""
-    compiled = compile_launch(products(kind, num_tokens, "sm_90", gated)[-1], TARGETS["sm_90"])
-    assert compiled.spilled == 0
-    ttgir = compiled.asm["ttgir"]
-    assert not re.search(r"ttg.local_alloc %", ttgir)
-    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
-    unpacking = re.findall(
-        r"elementwise_inline_asm .*packed_element = 2.*? : tensor<\w+, ([^<>]*(?:<\{[^}]*\}>)?)>",
-        ttgir,
-    )
-    assert unpacking
-    for layout in unpacking:
-        text = layouts.get(layout, layout)
-        assert re.search(r"register = \[\[0, 1\]|kWidth = [24]", text), text
+    launches = products(kind, num_tokens, "sm_90", gated)
+    for launch in (each for each in launches if each.kernel.name == "_plane_tiles_kernel"):
+        compiled = compile_launch(launch, TARGETS["sm_90"])
+        assert compiled.spilled == 0
+        assert compiled.shared <= TARGETS["sm_90"].shared_limit
+        assert not overwritten_operands(instructions(compiled.asm["cubin"]))
+        ttgir = compiled.asm["ttgir"]
+        assert not re.search(r"ttg.local_alloc %", ttgir)
+        layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+        unpacking = re.findall(
+            r"elementwise_inline_asm .*packed_element = 2.*? : tensor<\w+, "
+            r"([^<>]*(?:<\{[^}]*\}>)?)>",
+            ttgir,
+        )
+        assert unpacking
+        for layout in unpacking:
+            text = layouts.get(layout, layout)
+            assert re.search(r"register = \[\[0, 1\]|kWidth = [24]", text), text
 
 
 @pytest.mark.parametrize("kind", ["Q4_K:planes", "Q3_K:planes", "Q5_0:planes", "Q8_0:planes"])

@@ -65,8 +65,9 @@ def check(kind, m, n, k, config=SMALL, dtype=torch.float16, seed=0):
     ("kind", "late"),
     [(kind, late) for kind in CODES for late in (True, False) if late or CODES[kind].scales],
 )
-def test_products_agree_with_float64(kind, late):
-    check(kind, 3, 37, 512, SMALL._replace(late=late))
+@pytest.mark.parametrize("described", [False, True])
+def test_products_agree_with_float64(kind, late, described):
+    check(kind, 3, 37, 512, SMALL._replace(late=late, described=described))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,8 @@ def test_products_agree_with_float64(kind, late):
 )
 def test_any_number_of_tokens_and_odd_rows(kind, m):
     check(kind, m, 33, 256, SMALL._replace(words=16), torch.bfloat16, seed=m)
+    config = SMALL._replace(words=16, late=False, described=True)
+    check(kind, m, 33, 256, config, torch.bfloat16, seed=m)
 
 
 @KINDS
@@ -93,15 +96,16 @@ def test_many_tokens(kind):
 @pytest.mark.parametrize("kind", [kind for kind in CODES if FORMATS[kind].block_size == 32])
 @pytest.mark.parametrize("k", (32, 288))
 def test_k_that_is_no_multiple_of_a_step(kind, k):
-    check(kind, 2, 5, k)
-    check(kind, 2, 5, k, SMALL._replace(words=16, parts=2))
+    for described in (False, True):
+        check(kind, 2, 5, k, SMALL._replace(described=described))
+        check(kind, 2, 5, k, SMALL._replace(words=16, parts=2, described=described))
 
 
 @pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q3_K", "Q8_0"))
 @pytest.mark.parametrize("splits", (2, 3, 8))
 def test_split_k_is_summed_in_order(kind, splits):
-    config = SMALL._replace(splits=splits)
-    check(kind, 3, 20, 1280, config)
+    for described in (False, True):
+        check(kind, 3, 20, 1280, SMALL._replace(splits=splits, described=described))
 
 
 @pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q5_1"))
@@ -239,7 +243,12 @@ def test_ptx_unpacks_what_the_layout_says(kind):
         (kind, Config(128, 64, words=16, late=False, warps=8))
         for kind in ("Q4_K", "Q6_K", "Q3_K", "Q5_0")
     ]
-    + [("Q4_K", Config(64, 8)), ("Q6_K", Config(64, 8)), ("Q5_K", Config(64, 8))],
+    + [("Q4_K", Config(64, 8)), ("Q6_K", Config(64, 8)), ("Q5_K", Config(64, 8))]
+    + [(kind, Config(64, 32, stages=3, described=True)) for kind in CODES]
+    + [
+        (kind, Config(128, 64, late=False, warps=8, stages=2, look=1, described=True))
+        for kind in CODES
+    ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )
 def test_compiled_for_hopper(kind, config):

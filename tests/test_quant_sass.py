@@ -59,12 +59,12 @@ def test_few_activations(kind, int8):
 @KINDS
 @pytest.mark.parametrize("num_tokens", [8, 16, 64])
 def test_many_activations(kind, num_tokens):
-    """Tensor cores take what words become in registers; no weight is converted."""
+    """Wide copies; tensor cores take what words become in registers; no weight is converted."""
     a = torch.empty(num_tokens, K, dtype=torch.bfloat16, device="meta")
     with record_launches((9, 0)) as launches:
         config = choose_config(file_kind(kind), num_tokens, N, K, a.device)
         mma_quant(a, planes_of(kind), kind, config._replace(splits=1))
     code = machine_code(launches)
     assert count(code, "HMMA" if config.tokens == 8 else "HGMMA")
-    assert count(code, "LDGSTS.E.BYPASS.128")
+    assert count(code, "UTMALDG" if config.described else "LDGSTS.E.BYPASS.128")
     assert count(code, "I2F") <= 1  # of the division that finds a program's tile

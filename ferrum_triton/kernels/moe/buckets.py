@@ -13,29 +13,42 @@ from ferrum_triton.kernels.rows import cdiv
 
 @triton.jit
 def bucket_tiles(
-    tpe_ptr, num_experts, capacity, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
+    tpe_ptr, num_experts, capacity, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    SPARED: tl.constexpr = 0, BIG: tl.constexpr = 0,
 ):  # fmt: skip
-    """Entries of each bucket, their tiles and one past the last of those, [BLOCK_E]; all tiles."""
+    """Entries of each bucket, how many of them to skip, its tiles and one past the last of those.
+
+    Args:
+        SPARED: entries that a bucket's last tile has to have more of, or there is none of them.
+        BIG: skip what tiles of so many entries take, with that number spared.
+
+    Returns:
+        Those four, int32 [BLOCK_E], and the number of all tiles.
+    """
     e = tl.arange(0, BLOCK_E)
     counts = tl.load(tpe_ptr + e, mask=e < num_experts, other=0)
     # Clamped before it is narrowed: an int64 count may be any.
     counts = tl.minimum(tl.maximum(counts, 0), capacity).to(tl.int32)
-    tiles = tl.cdiv(counts, BLOCK_M)
-    return counts, tiles, tl.cumsum(tiles, axis=0), tl.sum(tiles, axis=0)
+    if BIG > 0:
+        skipped = tl.minimum((counts + (BIG - 1 - SPARED)) // BIG * BIG, counts)
+        tiles = tl.cdiv(counts - skipped, BLOCK_M)
+    else:
+        skipped = tl.zeros_like(counts)
+        tiles = (counts + (BLOCK_M - 1 - SPARED)) // BLOCK_M
+    return counts, skipped, tiles, tl.cumsum(tiles, axis=0), tl.sum(tiles, axis=0)
 
 
 @triton.jit
 def start_of_tile(
-    tile, counts, tiles, last, buckets_ptr, stride_buckets_expert,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    tile, counts, skipped, tiles, last, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """The tile's expert, int64, where its entries begin, and how many its bucket has from there."""
+    """The tile's expert, int64, its first entry, and how many its bucket has from there."""
     e = tl.arange(0, BLOCK_E)
     expert = tl.sum((last <= tile).to(tl.int32), axis=0)
     count = tl.sum(tl.where(e == expert, counts, 0), axis=0)
-    first_tile = tl.sum(tl.where(e == expert, last - tiles, 0), axis=0)
-    expert, first = expert.to(tl.int64), (tile - first_tile) * BLOCK_M
-    return expert, buckets_ptr + expert * stride_buckets_expert + first, count - first
+    first = tl.sum(tl.where(e == expert, skipped - (last - tiles) * BLOCK_M, 0), axis=0)
+    first += tile * BLOCK_M
+    return expert.to(tl.int64), first, count - first
 
 
 def tile_bound(num_pairs: int, num_experts: int, capacity: int, block_m: int) -> int:

@@ -58,7 +58,9 @@ def _gemm_quant_moe_id_kernel(
     BLOCK_G: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    counts, tiles, last, total = bucket_tiles(tpe_ptr, num_experts, capacity, BLOCK_E, BLOCK_M)
+    counts, skipped, tiles, last, total = bucket_tiles(
+        tpe_ptr, num_experts, capacity, BLOCK_E, BLOCK_M
+    )
 
     # Programs that share rows of W run side by side.
     tiles_n = tl.cdiv(num_rows, BLOCK_N)
@@ -69,9 +71,10 @@ def _gemm_quant_moe_id_kernel(
 
     # One round, unless counts are of more pairs than there are.
     for tile in range(tl.program_id(0) % stripes, total, stripes):
-        expert, entries_ptr, left = start_of_tile(
-            tile, counts, tiles, last, buckets_ptr, stride_buckets_expert, BLOCK_E, BLOCK_M
+        expert, first_entry, left = start_of_tile(
+            tile, counts, skipped, tiles, last, BLOCK_E, BLOCK_M
         )
+        entries_ptr = buckets_ptr + expert * stride_buckets_expert + first_entry
         entry = tl.arange(0, BLOCK_M)
         pair = tl.load(entries_ptr + entry, mask=entry < left, other=-1).to(tl.int64)
         known = (pair >= 0) & (pair < num_pairs)

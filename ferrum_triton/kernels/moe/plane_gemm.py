@@ -6,6 +6,9 @@ matrix, one tile of rows after the other. Of gate and up a tile has rows of both
 activations are never rounded: each of their pairs is a product of its own.
 """
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,35 +19,53 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import can_overlap, capability, kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, start_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
-from ferrum_triton.kernels.moe.prepare import clear_lost, prepare
-from ferrum_triton.kernels.quant.mma import Config, halves_of, tile_meta
-from ferrum_triton.kernels.quant.mma_steps import add_step, block_scales, operands
+from ferrum_triton.kernels.moe.prepare import Prepared, clear_lost, prepare
+from ferrum_triton.kernels.moe.sorted_activations import prepare_sorted
+from ferrum_triton.kernels.quant.descriptors import Descriptors, describe_planes
+from ferrum_triton.kernels.quant.mma import Config, described_activations, halves_of, tile_meta
+from ferrum_triton.kernels.quant.mma_operands import block_scales, described_operands, operands
+from ferrum_triton.kernels.quant.mma_steps import add_step
 from ferrum_triton.kernels.quant.plane_products import OTHER_TILES, fitted, least_tokens
 from ferrum_triton.kernels.quant.planes import row_sizes
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
 
-# By the pairs of a tile. Those of plane_products, with shorter steps where the gathered rows'
-# addresses leave fewer registers, and so that the loop is not over before its pipeline is full.
-TILES = {
-    8: Config(64, 8, stages=3),
-    16: Config(64, 16, late=False, stages=3, registers=128),
-    32: Config(128, 32, words=16, late=False, warps=8, registers=128),
-    64: Config(128, 64, words=16, late=False, warps=8, stages=3, registers=128),
+
+class Mix(NamedTuple):
+    """Tiles of one product: of one size, or what is left of an expert's pairs in smaller ones.
+
+    Attributes:
+        config: of tiles of pairs; neither ``splits`` nor ``ahead`` count.
+        spared: at most so many pairs of an expert that are left by whole tiles take smaller ones.
+        rest: of those, with as many words.
+    """
+
+    config: Config
+    spared: int = 0
+    rest: Config | None = None
+
+
+# By the most pairs an expert has on average. Of few the products of plane_products' tiles, with
+# shorter pipelines; more come through descriptors, sorted by expert. The fastest of several at 128
+# experts of 768 x 2048.
+_FULL = {"words": 16, "late": False, "described": True}
+_SMALL = Config(64, 64, stages=3, registers=168, **_FULL)
+MIXES = {
+    4: Mix(Config(64, 8, stages=3)),
+    8: Mix(Config(64, 16, stages=3, registers=128, described=True)),
+    32: Mix(Config(64, 32, stages=3, described=True)),
+    128: Mix(Config(64, 128, stages=3, **_FULL), 64, _SMALL),
+    256: Mix(
+        Config(128, 256, warps=8, stages=3, **_FULL),
+        64,
+        Config(64, 32, words=16, stages=4, described=True),
+    ),
 }
-
-
 # Of gate and up, whose tiles have half as many rows of each.
-_GATED_TILES = {8: Config(128, 8, stages=3, registers=168)}
+_GATED_MIXES = {4: Mix(Config(128, 8, stages=3, registers=168))}
 # Of kinds that would spill.
-_TILES_OF = {
-    "Q2_K": {
-        16: Config(64, 16, parts=2, stages=3, registers=128),
-        64: Config(128, 64, words=16, parts=2, late=False, warps=8, stages=3, registers=128),
-    },
-    "Q3_K": {16: Config(64, 16, words=16, parts=2, registers=128)},
-}
+_MIXES_OF = {"Q3_K": {8: Mix(Config(64, 16, stages=3, registers=168, described=True))}}
 # Steps of its loop that a program has at most, unless a tile has more: by the pairs of a tile.
 STEPS = {8: 32, 16: 16, 32: 16, 64: 32}
 # Rows of the result that a program looks after which no tile may write.
@@ -54,14 +75,18 @@ CLEARED = 64
 @triton.jit
 def _store_tile(
     y_ptr, factor_ptr, pairs_ptr, acc, n, num_rows, left, stride_y_token, stride_y_slot,
-    TOP_K: tl.constexpr, PER_PAIR: tl.constexpr, GATED: tl.constexpr,
+    TOP_K: tl.constexpr, PER_PAIR: tl.constexpr, GATED: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's rows ``n`` of y, for pairs of which ``left`` are left."""
     m = tl.arange(0, acc.shape[1])
     # Read again, of L2: they would take registers all the while.
     pair = tl.load(pairs_ptr + m, mask=m < left, other=0, cache_modifier=".cg").to(tl.int64)
     token, slot = pair // TOP_K, pair % TOP_K
-    acc *= tl.load(factor_ptr + (pair if PER_PAIR else token))[None, :]
+    if SORTED:
+        factor = tl.load(factor_ptr + m, mask=m < left, other=0)
+    else:
+        factor = tl.load(factor_ptr + (pair if PER_PAIR else token))
+    acc *= factor[None, :]
     if GATED:
         acc = tl.reshape(acc, [acc.shape[0] // 16, 2, 8, acc.shape[1]])
         gate, up = tl.split(tl.permute(acc, (0, 2, 3, 1)))
@@ -85,6 +110,16 @@ def _plane_tiles_kernel(
     pairs_ptr,  # [num_experts, capacity]
     counts_ptr,  # [num_experts]
     places_ptr,  # [num_pairs]
+    x_desc,  # of describe_activations, or None
+    sums_desc,
+    w_desc,  # of describe_planes, or None
+    h_desc,
+    s_desc,
+    d_desc,
+    up_w_desc,
+    up_h_desc,
+    up_s_desc,
+    up_d_desc,
     stride_y_token,
     stride_y_slot,
     stride_x,
@@ -106,6 +141,8 @@ def _plane_tiles_kernel(
     PER_PAIR: tl.constexpr,  # a row of x a pair
     GATED: tl.constexpr,  # y = silu(W x) * (up x)
     BLOCK_E: tl.constexpr,  # power of two >= num_experts
+    SPARED: tl.constexpr,  # see bucket_tiles
+    BIG: tl.constexpr,
     BITS: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
@@ -131,7 +168,9 @@ def _plane_tiles_kernel(
             num_experts, num_rows, num_pairs, capacity, TOP_K, BLOCK_N,
         )  # fmt: skip
         return
-    counts, tiles, last, total = bucket_tiles(counts_ptr, num_experts, capacity, BLOCK_E, BLOCK_M)
+    counts, skipped, tiles, last, total = bucket_tiles(
+        counts_ptr, num_experts, capacity, BLOCK_E, BLOCK_M, SPARED, BIG
+    )
     # Programs of one tile of pairs run side by side, and those of one expert near each other.
     ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     tiles_n = tl.cdiv(num_rows, ROWS)
@@ -141,9 +180,13 @@ def _plane_tiles_kernel(
         return
     first = tl.program_id(0) % chunks * tiles_each
     tiles_n = tl.minimum(tiles_n - first, tiles_each)
-    expert, pairs_ptr, left = start_of_tile(
-        tile, counts, tiles, last, pairs_ptr, capacity, BLOCK_E, BLOCK_M
-    )
+    expert, first_pair, left = start_of_tile(tile, counts, skipped, tiles, last, BLOCK_E, BLOCK_M)
+    pairs_ptr += expert * capacity + first_pair
+    SORTED: tl.constexpr = w_desc is not None
+    if SORTED:
+        e = tl.arange(0, BLOCK_E)
+        first_pair += tl.sum(tl.where(e < expert, counts, 0), axis=0)
+        factor_ptr += first_pair
     planes_ptr += expert * stride_expert * 16
     row = tl.arange(0, BLOCK_N)
     if GATED:
@@ -157,6 +200,10 @@ def _plane_tiles_kernel(
     at = operands(
         planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x, row,
         pair if PER_PAIR else pair // TOP_K, num_rows, BITS, SCALES, MINS, BLOCK_W, PARTS,
+    )  # fmt: skip
+    at = described_operands(
+        at, w_desc, h_desc, s_desc, d_desc, up_w_desc, up_h_desc, up_s_desc, up_d_desc, x_desc,
+        sums_desc, first * ROWS, expert.to(tl.int32), first_pair,
     )  # fmt: skip
     # The steps of one tile after those of the other, so that the pipeline is filled once.
     steps = tl.cdiv(num_words, BLOCK_W)
@@ -176,7 +223,7 @@ def _plane_tiles_kernel(
             n = (first + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)
             _store_tile(
                 y_ptr, factor_ptr, pairs_ptr, acc, n, num_rows, left, stride_y_token, stride_y_slot,
-                TOP_K, PER_PAIR, GATED,
+                TOP_K, PER_PAIR, GATED, SORTED,
             )  # fmt: skip
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         tile, step = next_tile, next_step
@@ -233,7 +280,7 @@ def gemm_plane_pairs(
     up: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    config: Config | None = None,
+    mix: Mix | None = None,
 ) -> Tensor:
     """y[p // top_k, p mod top_k] = W[e] · a[p] for p in the first tpe[e] of bucket_ids[e].
 
@@ -245,10 +292,10 @@ def gemm_plane_pairs(
         top_k: slots of a token.
         up: of planes' shape: y is silu(W[e] · a[p]) * (up[e] · a[p]).
         out: [num_tokens, top_k, n] to write to.
-        config: of the launch, its tokens being pairs; neither ``splits`` nor ``ahead`` count.
+        mix: tiles to launch.
     """
     (num_experts, num_rows), k = planes.shape[:2], a.shape[-1]
-    num_pairs, capacity = a.shape[0] * top_k, bucket_ids.shape[1]
+    num_pairs = a.shape[0] * top_k
     y = a.new_empty(a.shape[0], top_k, num_rows) if out is None else out
     if y.numel() == 0:
         return y
@@ -257,13 +304,46 @@ def gemm_plane_pairs(
         return gemv_plane_pairs(a, planes, ids, kind, up, None if up is None else kind, out=y)
     if k == 0:
         return y.zero_()
-    config = config or _config_of(file_kind(kind), num_pairs, num_experts, up is not None, a.device)
-    sizes = row_sizes(planes, kind, k)
+    mix = mix or _mix_of(file_kind(kind), num_pairs, num_experts, up is not None, a.device)
     may_overlap = can_overlap(a.device)
-    x, sums, factor, pairs, counts, places = prepare(
-        a, bucket_ids, tpe, top_k, config.words, halves_of(kind), may_overlap
+    sizes, config = row_sizes(planes, kind, k), mix.config
+    arguments = a, bucket_ids, tpe, top_k, config.words, halves_of(kind)
+    if config.described:
+        prepared = prepare_sorted(*arguments, y, may_overlap)
+    else:
+        prepared = prepare(*arguments, may_overlap)
+    launch = partial(
+        _launch_tiles, y, prepared, planes, up, sizes, kind, k, a.dim() == 3, may_overlap
     )
-    stripes = tile_bound(num_pairs, num_experts, capacity, config.tokens)
+    launch(config, mix.spared, 0)
+    if mix.spared:
+        launch(mix.rest, mix.spared, config.tokens)
+    return y
+
+
+def _launch_tiles(
+    y: Tensor,
+    prepared: Prepared,
+    planes: Tensor,
+    up: Tensor | None,
+    sizes: dict[str, int],
+    kind: str,
+    k: int,
+    per_pair: bool,
+    may_overlap: bool,
+    config: Config,
+    spared: int,
+    big: int,
+) -> None:
+    """Products of one size of tile; ``spared`` and ``big`` as ``bucket_tiles`` has them."""
+    x, sums, factor, pairs, counts, places = prepared
+    (num_experts, num_rows), (num_tokens, top_k) = planes.shape[:2], y.shape[:2]
+    capacity = pairs.shape[1]
+    num_pairs = num_tokens * top_k
+    if big:
+        stripes = min(num_pairs, num_experts) * cdiv(spared, config.tokens)
+    else:
+        stripes = tile_bound(num_pairs, num_experts, capacity, config.tokens)
     rows = config.rows if up is None else config.rows // 2
     tiles = cdiv(num_rows, rows)
     tiles_each = 1  # the rows that a last tile lacks can only be left out of a program's first
@@ -271,8 +351,15 @@ def gemm_plane_pairs(
         tiles_each = _tiles_each(tiles, cdiv(k, 8 * config.words), config.tokens)
     num_programs = stripes * cdiv(tiles, tiles_each)
     second = planes if up is None else up
+    described: Descriptors = (None,) * 10
+    if config.described:
+        described = described_activations(x, sums, kind, config)
+        described += describe_planes(planes, sizes, kind, k, config.words, rows)
+        described += (None,) * 4
+        if up is not None:
+            described = described[:6] + describe_planes(up, sizes, kind, k, config.words, rows)
     _plane_tiles_kernel.launch(
-        (num_programs + cdiv(num_pairs, CLEARED),),
+        (num_programs + (0 if config.described else cdiv(num_pairs, CLEARED)),),
         y,
         x,
         sums,
@@ -282,6 +369,7 @@ def gemm_plane_pairs(
         pairs,
         counts,
         places,
+        *described,
         y.stride(0),
         y.stride(1),
         x.stride(0),
@@ -296,15 +384,16 @@ def gemm_plane_pairs(
         tiles_each,
         num_programs,
         TOP_K=top_k,
-        PER_PAIR=a.dim() == 3,
+        PER_PAIR=per_pair,
         GATED=up is not None,
         BLOCK_E=next_power_of_2(num_experts),
-        **tile_meta(kind, config, k, a.device),
+        SPARED=spared,
+        BIG=big,
+        **tile_meta(kind, config, k, y.device),
         RELEASED=may_overlap,
         BLOCK_P=CLEARED,
         **({"launch_pdl": True} if may_overlap else {}),
     )
-    return y
 
 
 def _tiles_each(tiles: int, steps: int, tokens: int) -> int:
@@ -313,13 +402,22 @@ def _tiles_each(tiles: int, steps: int, tokens: int) -> int:
     return max(each for each in few if tiles % each == 0)
 
 
-def _config_of(
-    kind: str, num_pairs: int, num_experts: int, gated: bool, device: torch.device
-) -> Config:
-    """Tiles of what an expert has on average."""
-    tiles = OTHER_TILES
-    if capability(device) >= (9, 0):
-        tiles = TILES | (_GATED_TILES if gated else {}) | _TILES_OF.get(kind, {})
-    least = max(least_tokens(kind), min(tiles))
-    average = next_power_of_2(max(cdiv(num_pairs, num_experts), least))
-    return fitted(kind, tiles[min(average, max(tiles))])
+def _mix_of(kind: str, num_pairs: int, num_experts: int, gated: bool, device: torch.device) -> Mix:
+    """Tiles for what an expert has on average."""
+    average = cdiv(num_pairs, num_experts)
+    if capability(device) < (9, 0):
+        least = max(average, least_tokens(kind))
+        fitting = (tokens for tokens in OTHER_TILES if least <= tokens)
+        return Mix(fitted(kind, OTHER_TILES[next(fitting, max(OTHER_TILES))]))
+    if capability(device) >= (10, 0):  # some of the others spill there
+        mixes = {pairs: Mix(MIXES[pairs].config) for pairs in (4, 128)}
+    else:
+        mixes = MIXES | (_GATED_MIXES if gated else {}) | _MIXES_OF.get(kind, {})
+    fitting = (
+        mix
+        for pairs, mix in mixes.items()
+        if average <= pairs and mix.config.tokens >= least_tokens(kind)
+    )
+    mix = next(fitting, mixes[max(mixes)])
+    rest = mix.rest and fitted(kind, mix.rest)
+    return mix._replace(config=fitted(kind, mix.config), rest=rest)

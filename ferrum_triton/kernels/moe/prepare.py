@@ -17,6 +17,15 @@ from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.quant.activations import arrange_token, block_and_warps, room_for
 
+# Entries of a bucket at a time.
+ENTRIES = 512
+
+
+@triton.jit
+def expert_and_entry(place):
+    """The halves of a place, int64: which bucket, and which of its pairs; int32."""
+    return (place >> 32).to(tl.int32), place.to(tl.int32)
+
 
 @triton.jit
 def clear_lost(
@@ -31,10 +40,11 @@ def clear_lost(
         pair: int64 [P], any there are or more.
     """
     place = tl.load(places_ptr + pair, mask=pair < num_pairs, other=-1)
-    capacity = tl.maximum(capacity, 1).to(tl.int64)
-    known = (place >= 0) & (place < num_experts * capacity)
-    count = tl.load(counts_ptr + place // capacity, mask=known, other=0)
-    found = tl.load(pairs_ptr + place, mask=known & (place % capacity < count), other=-1)
+    expert, entry = expert_and_entry(place)
+    known = (expert >= 0) & (expert < num_experts)
+    count = tl.load(counts_ptr + expert, mask=known, other=0)
+    at = pairs_ptr + expert.to(tl.int64) * capacity + entry
+    found = tl.load(at, mask=known & (entry >= 0) & (entry < count), other=-1)
     lost = (found != pair) & (pair < num_pairs)
     if tl.max(lost.to(tl.int32), axis=0) > 0:
         y_rows = y_ptr + (pair // TOP_K * stride_y_token + pair % TOP_K * stride_y_slot)[:, None]
@@ -42,6 +52,31 @@ def clear_lost(
         for first in range(0, num_rows, BLOCK_N):
             n = (first + tl.arange(0, BLOCK_N))[None, :]
             tl.store(y_rows + n, zeros, mask=lost[:, None] & (n < num_rows))
+
+
+@triton.jit
+def find_pairs(
+    expert, pairs_ptr, counts_ptr, places_ptr, buckets_ptr, tpe_ptr, stride_buckets_expert,
+    num_pairs, capacity, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Write down which entries of an expert's bucket are pairs, their number and their places."""
+    count = tl.load(tpe_ptr + expert)
+    # Clamped before it is narrowed: an int64 count may be any.
+    count = tl.minimum(tl.maximum(count, 0), capacity).to(tl.int32)
+    bucket_ptr = buckets_ptr + expert.to(tl.int64) * stride_buckets_expert
+    row_ptr = pairs_ptr + expert.to(tl.int64) * capacity
+    kept = tl.zeros([], tl.int32)
+    for first in range(0, count, BLOCK_C):
+        entry = first + tl.arange(0, BLOCK_C)
+        pair = tl.load(bucket_ptr + entry, mask=entry < count, other=-1)
+        known = (pair >= 0) & (pair < num_pairs)
+        ones = known.to(tl.int32)
+        at = kept + tl.cumsum(ones, axis=0) - 1
+        tl.store(row_ptr + at, pair.to(tl.int32), mask=known)
+        place = (expert.to(tl.int64) << 32) | at.to(tl.int64)
+        tl.store(places_ptr + pair, place, mask=known)
+        kept += tl.sum(ones, axis=0)
+    tl.store(counts_ptr + expert, kept)
 
 
 @kernel(dynamic=("num_pairs", "capacity"))
@@ -76,23 +111,10 @@ def _prepare_kernel(
         gdc_wait()
     program = tl.program_id(0)
     if program < num_experts:
-        count = tl.load(tpe_ptr + program)
-        # Clamped before it is narrowed: an int64 count may be any.
-        count = tl.minimum(tl.maximum(count, 0), capacity).to(tl.int32)
-        bucket_ptr = buckets_ptr + program.to(tl.int64) * stride_buckets_expert
-        row_ptr = pairs_ptr + program.to(tl.int64) * capacity
-        kept = tl.zeros([], tl.int32)
-        for first in range(0, count, BLOCK_C):
-            entry = first + tl.arange(0, BLOCK_C)
-            pair = tl.load(bucket_ptr + entry, mask=entry < count, other=-1)
-            known = (pair >= 0) & (pair < num_pairs)
-            ones = known.to(tl.int32)
-            at = kept + tl.cumsum(ones, axis=0) - 1
-            tl.store(row_ptr + at, pair.to(tl.int32), mask=known)
-            place = program.to(tl.int64) * capacity + at
-            tl.store(places_ptr + pair, place, mask=known)
-            kept += tl.sum(ones, axis=0)
-        tl.store(counts_ptr + program, kept)
+        find_pairs(
+            program, pairs_ptr, counts_ptr, places_ptr, buckets_ptr, tpe_ptr,
+            stride_buckets_expert, num_pairs, capacity, BLOCK_C,
+        )  # fmt: skip
     else:
         row = (program - num_experts).to(tl.int64)
         a_row = a_ptr + row // SLOTS * stride_a_token + row % SLOTS * stride_a_slot
@@ -111,7 +133,8 @@ class Prepared(NamedTuple):
         factor: float32 [rows].
         pairs: int32 [num_experts, capacity], up to their number.
         counts: int32 [num_experts], their number.
-        places: int64 [num_pairs], where in pairs each is; of one in no bucket any number.
+        places: int64 [num_pairs], where in pairs each is: the expert in the upper half, the entry
+            in the lower one; of one in no bucket any number.
     """
 
     x: Tensor
@@ -120,6 +143,15 @@ class Prepared(NamedTuple):
     pairs: Tensor
     counts: Tensor
     places: Tensor
+
+
+def room_for_pairs(
+    num_experts: int, capacity: int, num_pairs: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for pairs, counts and places."""
+    pairs = torch.empty(num_experts, capacity, dtype=torch.int32, device=device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    return pairs, counts, torch.empty(num_pairs, dtype=torch.int64, device=device)
 
 
 def prepare(
@@ -145,9 +177,7 @@ def prepare(
     (num_experts, capacity), num_tokens, device = bucket_ids.shape, a.shape[0], a.device
     num_pairs, slots = num_tokens * top_k, top_k if a.dim() == 3 else 1
     x, sums, factor = room_for(num_tokens * slots, a.shape[-1], device)
-    pairs = torch.empty(num_experts, capacity, dtype=torch.int32, device=device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
-    places = torch.empty(num_pairs, dtype=torch.int64, device=device)
+    pairs, counts, places = room_for_pairs(num_experts, capacity, num_pairs, device)
     block_k, warps = block_and_warps(x.shape[1])
     _prepare_kernel.launch(
         (num_experts + num_tokens * slots,),
@@ -173,7 +203,7 @@ def prepare(
         COLUMNS=words // halves,
         HALVES=halves,
         BLOCK_K=block_k,
-        BLOCK_C=512,
+        BLOCK_C=ENTRIES,
         RELEASE=release,
         num_warps=warps,
         **({"launch_pdl": True} if release else {}),

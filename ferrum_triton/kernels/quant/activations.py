@@ -7,9 +7,51 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 # K is filled up with zeros to whole steps of the products' loops.
 STEP = 256
+
+
+@triton.jit
+def load_block(a_row, first, num_weights, BLOCK_K: tl.constexpr):
+    """Elements [first, first + BLOCK_K) of a row as float32, 0 past its end."""
+    k = first + tl.arange(0, BLOCK_K)
+    return tl.load(a_row + k, mask=k < num_weights, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def first_block(a_row, num_weights, num_padded, BLOCK_K: tl.constexpr):
+    """A row's first block, and the exponent bits of its factor's inverse: :func:`arrange_token`."""
+    a = load_block(a_row, 0, num_weights, BLOCK_K)
+    # Ordered as integers, a NaN is above infinity and so is not lost.
+    largest = tl.abs(a).to(tl.int32, bitcast=True)
+    for first in range(BLOCK_K, num_padded, BLOCK_K):
+        more = load_block(a_row, first, num_weights, BLOCK_K)
+        largest = tl.maximum(largest, tl.abs(more).to(tl.int32, bitcast=True))
+    return a, tl.minimum(265 - (tl.max(largest, axis=0) >> 23), 253)
+
+
+@triton.jit
+def arranged(a, inverse, COLUMNS: tl.constexpr, HALVES: tl.constexpr):
+    """Whole steps of a row, float32, as an arranged row has them, and sums over words; float16."""
+    a = a * (inverse << 23).to(tl.float32, bitcast=True)
+    BLOCK_K: tl.constexpr = a.shape[0]
+    sums = tl.sum(tl.reshape(a, [BLOCK_K // 8, 8]), axis=1).to(tl.float16)
+    STEPS: tl.constexpr = BLOCK_K // (8 * HALVES * COLUMNS)
+    # Weight 16 i + 8 h + 4 n + 2 e + o, see fragments.py; i is every HALVES-th pair of words.
+    x = tl.reshape(a.to(tl.float16), [STEPS, COLUMNS // 2, HALVES, 2, 2, 2, 2])
+    return tl.reshape(tl.permute(x, (0, 2, 3, 4, 6, 1, 5)), [BLOCK_K]), sums
+
+
+@triton.jit
+def store_arranged(row, first, x, sums, x_ptr, sums_ptr, num_padded):
+    """Write what :func:`arranged` returned to a row of x and of the sums."""
+    BLOCK_K: tl.constexpr = x.shape[0]
+    at = first + tl.arange(0, BLOCK_K)
+    tl.store(x_ptr + row * num_padded + at, x, mask=at < num_padded)
+    word = first // 8 + tl.arange(0, BLOCK_K // 8)
+    tl.store(sums_ptr + row * (num_padded // 8) + word, sums, mask=word < num_padded // 8)
 
 
 @triton.jit
@@ -23,36 +65,13 @@ def arrange_token(
     fewer bits than float16. Eight of them sum to a float16.
     """
     a_row = a_ptr + token * stride_a_token
-    largest = tl.zeros([BLOCK_K], tl.float32)
-    for first in range(0, num_padded, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        a = tl.load(a_row + k, mask=k < num_weights, other=0.0).to(tl.float32)
-        # Ordered as integers, a NaN is above infinity and so is not lost.
-        largest = tl.maximum(
-            largest.to(tl.int32, bitcast=True), tl.abs(a).to(tl.int32, bitcast=True)
-        ).to(tl.float32, bitcast=True)
-    exponent = tl.max(largest.to(tl.int32, bitcast=True), axis=0) >> 23
-    inverse = tl.minimum(265 - exponent, 253)
+    a, inverse = first_block(a_row, num_weights, num_padded, BLOCK_K)
     tl.store(factor_ptr + token, ((254 - inverse) << 23).to(tl.float32, bitcast=True))
-    inverse = (inverse << 23).to(tl.float32, bitcast=True)
-
     for first in range(0, num_padded, BLOCK_K):
-        at = first + tl.arange(0, BLOCK_K)
-        column = at % COLUMNS
-        half, product = at // (8 * COLUMNS) % HALVES, at // COLUMNS % 8
-        word = column // 2 * (2 * HALVES) + 2 * half + column % 2
-        k = at // (8 * HALVES * COLUMNS) * (8 * HALVES * COLUMNS) + word // 2 * 16
-        k += product // 4 * 8 + product // 2 % 2 * 4 + word % 2 * 2 + product % 2
-        a = tl.load(a_row + k, mask=k < num_weights, other=0.0).to(tl.float32)
-        tl.store(
-            x_ptr + token * num_padded + at, (a * inverse).to(tl.float16), mask=at < num_padded
-        )
-
-        word = first // 8 + tl.arange(0, BLOCK_K // 8)
-        k = word[:, None] * 8 + tl.arange(0, 8)[None, :]
-        a = tl.load(a_row + k, mask=k < num_weights, other=0.0).to(tl.float32)
-        sums = tl.sum(a * inverse, axis=1).to(tl.float16)
-        tl.store(sums_ptr + token * (num_padded // 8) + word, sums, mask=word < num_padded // 8)
+        x, sums = arranged(a, inverse, COLUMNS, HALVES)
+        store_arranged(token, first, x, sums, x_ptr, sums_ptr, num_padded)
+        if first + BLOCK_K < num_padded:
+            a = load_block(a_row, first + BLOCK_K, num_weights, BLOCK_K)
 
 
 @kernel
@@ -79,7 +98,7 @@ def _arrange_kernel(
 
 def room_for(num_tokens: int, num_weights: int, device: torch.device) -> tuple[Tensor, ...]:
     """Memory for what :func:`arrange` returns."""
-    padded = triton.cdiv(num_weights, STEP) * STEP
+    padded = cdiv(num_weights, STEP) * STEP
     x = torch.empty((num_tokens, padded), dtype=torch.float16, device=device)
     sums = torch.empty((num_tokens, padded // 8), dtype=torch.float16, device=device)
     return x, sums, torch.empty((num_tokens,), dtype=torch.float32, device=device)
@@ -88,8 +107,8 @@ def room_for(num_tokens: int, num_weights: int, device: torch.device) -> tuple[T
 def block_and_warps(padded: int) -> tuple[int, int]:
     """Elements of a token at a time, and a program's warps."""
     # Few tokens are a matter of latency: all of K at once where the registers hold it.
-    block = min(triton.next_power_of_2(max(padded, 1)), 16384)
-    return block, 16 if block > 4096 else (8 if block > 1024 else 4)
+    block = min(next_power_of_2(max(padded, 1)), 16384)
+    return block, 16 if block > 4096 else (8 if block > 1024 else 2)
 
 
 def arrange(

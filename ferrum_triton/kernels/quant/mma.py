@@ -22,9 +22,17 @@ from triton.language.extra.cuda import gdc_wait
 
 from ferrum_triton.kernels.jit import can_overlap, capability, kernel
 from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.descriptors import (
+    Descriptors,
+    describe_activations,
+    describe_planes,
+    words_of,
+)
 from ferrum_triton.kernels.quant.fragments import CODES
-from ferrum_triton.kernels.quant.mma_steps import add_step, block_scales, operands, words_of
+from ferrum_triton.kernels.quant.mma_operands import block_scales, described_operands, operands
+from ferrum_triton.kernels.quant.mma_steps import add_step
 from ferrum_triton.kernels.quant.planes import row_sizes
+from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
 
@@ -47,6 +55,8 @@ class Config(NamedTuple):
         ahead: lines of 128 bytes of each row of W that are on their way to L2 before the
             activations are arranged, on GPUs that start a kernel before the last one's end; 0 of
             those that do not.
+        described: tiles come through tensor descriptors, on GPUs of capability 9.0.
+        look: steps from one to that whose first plane is asked for into L2 meanwhile; 0 for none.
     """
 
     rows: int
@@ -59,6 +69,8 @@ class Config(NamedTuple):
     stages: int = 4
     registers: int = 0
     ahead: int = 0
+    described: bool = False
+    look: int = 0
 
 
 @triton.jit
@@ -77,6 +89,12 @@ def _mma_quant_kernel(
     sums_ptr,  # [m, padded k / 8]
     factor_ptr,  # [m]
     planes_ptr,  # [n, row_bytes]
+    w_desc,  # of describe_planes, or None
+    h_desc,
+    s_desc,
+    d_desc,
+    x_desc,  # of describe_activations, or None
+    sums_desc,
     stride_y_split,
     stride_y_token,
     stride_x_token,
@@ -102,6 +120,7 @@ def _mma_quant_kernel(
     SPLITS: tl.constexpr,
     WHOLE: tl.constexpr,  # K is whole steps
     AHEAD: tl.constexpr,
+    LOOK: tl.constexpr,
 ):
     # Programs that share rows of W run side by side.
     tiles_m = tl.cdiv(num_tokens, BLOCK_M)
@@ -113,23 +132,30 @@ def _mma_quant_kernel(
         planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x_token, row,
         token, num_rows, BITS, SCALES, MINS, BLOCK_W, PARTS,
     )  # fmt: skip
+    at = described_operands(
+        at, w_desc, h_desc, s_desc, d_desc, None, None, None, None, x_desc, sums_desc,
+        tl.program_id(0) // tiles_m * BLOCK_N, 0, tl.program_id(0) % tiles_m * BLOCK_M,
+    )  # fmt: skip
     steps = tl.cdiv(num_words, BLOCK_W)
     per_split = tl.cdiv(steps, SPLITS)
     begin = tl.program_id(1) * per_split
     end = tl.minimum(begin + per_split, steps)
+    W_COLS: tl.constexpr = words_of(BITS, BLOCK_W)
+    lines = planes_ptr.to(tl.pointer_type(tl.int32)) + row * q_row * 4
     if AHEAD > 0:
         # Weights were there before the kernel that arranges the activations was launched.
-        W_COLS: tl.constexpr = words_of(BITS, BLOCK_W)
         ahead = tl.minimum(begin * W_COLS + tl.arange(0, AHEAD) * 32, steps * W_COLS - 32)
-        words_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
-        _prefetch(words_ptr + (row * q_row * 4)[:, None] + ahead[None, :])
+        _prefetch(lines[:, None] + ahead[None, :])
         gdc_wait()
 
     d, d_min = block_scales(at, d_row, 0, tl.minimum(begin, steps - 1), BLOCK_W, MINS, LATE)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    none = tl.full((), 0, tl.int64)
     for step in range(begin, end):
+        if LOOK > 0:
+            _prefetch(lines + tl.minimum(step + LOOK, steps - 1) * W_COLS)
         acc, d, d_min = add_step(
-            acc, d, d_min, at, q_row, h_row, s_row, t_row, d_row, 0, step, 0,
+            acc, d, d_min, at, q_row, h_row, s_row, t_row, d_row, none, step, 0,
             tl.minimum(step + 1, steps - 1), num_words, BITS, OFFSET, SCALES, MINS, ASM,
             CONSTRAINTS, BLOCK_W, PARTS, LATE, WHOLE,
         )  # fmt: skip
@@ -190,6 +216,14 @@ def tile_meta(kind: str, config: Config, k: int, device: torch.device) -> dict[s
     }
 
 
+def described_activations(x: Tensor, sums: Tensor, kind: str, config: Config) -> Descriptors:
+    """Descriptors of what ``arrange`` returned, as :func:`add_step` reads it."""
+    codes = CODES[file_kind(kind)]
+    with_sums = config.late and codes.scales != "" and codes.mins
+    parts = max(config.parts, halves_of(kind))
+    return describe_activations(x, sums, config.tokens, config.words, parts, with_sums)
+
+
 def mma_quant(
     a: Tensor,
     planes: Tensor,
@@ -218,13 +252,18 @@ def mma_quant(
     if splits > 1:
         partial = torch.empty((splits, *y.shape), dtype=torch.float32, device=a.device)
     options = {"launch_pdl": True} if ahead else {}
+    described: Descriptors = (None,) * 6
+    if config.described:
+        described = describe_planes(planes[None], sizes, kind, k, config.words, config.rows)
+        described += described_activations(x, sums, kind, config)
     _mma_quant_kernel.launch(
-        (triton.cdiv(num_tokens, config.tokens) * triton.cdiv(num_rows, config.rows), splits),
+        (cdiv(num_tokens, config.tokens) * cdiv(num_rows, config.rows), splits),
         partial,
         x,
         sums,
         factor,
         planes,
+        *described,
         partial.stride(0) if splits > 1 else 0,
         partial.stride(-2),
         x.stride(0),
@@ -235,12 +274,13 @@ def mma_quant(
         **tile_meta(kind, config, k, a.device),
         SPLITS=splits,
         AHEAD=ahead,
+        LOOK=config.look if capability(a.device) >= (8, 0) else 0,
         **options,
     )
     if splits > 1:
         block = 1024
         _add_splits_kernel.launch(
-            (num_tokens, triton.cdiv(num_rows, block)),
+            (num_tokens, cdiv(num_rows, block)),
             y,
             partial,
             y.stride(0),

@@ -1,6 +1,7 @@
 """Products with rows in planes: which kernel takes how many activations.
 
-Up to four activations take about as long as W is read: :func:`gemv_planes`. More fill tensor cores,
+Up to four activations take about as long as W is read: :func:`gemv_planes`, or one and two of them
+at some sizes :func:`gemv_walk`. More fill tensor cores,
 W as their tall operand: :func:`mma_quant`, whose tile grows with them. From MANY on decoding W
 costs less than what cuBLAS gains over it. float32 activations are never rounded: up to eight of
 them take the first way, and more a product by torch.
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
+from ferrum_triton.kernels.quant.gemv_walk import gemv_walk, walk_of
 from ferrum_triton.kernels.quant.int16 import int16_activations
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
@@ -28,15 +30,23 @@ PROGRAMS, STEPS = 200, 4
 
 # The fastest of bench.quant_tiles at n 28672 and k 4096, or nearly, by the most tokens they are
 # for.
+_WIDE = Config(
+    128, 64, late=False, warps=8, stages=2, registers=128, ahead=2, look=1, described=True
+)
 _TILES = {
     8: Config(64, 8, ahead=4),
     16: Config(64, 16, parts=2, stages=3, registers=128, ahead=4),
-    32: Config(64, 32, late=False, stages=3),
-    64: Config(128, 64, warps=8, stages=3),
-    128: Config(64, 128, words=16, late=False, stages=3),
-    256: Config(128, 256, words=16, late=False, warps=8, stages=3),
+    32: Config(64, 32, stages=3, ahead=4, described=True),
+    64: _WIDE,
+    128: Config(64, 128, words=16, late=False, stages=3, described=True),
+    256: Config(128, 256, words=16, late=False, warps=8, stages=3, described=True),
 }
-_TILES_OF = {"Q6_K": {8: Config(64, 8, stages=3, ahead=8), 32: Config(64, 32, parts=2)}}
+_TILES_OF = {
+    "Q6_K": {8: Config(64, 8, stages=3, ahead=4, described=True)},
+    # Those above would spill.
+    "Q3_K": {64: _WIDE._replace(words=16, stages=3, look=0)},
+    "Q5_K": {64: _WIDE._replace(look=0)},
+}
 MOST = 128  # in a tile of more than 256
 # Of GPUs before Hopper and of AMD's, where those spill or do not compile.
 OTHER_TILES = {
@@ -100,6 +110,10 @@ def product_of_few(
 ) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual for W's rows in planes."""
     num_tokens, num_weights = a.shape
+    if a.dtype != torch.float32:
+        walk = walk_of(file_kind(kind), planes.shape[0], num_weights // 32, num_tokens, a.device)
+        if walk is not None:
+            return gemv_walk(a, planes, kind, walk, bias=bias, residual=residual, out=out)
     apart = num_tokens > 2 or (num_tokens == 2 and planes.shape[0] * num_weights >= MANY_WEIGHTS)
     x = int16_activations(a) if apart and a.dtype != torch.float32 else a
     return gemv_planes(x, planes, kind, bias=bias, residual=residual, out=out)
