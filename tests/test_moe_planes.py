@@ -61,6 +61,22 @@ def test_every_mix_of_tiles_gives_the_products(mix, kind):
     assert_close(got, gated(a.double(), stack, up, ids, *[f"{kind}:planes"] * 2), scale=2)
 
 
+def test_experts_that_are_one_matrix():
+    """A stack without a stride is one expert to a descriptor, whether gate or up is such."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(3, 9, 256, generator=generator) / 16
+    apart = quantize_rows(weights, "Q4_K:planes")
+    one = apart[:1].expand(3, -1, -1)
+    a = torch.randn(9, 256, generator=generator).half()
+    ids = torch.tensor([[2, 0], [0, 2], [1, 1]]).repeat(3, 1)
+    buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 3, 1, 1)
+    mix = Mix(Config(64, 16, described=True))
+    for gate, up in ((one, apart), (apart, one)):
+        got = gemm_plane_pairs(a, gate, buckets, tpe, "Q4_K:planes", 2, up, mix=mix)
+        gated = OPS["gemv_quant_moe_id_gate_up_silu"].reference
+        assert_close(got, gated(a.double(), gate, up, ids, *["Q4_K:planes"] * 2), scale=2)
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q3_K"])
 @pytest.mark.parametrize("num_rows", [128, 192])
 @pytest.mark.parametrize("described", [False, True])

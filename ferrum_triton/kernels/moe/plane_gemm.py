@@ -1,9 +1,11 @@
 """Many tokens by their experts' rows in planes, on tensor cores: one program per tile of an expert.
 
 Activations are arranged once, every row of them (:mod:`ferrum_triton.kernels.moe.prepare`), and
-gathered by pair in a loop of the steps that :mod:`ferrum_triton.kernels.quant.mma` takes for one
-matrix, one tile of rows after the other. Of gate and up a tile has rows of both. float32
-activations are never rounded: each of their pairs is a product of its own.
+gathered by pair; or sorted by expert, a row a pair, for tensor descriptors to bring
+(:mod:`ferrum_triton.kernels.moe.sorted_activations`). A loop takes the steps that
+:mod:`ferrum_triton.kernels.quant.mma` takes for one matrix, one tile of rows after the other. Of
+gate and up a tile has rows of both. float32 activations are never rounded: each of their pairs is a
+product of its own.
 """
 
 from functools import partial
@@ -102,7 +104,7 @@ def _store_tile(
 @kernel(dynamic=("num_pairs", "capacity", "tiles_each", "num_programs"))
 def _plane_tiles_kernel(
     y_ptr,  # [num_tokens, top_k, n]
-    x_ptr,  # [num_tokens, padded k], or [num_pairs, padded k]
+    x_ptr,  # [num_tokens, padded k], or [num_pairs, padded k]; through descriptors by expert
     sums_ptr,  # [rows of x, padded k / 8]
     factor_ptr,  # [rows of x]
     planes_ptr,  # [num_experts, n, row_bytes]
@@ -203,7 +205,8 @@ def _plane_tiles_kernel(
     )  # fmt: skip
     at = described_operands(
         at, w_desc, h_desc, s_desc, d_desc, up_w_desc, up_h_desc, up_s_desc, up_d_desc, x_desc,
-        sums_desc, first * ROWS, expert.to(tl.int32), first_pair,
+        sums_desc, first * ROWS, tl.where(stride_expert == 0, 0, expert).to(tl.int32),
+        tl.where(stride_up_expert == 0, 0, expert).to(tl.int32), first_pair,
     )  # fmt: skip
     # The steps of one tile after those of the other, so that the pipeline is filled once.
     steps = tl.cdiv(num_words, BLOCK_W)

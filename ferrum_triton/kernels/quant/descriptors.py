@@ -96,7 +96,8 @@ def describe_planes(
     """The planes q, h, s and d in tiles of a step of some rows; None of one that is read otherwise.
 
     Args:
-        planes: uint8 [experts, n, row_bytes], each expert's rows in planes.
+        planes: uint8 [experts, n, row_bytes], each expert's rows in planes; of an expanded one
+            there is one expert.
         sizes: of ``row_sizes``.
         kind: their kind, such as ``"Q4_K:planes"``.
         num_weights: of a row. What lies in a plane past them is any, and a d that is no number
@@ -105,6 +106,8 @@ def describe_planes(
         rows: of a tile.
     """
     experts, n = planes.shape[:2]
+    if planes.stride(0) == 0:  # no stride of a descriptor: all are the first
+        experts = 1
     q, h, s, t, d = sizes.values()
     firsts = 0, q, q + h, q + h + s + t
     found: list[TensorDescriptor | None] = []

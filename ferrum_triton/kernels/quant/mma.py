@@ -134,7 +134,7 @@ def _mma_quant_kernel(
     )  # fmt: skip
     at = described_operands(
         at, w_desc, h_desc, s_desc, d_desc, None, None, None, None, x_desc, sums_desc,
-        tl.program_id(0) // tiles_m * BLOCK_N, 0, tl.program_id(0) % tiles_m * BLOCK_M,
+        tl.program_id(0) // tiles_m * BLOCK_N, 0, 0, tl.program_id(0) % tiles_m * BLOCK_M,
     )  # fmt: skip
     steps = tl.cdiv(num_words, BLOCK_W)
     per_split = tl.cdiv(steps, SPLITS)

@@ -81,7 +81,7 @@ def _given(desc, other):
 @triton.jit
 def described_operands(
     at, w_desc, h_desc, s_desc, d_desc, up_w_desc, up_h_desc, up_s_desc, up_d_desc, x_desc,
-    sums_desc, row, expert, token,
+    sums_desc, row, expert, up_expert, token,
 ):  # fmt: skip
     """Likewise through descriptors, where there are any: what is left of ``at`` stays pointers.
 
@@ -91,7 +91,7 @@ def described_operands(
         up_w_desc, up_h_desc, up_s_desc, up_d_desc: of a second matrix, whose rows come in turn with
             those of the first, eight of each; or None.
         x_desc, sums_desc: of the activations.
-        row, expert, token: where the tile begins.
+        row, expert, up_expert, token: where the tile begins.
     """
     if w_desc is not None:
         at = (
@@ -101,7 +101,7 @@ def described_operands(
         if up_w_desc is not None:
             at += (
                 up_w_desc, _given(up_h_desc, at[1]), _given(up_s_desc, at[2]),
-                _given(up_d_desc, at[4]),
+                _given(up_d_desc, at[4]), up_expert,
             )  # fmt: skip
     return at
 
@@ -205,18 +205,18 @@ def _load_described(
     if HAS_SCALES:
         scale = at[2].load([expert, row, step * S_COLS])
         if GATED:
-            up_scale = at[13].load([expert, row, step * S_COLS])
+            up_scale = at[13].load([at[15], row, step * S_COLS])
     if HAS_BLOCKS:
         d = at[10].load([expert, row, step * (BLOCK_W // 4)])
         if GATED:
-            up_d = at[14].load([expert, row, step * (BLOCK_W // 4)])
+            up_d = at[14].load([at[15], row, step * (BLOCK_W // 4)])
     if HAS_MORE:
         more = at[1].load([expert, row, step * H_COLS])
         if GATED:
-            up_more = at[12].load([expert, row, step * H_COLS])
+            up_more = at[12].load([at[15], row, step * H_COLS])
     words = at[0].load([expert, row, step * W_COLS])
     if GATED:
-        up_words = at[11].load([expert, row, step * W_COLS])
+        up_words = at[11].load([at[15], row, step * W_COLS])
     words = _matrix(words, up_words, GATED)
     if HAS_MORE:
         more = _matrix(more, up_more, GATED)
