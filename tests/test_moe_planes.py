@@ -61,6 +61,25 @@ def test_every_mix_of_tiles_gives_the_products(mix, kind):
     assert_close(got, gated(a.double(), stack, up, ids, *[f"{kind}:planes"] * 2), scale=2)
 
 
+@pytest.mark.parametrize("config", [Config(64, 16), Config(64, 16, described=True)], ids=str)
+def test_a_pair_in_two_buckets_has_either_row_or_zeros(config):
+    """And none but it: buckets that hold more than all pairs are passed over."""
+    generator = torch.Generator().manual_seed(0)
+    stack = quantize_rows(torch.randn(3, 9, 256, generator=generator) / 16, "Q4_K:planes")
+    a = torch.randn(8, 256, generator=generator).half()
+    buckets = torch.tensor([[0, 1, 2, 3, 4], [4, 3, 5, 0, 0], [6, 7, 7, 6, 4]], dtype=torch.int32)
+    tpe = torch.tensor([5, 4, 5], dtype=torch.int32)
+    got = gemm_plane_pairs(a, stack, buckets, tpe, "Q4_K:planes", 1, mix=Mix(config))[:, 0]
+    rows = OPS["gemv_quant_moe_id"].reference(
+        a.double(), stack, torch.arange(3).expand(8, 3), "Q4_K:planes"
+    )
+    homes = {0: (0, 1), 1: (0,), 2: (0,), 3: (0, 1), 4: (0, 1, 2), 5: (1,), 6: (2,), 7: (2,)}
+    for pair, experts in homes.items():
+        allowed = [torch.zeros(9), *(rows[pair, expert] for expert in experts)]
+        assert min((got[pair] - want).abs().max() for want in allowed) < 5e-3, pair
+    assert (got[1:3] != 0).any(-1).all()
+
+
 def test_experts_that_are_one_matrix():
     """A stack without a stride is one expert to a descriptor, whether gate or up is such."""
     generator = torch.Generator().manual_seed(0)

@@ -76,15 +76,19 @@ CLEARED = 64
 
 @triton.jit
 def _store_tile(
-    y_ptr, factor_ptr, pairs_ptr, acc, n, num_rows, left, stride_y_token, stride_y_slot,
-    TOP_K: tl.constexpr, PER_PAIR: tl.constexpr, GATED: tl.constexpr, SORTED: tl.constexpr,
+    y_ptr, factor_ptr, pairs_ptr, places_ptr, acc, n, num_rows, left, first_place, stride_y_token,
+    stride_y_slot, TOP_K: tl.constexpr, PER_PAIR: tl.constexpr, GATED: tl.constexpr,
+    SORTED: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's rows ``n`` of y, for pairs of which ``left`` are left."""
     m = tl.arange(0, acc.shape[1])
     # Read again, of L2: they would take registers all the while.
     pair = tl.load(pairs_ptr + m, mask=m < left, other=0, cache_modifier=".cg").to(tl.int64)
     token, slot = pair // TOP_K, pair % TOP_K
+    kept = m < left
     if SORTED:
+        # Of a pair that is in two places, one has activations.
+        kept &= tl.load(places_ptr + pair, mask=kept, other=-1) == first_place + m
         factor = tl.load(factor_ptr + m, mask=m < left, other=0)
     else:
         factor = tl.load(factor_ptr + (pair if PER_PAIR else token))
@@ -97,7 +101,7 @@ def _store_tile(
     tl.store(
         y_row + n[:, None],
         acc.to(y_ptr.dtype.element_ty),
-        mask=(m < left)[None, :] & (n < num_rows)[:, None],
+        mask=kept[None, :] & (n < num_rows)[:, None],
     )
 
 
@@ -184,10 +188,12 @@ def _plane_tiles_kernel(
     tiles_n = tl.minimum(tiles_n - first, tiles_each)
     expert, first_pair, left = start_of_tile(tile, counts, skipped, tiles, last, BLOCK_E, BLOCK_M)
     pairs_ptr += expert * capacity + first_pair
+    first_place = (expert << 32) | first_pair
     SORTED: tl.constexpr = w_desc is not None
     if SORTED:
         e = tl.arange(0, BLOCK_E)
         first_pair += tl.sum(tl.where(e < expert, counts, 0), axis=0)
+        left = tl.minimum(left, num_pairs - first_pair)  # of rows, if pairs are in two places
         factor_ptr += first_pair
     planes_ptr += expert * stride_expert * 16
     row = tl.arange(0, BLOCK_N)
@@ -225,8 +231,8 @@ def _plane_tiles_kernel(
         if is_last:
             n = (first + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)
             _store_tile(
-                y_ptr, factor_ptr, pairs_ptr, acc, n, num_rows, left, stride_y_token, stride_y_slot,
-                TOP_K, PER_PAIR, GATED, SORTED,
+                y_ptr, factor_ptr, pairs_ptr, places_ptr, acc, n, num_rows, left, first_place,
+                stride_y_token, stride_y_slot, TOP_K, PER_PAIR, GATED, SORTED,
             )  # fmt: skip
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         tile, step = next_tile, next_step

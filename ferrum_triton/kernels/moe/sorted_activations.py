@@ -55,7 +55,7 @@ def _find_pairs_kernel(
     )  # fmt: skip
 
 
-@kernel(dynamic=("capacity",))
+@kernel(dynamic=("num_pairs", "capacity"))
 def _arrange_pairs_kernel(
     x_ptr,  # [num_pairs, padded k], float16
     sums_ptr,  # [num_pairs, padded k / 8], float16
@@ -73,6 +73,7 @@ def _arrange_pairs_kernel(
     num_rows,  # of the result
     num_weights,
     num_padded,
+    num_pairs,
     capacity,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,  # rows of a that a token has
@@ -103,7 +104,8 @@ def _arrange_pairs_kernel(
     at = pairs_ptr + expert.to(tl.int64) * capacity + entry
     found = tl.load(at, mask=(entry >= 0) & (entry < count), other=-1) == pair
     before = tl.sum(tl.where(e[None, :] < expert[:, None], counts[None, :], 0), axis=1)
-    to = tl.where(found, before + entry, -1).to(tl.int64)
+    to = before.to(tl.int64) + entry
+    to = tl.where(found & (to < num_pairs), to, -1)  # not beyond, should pairs be in two places
     for first in range(0, num_padded, BLOCK_K):
         x, sums = arranged(a, inverse, COLUMNS, HALVES)
         for copy in tl.static_range(BLOCK_C):
@@ -179,6 +181,7 @@ def prepare_sorted(
         y.shape[2],
         a.shape[-1],
         x.shape[1],
+        num_pairs,
         capacity,
         TOP_K=top_k,
         SLOTS=slots,
