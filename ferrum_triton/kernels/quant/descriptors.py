@@ -108,17 +108,16 @@ def describe_planes(
     experts, n = planes.shape[:2]
     if planes.stride(0) == 0:  # no stride of a descriptor: all are the first
         experts = 1
-    q, h, s, t, d = sizes.values()
-    firsts = 0, q, q + h, q + h + s + t
+    q, h, s, t, _ = sizes.values()
+    firsts = {"Q": 0, "H": q, "S": q + h, "D": q + h + s + t}
     found: list[TensorDescriptor | None] = []
-    for tile, first, size in zip(_tiles(kind, words), firsts, (q, h, s, d), strict=True):
+    for (plane, first), tile in zip(firsts.items(), _tiles(kind, words), strict=True):
         if tile is None:
             found.append(None)
             continue
-        dtype, columns = tile
+        (dtype, columns), size = tile, sizes[plane]
         each = dtype.itemsize
-        is_d = first == firsts[3]
-        shape = experts, n, num_weights // 32 if is_d else size // each
+        shape = experts, n, num_weights // 32 if plane == "D" else size // each
         # Of one expert any stride does, but it has to be one of a descriptor.
         strides = (planes.stride(0) if experts > 1 else n * size) // each, size // each, 1
         found.append(_describe(planes, first * n, dtype, shape, strides, (1, rows, columns)))
