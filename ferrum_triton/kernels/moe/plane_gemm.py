@@ -49,8 +49,8 @@ class Mix(NamedTuple):
 
 
 # By the most pairs an expert has on average. Of few the products of plane_products' tiles, with
-# shorter pipelines; more come through descriptors, sorted by expert. The fastest of several at 128
-# experts of 768 x 2048.
+# shorter pipelines; more come through descriptors, sorted by expert. Chosen for the experts of
+# bench.moe_layer.
 _FULL = {"words": 16, "late": False, "described": True}
 _SMALL = Config(64, 64, stages=3, registers=168, **_FULL)
 MIXES = {
@@ -364,9 +364,10 @@ def _launch_tiles(
     if config.described:
         described = described_activations(x, sums, kind, config)
         described += describe_planes(planes, sizes, kind, k, config.words, rows)
-        described += (None,) * 4
-        if up is not None:
-            described = described[:6] + describe_planes(up, sizes, kind, k, config.words, rows)
+        if up is None:
+            described += (None,) * 4
+        else:
+            described += describe_planes(up, sizes, kind, k, config.words, rows)
     _plane_tiles_kernel.launch(
         (num_programs + (0 if config.described else cdiv(num_pairs, CLEARED)),),
         y,

@@ -18,9 +18,7 @@ from ferrum_triton.kernels.quant.int8 import Int8Activations
 from ferrum_triton.kernels.quant.int16 import Int16Activations
 from ferrum_triton.kernels.quant.integer_groups import (
     add_integers,
-    load_int8,
-    load_int16,
-    make_int16,
+    group_integers,
 )
 from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group
 from ferrum_triton.kernels.quant.planes import (
@@ -160,6 +158,33 @@ def _add_rows(
 
 
 @triton.jit
+def no_totals(THREADS: tl.constexpr, COUNT: tl.constexpr, M: tl.constexpr):
+    """Zeros [row][token], float32 [THREADS] each."""
+    totals = ()
+    for _r in tl.static_range(COUNT):
+        each = ()
+        for _m in tl.static_range(M):
+            each += (tl.zeros([THREADS], tl.float32),)
+        totals += (each,)
+    return totals
+
+
+@triton.jit
+def store_totals(
+    y_ptr, totals, stride_y_token, first, bias_ptr, residual_ptr, stride_residual_token,
+    M: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Sum totals [row][token] over threads, and store them as :func:`store_rows` does."""
+    flat = ()
+    for r in tl.static_range(ROWS):
+        flat += totals[r]
+    y = summed(flat, SUMS, ASM)
+    store_rows(
+        y_ptr, y, stride_y_token, first, M, ROWS, bias_ptr, residual_ptr, stride_residual_token
+    )
+
+
+@triton.jit
 def row_sums(
     a_ptr, info_ptr, first_ptr, second_ptr, stride_a_token, stride_info_token, num_rows, row,
     FIRST: tl.constexpr, SECOND: tl.constexpr, GROUPS: tl.constexpr, M: tl.constexpr,
@@ -190,14 +215,7 @@ def row_sums(
     KIND: tl.constexpr = entry(FIRST, 5)
     COUNT: tl.constexpr = ROWS if SECOND is None else 2 * ROWS
 
-    start = tl.zeros([THREADS], tl.float32)
-    totals = ()
-    for _r in tl.static_range(COUNT):
-        each = ()
-        for _m in tl.static_range(M):
-            each += (start,)
-        totals += (each,)
-
+    totals = no_totals(THREADS, COUNT, M)
     if PREFETCH:
         rows = _rows_of(
             first_ptr, second_ptr, num_rows, row, thread, thread < GROUPS, FIRST, SECOND, ROWS, ASM,
@@ -227,17 +245,11 @@ def row_sums(
             none = tied_zero(rows, zero)
         else:
             none = tl.zeros([THREADS], tl.int32)
-        if info_ptr is None:
+        if info_ptr is None and not NARROW:
             integers = None
-            if NARROW:
-                integers = make_int16(a_ptr, stride_a_token, group, mask, M, VECTOR, ASM)
-        elif a_ptr.dtype.element_ty == tl.int8:
-            integers = load_int8(
-                a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
-            )
         else:
-            integers = load_int16(
-                a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
+            integers = group_integers(
+                a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, VECTOR, ASM
             )
         if SECOND is None or entry(SECOND, 5) == KIND:
             # Rows of one kind share what is made of float32 activations.
@@ -324,13 +336,10 @@ def _gemv_planes_kernel(
         LAYOUT, None, GROUPS, M, ROWS, THREADS, PREFETCH, TIED,
         ASM, HINT, VECTOR, NARROW, CHAINED,
     )  # fmt: skip
-    flat = ()
-    for r in tl.static_range(ROWS):
-        flat += totals[r]
-    y = summed(flat, SUMS, ASM)
-    store_rows(
-        y_ptr, y, stride_y_token, first, M, ROWS, bias_ptr, residual_ptr, stride_residual_token
-    )
+    store_totals(
+        y_ptr, totals, stride_y_token, first, bias_ptr, residual_ptr, stride_residual_token, M,
+        ROWS, SUMS, ASM,
+    )  # fmt: skip
 
 
 def gemv_planes(

@@ -19,17 +19,13 @@ from ferrum_triton.kernels.quant.gemv_planes import (
     entry,
     first_row,
     layout_of,
-    store_rows,
+    no_totals,
+    store_totals,
 )
 from ferrum_triton.kernels.quant.int8 import Int8Activations
 from ferrum_triton.kernels.quant.int16 import Int16Activations
-from ferrum_triton.kernels.quant.integer_groups import (
-    add_integers,
-    load_int8,
-    load_int16,
-    make_int16,
-)
-from ferrum_triton.kernels.quant.planes import is_aligned, load_rows, may_chain, summed, uses_ptx
+from ferrum_triton.kernels.quant.integer_groups import add_integers, group_integers
+from ferrum_triton.kernels.quant.planes import is_aligned, load_rows, may_chain, uses_ptx
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 
@@ -124,37 +120,20 @@ def _gemv_walk_kernel(
     if CHAINED:
         gdc_wait()
     none = tl.zeros([THREADS], tl.int32)
-    if info_ptr is None:
-        integers = make_int16(a_ptr, stride_a_token, thread, mask, M, VECTOR, ASM)
-    elif a_ptr.dtype.element_ty == tl.int8:
-        integers = load_int8(
-            a_ptr, info_ptr, stride_a_token, stride_info_token, thread, mask, M, ASM
-        )
-    else:
-        integers = load_int16(
-            a_ptr, info_ptr, stride_a_token, stride_info_token, thread, mask, M, ASM
-        )
+    integers = group_integers(
+        a_ptr, info_ptr, stride_a_token, stride_info_token, thread, mask, M, VECTOR, ASM
+    )
     for block in range(tl.program_id(0), blocks, programs):
         later = load_rows(
             planes_ptr, matrix_rows, first_row(block + programs, num_rows, ROWS), thread,
             mask & (block + programs < blocks), entry(LAYOUT, 0), entry(LAYOUT, 1),
             entry(LAYOUT, 2), entry(LAYOUT, 3), entry(LAYOUT, 4), KIND, ROWS, ASM, HINT,
         )  # fmt: skip
-        start = tl.zeros([THREADS], tl.float32)
-        totals = ()
-        for _r in tl.static_range(ROWS):
-            each = ()
-            for _m in tl.static_range(M):
-                each += (start,)
-            totals += (each,)
+        totals = no_totals(THREADS, ROWS, M)
         totals = add_integers(totals, none, rows, integers, thread, KIND, ROWS, M, ASM)
-        flat = ()
-        for r in tl.static_range(ROWS):
-            flat += totals[r]
-        y = summed(flat, SUMS, ASM)
-        store_rows(
-            y_ptr, y, stride_y_token, first_row(block, num_rows, ROWS), M, ROWS, bias_ptr,
-            residual_ptr, stride_residual_token,
+        store_totals(
+            y_ptr, totals, stride_y_token, first_row(block, num_rows, ROWS), bias_ptr,
+            residual_ptr, stride_residual_token, M, ROWS, SUMS, ASM,
         )  # fmt: skip
         rows = later
 

@@ -265,3 +265,23 @@ def make_int16(
         lows += (low,)
         highs += (high,)
     return x, steps, lows, highs
+
+
+@triton.jit
+def group_integers(
+    a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M: tl.constexpr,
+    VECTOR: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A group of M activations as integers: of :func:`load_int8` or :func:`load_int16` where there
+    is info, else of :func:`make_int16`."""
+    if info_ptr is None:
+        integers = make_int16(a_ptr, stride_a_token, group, mask, M, VECTOR, ASM)
+    elif a_ptr.dtype.element_ty == tl.int8:
+        integers = load_int8(
+            a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
+        )
+    else:
+        integers = load_int16(
+            a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, ASM
+        )
+    return integers

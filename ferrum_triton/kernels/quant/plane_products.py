@@ -1,10 +1,10 @@
 """Products with rows in planes: which kernel takes how many activations.
 
 Up to four activations take about as long as W is read: :func:`gemv_planes`, or one and two of them
-at some sizes :func:`gemv_walk`. More fill tensor cores,
-W as their tall operand: :func:`mma_quant`, whose tile grows with them. From MANY on decoding W
-costs less than what cuBLAS gains over it. float32 activations are never rounded: up to eight of
-them take the first way, and more a product by torch.
+at some sizes :func:`gemv_walk`. More fill tensor cores, W as their tall operand: :func:`mma_quant`,
+whose tile grows with them. From MANY on decoding W costs less than what cuBLAS gains over it.
+float32 activations are never rounded: up to eight of them take the first way, and more a product by
+torch.
 """
 
 from functools import lru_cache
