@@ -2,9 +2,10 @@
 
     python -m bench.quant_tiles [--kinds Q4_K Q6_K] [--tokens 8 64] [--shapes 28672x4096]
 
-Every tile of TILES, GEMV_TILES and WALKS is compiled first, in as many processes as there are
-processors, and those that spill are left out. The others are checked against float64 and timed with
-a cold cache. What :mod:`ferrum_triton.kernels.quant.plane_products` chooses was the fastest here.
+Every tile of TILES, GEMV_TILES, WALKS and QUADS is compiled first, in as many processes as there
+are processors, and those that spill are left out. The others are checked against float64 and timed
+with a cold cache. What :mod:`ferrum_triton.kernels.quant.plane_products` chooses was the fastest
+here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from bench.timing import copies_of, device_us
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
+from ferrum_triton.kernels.quant.gemv_quads import gemv_quads
 from ferrum_triton.kernels.quant.gemv_walk import Walk, gemv_walk
 from ferrum_triton.kernels.quant.int16 import int16_activations
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
@@ -84,6 +86,15 @@ GEMV_TILES = [
 WALKS = [Walk(rows, residents) for rows in (4, 8) for residents in (1, 3, 4, 5, 10)]
 
 
+class Quads(NamedTuple):
+    """A product for the quads of so many warps."""
+
+    warps: int
+
+
+QUADS = [Quads(warps) for warps in (1, 2, 4, 8)]
+
+
 class Job(NamedTuple):
     """One tile at one size."""
 
@@ -91,7 +102,7 @@ class Job(NamedTuple):
     n: int
     k: int
     m: int
-    tile: Config | Tile | Walk
+    tile: Config | Tile | Walk | Quads
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
@@ -101,7 +112,11 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         for shape in options.shapes:
             n, k = map(int, shape.split("x"))
             for m in options.tokens:
-                tiles: list[Config | Tile | Walk] = [*GEMV_TILES, *WALKS] if m <= 4 else []
+                tiles: list[Config | Tile | Walk | Quads] = []
+                if m <= 4:
+                    tiles += [*GEMV_TILES, *WALKS]
+                if 2 <= m <= 8:
+                    tiles += QUADS
                 for tile in TILES[max(least for least in TILES if least <= m)] if m > 2 else []:
                     splits = spread_over(tile, m, n, k).splits
                     for each in {splits, max(splits // 2, 1)}:
@@ -115,6 +130,8 @@ def run(job: Job, a: Tensor, planes: Tensor) -> Tensor:
     kind = f"{job.kind}:planes"
     if isinstance(job.tile, Walk):
         return gemv_walk(a, planes, kind, job.tile)
+    if isinstance(job.tile, Quads):
+        return gemv_quads(a, planes, kind, warps=job.tile.warps)
     if isinstance(job.tile, Tile):
         x = a if job.m == 1 else int16_activations(a)
         return gemv_planes(x, planes, kind, tile=job.tile)

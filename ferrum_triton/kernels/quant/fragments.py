@@ -195,9 +195,9 @@ CODES = {
 }
 
 # $0 .. $7 = $8 .. $15 times $16, plus $17 or minus $17 · $18.
-_TIMES = tl.constexpr("\n".join(f"mul.rn.f16x2 ${i}, ${8 + i}, $16;" for i in range(8)))
-_TIMES_PLUS = tl.constexpr("\n".join(f"fma.rn.f16x2 ${i}, ${8 + i}, $16, $17;" for i in range(8)))
-_TIMES_MINUS = tl.constexpr(
+TIMES = tl.constexpr("\n".join(f"mul.rn.f16x2 ${i}, ${8 + i}, $16;" for i in range(8)))
+PLUS = tl.constexpr("\n".join(f"fma.rn.f16x2 ${i}, ${8 + i}, $16, $17;" for i in range(8)))
+_MINUS = tl.constexpr(
     "{\n.reg .b32 low;\nmul.rn.f16x2 low, $17, $18;\nneg.f16x2 low, low;\n"
     + "\n".join(f"fma.rn.f16x2 ${i}, ${8 + i}, $16, low;" for i in range(8))
     + "\n}"
@@ -226,7 +226,7 @@ def spread(x, W: tl.constexpr):
 
 
 @triton.jit
-def _value(
+def value(
     words, more, scale, H: tl.constexpr, N: tl.constexpr, BYTE: tl.constexpr, BITS: tl.constexpr,
     OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -253,8 +253,8 @@ def _pair(
     OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Product 4 H + 2 N + ODD without PTX: float16 [N, 2 x], from what has an element a pair."""
-    first = _value(words, more, scale, H, N, 8 * ODD, BITS, OFFSET)
-    second = _value(words, more, scale, H, N, 16 + 8 * ODD, BITS, OFFSET)
+    first = value(words, more, scale, H, N, 8 * ODD, BITS, OFFSET)
+    second = value(words, more, scale, H, N, 16 + 8 * ODD, BITS, OFFSET)
     return tl.reshape(tl.join(first, second), [first.shape[0], 2 * first.shape[1]])
 
 
@@ -340,19 +340,19 @@ def times(t, mins, d, low, SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.con
     """
     if ASM and MINS and SCALED:
         t = tl.inline_asm_elementwise(
-            _TIMES_MINUS, _DIFFERENCE_CONSTRAINTS,
+            _MINUS, _DIFFERENCE_CONSTRAINTS,
             (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d, mins, low),
             dtype=_EIGHT, is_pure=True, pack=2,
         )  # fmt: skip
     elif ASM and MINS:
         t = tl.inline_asm_elementwise(
-            _TIMES_PLUS, _LOW_CONSTRAINTS,
+            PLUS, _LOW_CONSTRAINTS,
             (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d, low),
             dtype=_EIGHT, is_pure=True, pack=2,
         )  # fmt: skip
     elif ASM:
         t = tl.inline_asm_elementwise(
-            _TIMES, _SCALE_CONSTRAINTS,
+            TIMES, _SCALE_CONSTRAINTS,
             (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d),
             dtype=_EIGHT, is_pure=True, pack=2,
         )  # fmt: skip

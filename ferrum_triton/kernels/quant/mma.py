@@ -192,8 +192,8 @@ def halves_of(kind: str) -> int:
     return 2 if CODES[file_kind(kind)].bits in (3, 5) else 1
 
 
-def tile_meta(kind: str, config: Config, k: int, device: torch.device) -> dict[str, Any]:
-    """What is constant in a kernel of :func:`add_step`, and its options."""
+def codes_meta(kind: str, device: torch.device) -> dict[str, Any]:
+    """What is constant in a kernel that unpacks a kind into fragments."""
     codes = CODES[file_kind(kind)]
     # PTX where there is some to be had; the interpreter and AMD unpack in Triton.
     ptx = capability(device) >= (8, 0)
@@ -204,11 +204,18 @@ def tile_meta(kind: str, config: Config, k: int, device: torch.device) -> dict[s
         "MINS": codes.mins,
         "ASM": codes.asm if ptx else "",
         "CONSTRAINTS": codes.constraints if ptx else "",
+    }
+
+
+def tile_meta(kind: str, config: Config, k: int, device: torch.device) -> dict[str, Any]:
+    """What is constant in a kernel of :func:`add_step`, and its options."""
+    return {
+        **codes_meta(kind, device),
         "BLOCK_N": config.rows,
         "BLOCK_M": config.tokens,
         "BLOCK_W": config.words,
         "PARTS": max(config.parts, halves_of(kind)),
-        "LATE": config.late and codes.scales != "",
+        "LATE": config.late and CODES[file_kind(kind)].scales != "",
         "WHOLE": k % (8 * config.words) == 0,
         "num_warps": config.warps,
         "num_stages": config.stages,

@@ -1,10 +1,11 @@
 """Products with rows in planes: which kernel takes how many activations.
 
-Up to four activations take about as long as W is read: :func:`gemv_planes`, or one and two of them
-at some sizes :func:`gemv_walk`. More fill tensor cores, W as their tall operand: :func:`mma_quant`,
-whose tile grows with them. From MANY on decoding W costs less than what cuBLAS gains over it.
-float32 activations are never rounded: up to eight of them take the first way, and more a product by
-torch.
+One and two activations take about as long as W is read: :func:`gemv_planes`, or at some sizes
+:func:`gemv_walk`. Three to eight go to tensor cores that are fed as weights are read,
+:func:`gemv_quads`; more fill them, W as their tall operand, by :func:`mma_quant`, whose tile grows
+with them. From MANY on decoding W costs less than what cuBLAS gains over it. The kernels beside it
+take what quads cannot, a K of part of a block or hardly any rows. float32 activations are never
+rounded: up to eight of them take the first way, and more a product by torch.
 """
 
 from functools import lru_cache
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
+from ferrum_triton.kernels.quant.gemv_quads import gemv_quads, takes_quads
 from ferrum_triton.kernels.quant.gemv_walk import gemv_walk, walk_of
 from ferrum_triton.kernels.quant.int16 import int16_activations
 from ferrum_triton.kernels.quant.mma import Config, mma_quant
@@ -95,9 +97,10 @@ def spread_over(config: Config, num_tokens: int, num_rows: int, num_weights: int
     return config._replace(splits=splits)
 
 
-def takes_one_launch(a: Tensor) -> bool:
-    """Whether a product of ``a`` with rows in planes is :func:`product_of_few`'s."""
-    return a.shape[0] <= (MAX_GEMV_ROWS if a.dtype == torch.float32 else FEW)
+def are_few(a: Tensor, num_rows: int) -> bool:
+    """Whether a product of ``a`` with so many rows in planes is :func:`product_of_few`'s."""
+    most = MAX_GEMV_ROWS if a.dtype == torch.float32 or takes_quads(a, num_rows) else FEW
+    return a.shape[0] <= most
 
 
 def product_of_few(
@@ -110,6 +113,8 @@ def product_of_few(
 ) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual for W's rows in planes."""
     num_tokens, num_weights = a.shape
+    if takes_quads(a, planes.shape[0]):
+        return gemv_quads(a, planes, kind, bias=bias, residual=residual, out=out)
     if a.dtype != torch.float32:
         walk = walk_of(file_kind(kind), planes.shape[0], num_weights // 32, num_tokens, a.device)
         if walk is not None:
@@ -121,7 +126,7 @@ def product_of_few(
 
 def product_of_planes(a: Tensor, planes: Tensor, kind: str, out: Tensor | None) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for W's rows in planes."""
-    if takes_one_launch(a):
+    if are_few(a, planes.shape[0]):
         return product_of_few(a, planes, kind, out=out)
     num_tokens, num_weights = a.shape
     if a.dtype == torch.float32 or num_tokens >= MANY:

@@ -416,6 +416,14 @@ def summed(values, PADDED: tl.constexpr, ASM: tl.constexpr):
     return total
 
 
+@triton.jit
+def summed_over_warps(values, COUNT: tl.constexpr):
+    """The sum over warps of COUNT tensors [threads]: [32 COUNT], a lane's beside each other."""
+    WARPS: tl.constexpr = values[0].shape[0] // 32
+    each = tl.reshape(_side_by_side(values, COUNT), (WARPS, 32 * COUNT))
+    return tl.sum(each, axis=0)
+
+
 def uses_ptx(x: Tensor) -> bool:
     return capability(x.device) >= (8, 0)
 

@@ -1,0 +1,124 @@
+"""Products of three to eight activations on tensor cores that are fed from memory."""
+
+import pytest
+import torch
+
+from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.gemv_quads import gemv_quads, warps_of
+from ferrum_triton.kernels.quant.plane_products import are_few, product_of_planes
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.sass import instructions
+from ferrum_triton.quant.planes import PLANE_FORMATS
+from tests.test_quant_ops import seeded
+from tests.test_quant_walk import KINDS, device, matrix
+
+assert device  # a fixture
+
+
+def assert_near(got, a, weights, added=0.0):
+    """Within what weights of 16 bits leave of the sum of magnitudes."""
+    rounding = 2**-10 if got.dtype == torch.float16 else 2**-8
+    want = a.double() @ weights.T + added
+    most = 2**-11 * (a.double().abs() @ weights.abs().T) + rounding * want.abs()
+    assert ((got.double() - want).abs() <= most).all()
+
+
+def activations(num_tokens, k, device, dtype=torch.bfloat16):
+    return torch.randn(num_tokens, k, generator=seeded(num_tokens + k)).to(dtype).to(device)
+
+
+@KINDS
+@pytest.mark.parametrize(("num_tokens", "warps"), [(3, 2), (8, 4)])
+def test_every_row_and_block_is_met_once(kind, num_tokens, warps, device):
+    """The last rows are part of two programs, and three blocks of K are for two or four warps."""
+    planes, weights = matrix(kind, 37, 768, device)
+    a = activations(num_tokens, 768, device)
+    out = torch.full((num_tokens, 37), torch.nan, dtype=a.dtype, device=device)
+    assert gemv_quads(a, planes, f"{kind}:planes", warps=warps, out=out) is out
+    assert_near(out, a, weights)
+
+
+def test_scales_are_exact(device):
+    """Codes times scales are summed as they are: nothing is lost of activations that are exact."""
+    planes, weights = matrix("Q4_K", 16, 512, device)
+    a = torch.randint(-8, 9, (4, 512), generator=seeded(3)).half().to(device)
+    out = torch.empty(4, 16, dtype=torch.float32, device=device)
+    got = gemv_quads(a, planes, "Q4_K:planes", out=out).double()
+    magnitude = a.double().abs() @ weights.abs().T
+    assert ((got - a.double() @ weights.T).abs() <= 2e-6 * magnitude).all()
+
+
+def test_bias_and_residual_are_added_before_the_rounding(device):
+    planes, weights = matrix("Q6_K", 24, 256, device)
+    a = activations(5, 256, device, torch.float16)
+    residual, bias = (torch.randn(n, 24, generator=seeded(n)).half().to(device) for n in (5, 1))
+    got = gemv_quads(a, planes, "Q6_K:planes", bias=bias[0], residual=residual)
+    assert_near(got, a, weights, bias.double() + residual.double())
+
+
+def test_a_token_that_is_not_finite_stays_alone(device):
+    planes, weights = matrix("Q5_0", 16, 256, device)
+    a = activations(4, 256, device)
+    a[1, 7] = torch.inf
+    got = gemv_quads(a, planes, "Q5_0:planes")
+    assert not got[1].isfinite().any()
+    rest = torch.tensor([0, 2, 3], device=device)
+    assert_near(got[rest], a[rest], weights)
+
+
+def test_activations_lie_as_quads_take_them(device):
+    """Of 256 elements a thread's 64, of which 16 at a time are two loads of eight."""
+    a = torch.arange(512, device=device).float().repeat(3, 1) / 512
+    a[1] *= 2
+    x, sums, factor = arrange(a.half(), 32, beside=8)
+    pieces = x.view(2, 4, 2, 8, 4, 8)[:, :, :, :3]  # block, 16 weights, half, token, thread, pair
+    got = pieces.float().permute(3, 0, 4, 1, 2, 5).reshape(3, -1) * factor[:3, None]
+    order = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7], device=device)
+    want = a.view(3, -1, 8)[:, :, order].flatten(1)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
+    words = sums.view(2, 8, 32)[:, :3].float().transpose(0, 1).reshape(3, -1) * factor[:3, None]
+    torch.testing.assert_close(words, a.view(3, -1, 8).sum(-1), rtol=1e-3, atol=0)
+
+
+def test_nothing_to_do_is_done():
+    planes, _ = matrix("Q4_0", 16, 256)
+    assert gemv_quads(torch.empty(0, 256).half(), planes, "Q4_0:planes").shape == (0, 16)
+
+
+def test_what_quads_cannot_take_goes_elsewhere():
+    def few(num_tokens, k, num_rows, dtype=torch.half):
+        a = torch.empty(num_tokens, k, dtype=dtype, device="meta")
+        return are_few(a, num_rows)
+
+    assert few(8, 768, 16)
+    assert not few(9, 768, 16)
+    assert not few(8, 800, 16)
+    assert not few(8, 768, 15)
+    assert few(4, 800, 15)
+    assert few(8, 800, 15, torch.float32)
+    assert [warps_of(*size) for size in ((28672, 16), (4096, 16), (4096, 56), (64, 1))] == [
+        2, 4, 8, 1,
+    ]  # fmt: skip
+
+
+@KINDS
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (4096, 14336), (512, 768)])
+def test_what_is_launched_compiled(kind, target, n, k):
+    """Wide loads to registers, from which tensor cores take weights; no conversion, no spill."""
+    planes = torch.empty(n, PLANE_FORMATS[f"{kind}:planes"].row_bytes(k), dtype=torch.uint8)
+    a = torch.empty(4, k, dtype=torch.bfloat16, device="meta")
+    with record_launches(TARGETS[target].capability) as launches:
+        product_of_planes(a, planes.to("meta"), f"{kind}:planes", None)
+    compiled = compile_launch(launches[-1], TARGETS[target])
+    assert launches[-1].kernel.name == "_gemv_quads_kernel"
+    assert compiled.spilled == 0
+    code = [instruction.name for instruction in instructions(compiled.asm["cubin"])]
+    loads = {"Q2_K": 1, "Q3_K": 1, "Q8_0": 4}.get(kind, 2) + (kind == "Q6_K")
+    wide = [name for name in code if name.startswith("LDG") and ".EF" in name and ".128" in name]
+    assert len(wide) == 2 * 2 * loads  # of two rows, before the loop and in it
+    assert sum(name.startswith("HMMA.16816") for name in code) == 18 - 2 * (
+        kind not in ("Q2_K", "Q4_K", "Q5_K")
+    )
+    assert not [name for name in code if name.startswith(("I2F", "LDL", "STL"))]
