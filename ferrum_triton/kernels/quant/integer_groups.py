@@ -19,6 +19,7 @@ from ferrum_triton.kernels.quant.planes import (
     eight_words,
     has_halves,
     load_words,
+    merged,
     offset_of,
     shift_of,
     sub_scales,
@@ -58,17 +59,61 @@ def _dp2a(low, high, b, acc, ASM: tl.constexpr):
 
 
 @triton.jit
+def _dot_four(acc, x, word, AT: tl.constexpr, ASM: tl.constexpr):
+    """acc + the products of a group's activations x from 4 AT on with the bytes of a word."""
+    if len(x) == 8:
+        acc = _dp4a(word, x[AT], acc, ASM)
+    else:
+        acc = _dp2a(x[2 * AT], x[2 * AT + 1], word, acc, ASM)
+    return acc
+
+
+@triton.jit
 def _dot_eight(acc, x, words, E: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
     """acc + the products of a group's activations x with the integers of eight E."""
     for i in tl.static_range(2):
         word = words[i]
         if KIND != "Q8_0":
             word = (word >> shift_of(E, i, KIND)) & (((1 << bits_of(KIND)) - 1) * ONES)
-        if len(x) == 8:
-            acc = _dp4a(word, x[2 * E + i], acc, ASM)
-        else:
-            acc = _dp2a(x[4 * E + 2 * i], x[4 * E + 2 * i + 1], word, acc, ASM)
+        acc = _dot_four(acc, x, word, 2 * E + i, ASM)
     return acc
+
+
+@triton.jit
+def _q3_nibbles(q, h, HALF: tl.constexpr, ASM: tl.constexpr):
+    """The 16 codes of half a group as nibbles: fours 0 and 2 in a word, 1 and 3 in another.
+
+    Bit p of a byte of h belongs above the code of four p, which is four bits from that of four
+    p + 2: a multiplication brings both there at once, and what else it leaves is masked off.
+    """
+    if HALF == 1:
+        h = h >> 4
+    even = merged(q, (h & (5 * ONES)) * 20, 0x33333333, 0, ASM)
+    odd = merged(q >> 2, (h & (10 * ONES)) * 10, 0x33333333, 0, ASM)
+    return even, odd
+
+
+@triton.jit
+def _half_dots(starts, none, x, row, HALF: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr,
+               ASM: tl.constexpr):  # fmt: skip
+    """starts[m] plus the products of half a group of Q2_K or Q3_K.
+
+    Codes are taken where they lie in the nibbles of two words, the upper ones as 16 times as large:
+    bytes with a sign still. A shift of their sum then does for shifts of words.
+    """
+    MASK: tl.constexpr = ((1 << bits_of(KIND)) - 1) * ONES
+    if KIND == "Q3_K":
+        words = _q3_nibbles(row[0][HALF], row[1][0], HALF, ASM)
+    else:
+        words = (row[0][HALF], row[0][HALF] >> 2)
+    dots = ()
+    for m in tl.static_range(M):
+        low, high = starts[m], none
+        for i in tl.static_range(2):
+            low = _dot_four(low, x[m], words[i] & MASK, 4 * HALF + i, ASM)
+            high = _dot_four(high, x[m], words[i] & (MASK << 4), 4 * HALF + 2 + i, ASM)
+        dots += (low + (high >> 4),)
+    return dots
 
 
 @triton.jit
@@ -125,17 +170,24 @@ def add_integers(
             if not HALVES:
                 start = lows[m] + highs[m]
             dots += (start * -OFFSET + none,)
-        for e in tl.static_range(4):
-            words = eight_words(rows[r][0], rows[r][1], e, KIND, True, ASM)
-            if HALVES and e == 2:
-                first = dots
-                dots = ()
-                for m in tl.static_range(M):
-                    dots += (highs[m] * -OFFSET + none,)
-            new = ()
+        if KIND == "Q2_K" or KIND == "Q3_K":
+            first = _half_dots(dots, none, x, rows[r], 0, KIND, M, ASM)
+            dots = ()
             for m in tl.static_range(M):
-                new += (_dot_eight(dots[m], x[m], words, e, KIND, ASM),)
-            dots = new
+                dots += (highs[m] * -OFFSET + none,)
+            dots = _half_dots(dots, none, x, rows[r], 1, KIND, M, ASM)
+        else:
+            for e in tl.static_range(4):
+                words = eight_words(rows[r][0], rows[r][1], e, KIND, True, ASM)
+                if HALVES and e == 2:
+                    first = dots
+                    dots = ()
+                    for m in tl.static_range(M):
+                        dots += (highs[m] * -OFFSET + none,)
+                new = ()
+                for m in tl.static_range(M):
+                    new += (_dot_eight(dots[m], x[m], words, e, KIND, ASM),)
+                dots = new
         out += (_group_value(totals[r], first, dots, activations, rows[r][2], group, M, KIND),)
     return out
 

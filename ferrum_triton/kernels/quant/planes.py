@@ -142,6 +142,42 @@ def load_one(ptr, mask):
     return x
 
 
+@triton.constexpr_function
+def narrow_asm(bits, masked):
+    """PTX that loads an integer of fewer bits than its register has, 0 where masked off."""
+    load = f"ld.global.u{bits} $0, [$1];"
+    if not masked:
+        return load
+    return f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p {load} }}"
+
+
+@triton.constexpr_function
+def narrow_constraints(masked):
+    return "=r,l,r" if masked else "=r,l"
+
+
+@triton.jit
+def load_narrow(ptr, mask, ASM: tl.constexpr):
+    """Unsigned integers as int32 [threads]; 0 where masked off.
+
+    By PTX in registers of 32 bits from the start: Triton packs what it takes for narrower, where it
+    masks it or a loop carries it.
+    """
+    if ASM:
+        BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+        if mask is None:
+            args = [ptr.to(tl.int64)]
+        else:
+            args = [ptr.to(tl.int64), mask.to(tl.int32)]
+        x = tl.inline_asm_elementwise(
+            narrow_asm(BITS, mask is not None), narrow_constraints(mask is not None), args,
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        x = load_one(ptr, mask).to(tl.int32)
+    return x
+
+
 @triton.jit
 def tied_zero(rows, zero):
     """``zero`` [threads], 0, as if it depended on every load of the rows.
@@ -157,15 +193,8 @@ def tied_zero(rows, zero):
         for i in tl.static_range(len(h)):
             bits |= h[i]
         for i in tl.static_range(len(raw)):
-            bits |= _bits(raw[i])
+            bits |= raw[i]
     return bits & zero
-
-
-@triton.jit
-def _bits(x):
-    if x.dtype == tl.float16:
-        x = x.to(tl.int16, bitcast=True)
-    return x.to(tl.int32)
 
 
 @triton.jit
@@ -215,14 +244,14 @@ def eight_words(
         first = q[E // 2]
         second = first
     elif KIND == "Q3_K":
-        first = _merged(_shifted(q[E // 2], -4 * (E % 2)), h[0], 0x03030303, 2 - 2 * E, ASM)
-        second = _merged(_shifted(q[E // 2], -4 * (E % 2) - 2), h[0], 0x03030303, 1 - 2 * E, ASM)
+        first = merged(_shifted(q[E // 2], -4 * (E % 2)), h[0], 0x03030303, 2 - 2 * E, ASM)
+        second = merged(_shifted(q[E // 2], -4 * (E % 2) - 2), h[0], 0x03030303, 1 - 2 * E, ASM)
     elif KIND == "Q6_K":
-        first = _merged(q[E], h[E // 2], 0x0F0F0F0F, 4 - 4 * (E % 2), ASM)
-        second = _merged(q[E] >> 4, h[E // 2], 0x0F0F0F0F, 2 - 4 * (E % 2), ASM)
+        first = merged(q[E], h[E // 2], 0x0F0F0F0F, 4 - 4 * (E % 2), ASM)
+        second = merged(q[E] >> 4, h[E // 2], 0x0F0F0F0F, 2 - 4 * (E % 2), ASM)
     elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K":
-        first = _merged(q[E], h[0], 0x0F0F0F0F, 4 - 2 * E, ASM)
-        second = _merged(q[E] >> 4, h[0], 0x0F0F0F0F, 3 - 2 * E, ASM)
+        first = merged(q[E], h[0], 0x0F0F0F0F, 4 - 2 * E, ASM)
+        second = merged(q[E] >> 4, h[0], 0x0F0F0F0F, 3 - 2 * E, ASM)
     elif KIND == "Q8_0":
         first, second = q[2 * E], q[2 * E + 1]
         if not SIGNED:
@@ -240,7 +269,7 @@ def merge_asm(mask):
 
 
 @triton.jit
-def _merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr, ASM: tl.constexpr):
+def merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr, ASM: tl.constexpr):
     """Bits of ``low`` where LOW has them, above them those of ``high``, moved there."""
     high = _shifted(high, LEFT)
     if ASM:  # in one instruction, which the compiler does not find
@@ -253,18 +282,21 @@ def _merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr, ASM: tl.constexpr)
 
 
 @triton.jit
-def load_scales(d_ptr, s_ptr, t_ptr, group, mask, KIND: tl.constexpr):
-    """A group's scales as they are stored, from the pointers to the row's: (d, s, t)."""
+def load_scales(d_ptr, s_ptr, t_ptr, group, mask, KIND: tl.constexpr, ASM: tl.constexpr):
+    """A group's scales as they are stored, from the pointers to the row's: int32 (d, s, t)."""
+    at = group
     if KIND == "Q2_K" or KIND == "Q3_K" or KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K":
-        d = load_one(d_ptr + group // 8, mask)
-        if KIND == "Q3_K":
-            s = load_one(s_ptr + group, mask)
-            t = load_one(t_ptr + group // 2, mask)
-            raw = (d, s, t)
-        else:
-            raw = (d, load_one(s_ptr.to(tl.pointer_type(tl.uint16)) + group, mask))
+        at = group // 8
+    if has_minimum(KIND):
+        raw = (load_one(d_ptr + at, mask),)
     else:
-        raw = (load_one(d_ptr + group, mask),)
+        raw = (load_narrow(d_ptr + at, mask, ASM),)
+    if KIND == "Q3_K":
+        raw += (
+            load_narrow(s_ptr + group, mask, ASM), load_narrow(t_ptr + group // 2, mask, ASM),
+        )  # fmt: skip
+    elif KIND == "Q2_K" or KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K":
+        raw += (load_narrow(s_ptr.to(tl.pointer_type(tl.uint16)) + group, mask, ASM),)
     return raw
 
 
@@ -280,17 +312,17 @@ def fp16_pair(word):
 def sub_scales(raw, group, KIND: tl.constexpr):
     """The integers of a group's sub-blocks: scales, then minimums where there are."""
     if KIND == "Q4_K" or KIND == "Q5_K":
-        s = raw[1].to(tl.int32)
+        s = raw[1]
         integers = (s & 0xFF, s >> 8)
     elif KIND == "Q6_K":
-        s = raw[1].to(tl.int16, bitcast=True).to(tl.int32)
-        integers = ((s << 24) >> 24, s >> 8)
+        s = raw[1]
+        integers = ((s << 24) >> 24, (s << 16) >> 24)
     elif KIND == "Q2_K":
-        s = raw[1].to(tl.int32)
+        s = raw[1]
         integers = (s & 0xF, (s >> 8) & 0xF, (s >> 4) & 0xF, s >> 12)
     elif KIND == "Q3_K":
-        s = raw[1].to(tl.int32)
-        t = raw[2].to(tl.int32) >> (group % 2 * 4)
+        s = raw[1]
+        t = raw[2] >> (group % 2 * 4)
         integers = (
             ((s & 0xF) | ((t & 3) << 4)) - 32,
             ((s >> 4) | ((t & 12) << 2)) - 32,
@@ -307,7 +339,7 @@ def block_scales(raw, KIND: tl.constexpr):
         d, m = fp16_pair(raw[0])
         scales = (d, m)
     else:
-        scales = (raw[0].to(tl.float32),)
+        scales = (raw[0].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
     return scales
 
 
@@ -339,12 +371,12 @@ def load_rows(
     if has_minimum(KIND):
         d_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
     else:
-        d_ptr = planes_ptr.to(tl.pointer_type(tl.float16))
+        d_ptr = planes_ptr.to(tl.pointer_type(tl.uint16))
     rows = ()
     for r in tl.static_range(ROWS):
         q, h = load_group(q_ptr + r * (Q // 4), h_ptr + r * (H // 4), mask, KIND, ASM, HINT)
         raw = load_scales(
-            d_ptr + r * (D // D_BYTES), s_ptr + r * S, t_ptr + r * T, group, mask, KIND
+            d_ptr + r * (D // D_BYTES), s_ptr + r * S, t_ptr + r * T, group, mask, KIND, ASM
         )
         rows += ((q, h, raw),)
     return rows
