@@ -20,6 +20,7 @@ from ferrum_triton.kernels.quant.gemv_planes import (
     STREAM,
     Tile,
     first_row,
+    flat,
     layout_of,
     row_sums,
     store_rows,
@@ -64,11 +65,11 @@ def _gate_up_planes_kernel(
         ROWS, THREADS, False, ASM, ASM, HINT, VECTOR, NARROW, CHAINED,
     )  # fmt: skip
     # A product of gate beside that of up, so that one exchange of threads does for both.
-    flat = ()
+    pairs = ()
     for r in tl.static_range(ROWS):
         for m in tl.static_range(M):
-            flat += (totals[r][m], totals[ROWS + r][m])
-    sums = summed(flat, 2 * SUMS, ASM)
+            pairs += (totals[r][m], totals[ROWS + r][m])
+    sums = summed(pairs, 2 * SUMS, ASM)
     gate, up = tl.split(tl.reshape(sums, (SUMS, 2)))
     store_rows(y_ptr, activated(gate, ACTIVATION) * up, stride_y_token, first, M, ROWS)
 
@@ -85,10 +86,7 @@ def _part_of_rows(
         a_ptr, None, planes_ptr, None, stride_a_token, 0, num_rows, first, LAYOUT, None, GROUPS,
         M, ROWS, THREADS, False, ASM, ASM, HINT, VECTOR, NARROW, CHAINED,
     )  # fmt: skip
-    flat = ()
-    for r in tl.static_range(ROWS):
-        flat += totals[r]
-    y = summed(flat, SUMS, ASM)
+    y = summed(flat(totals), SUMS, ASM)
     store_rows(y_ptr, y, stride_y_token, first, M, ROWS)
 
 
