@@ -14,13 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.gemv_planes import (
-    STREAM,
-    first_row,
-    flat,
-    layout_of,
-    row_sums,
-)
+from ferrum_triton.kernels.quant.gemv_planes import STREAM, first_row, layout_of, row_sums
 from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, summed, uses_ptx
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 from ferrum_triton.quant.planes import ROW_ALIGN
@@ -106,7 +100,10 @@ def _store_rows_of(
             ROWS, THREADS, False, TIED, ASM, HINT, VECTOR, NARROW, CHAINED,
         )  # fmt: skip
         BOTH: tl.constexpr = ROWS if up_ptr is None else 2 * ROWS
-        y = summed(flat(totals), BOTH, ASM)
+        flat = ()
+        for i in tl.static_range(BOTH):
+            flat += totals[i]
+        y = summed(flat, BOTH, ASM)
         if up_ptr is not None:
             gate, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS))))
             y = activated(gate, "silu") * up

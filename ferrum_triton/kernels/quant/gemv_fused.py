@@ -20,7 +20,6 @@ from ferrum_triton.kernels.quant.gemv_planes import (
     STREAM,
     Tile,
     first_row,
-    flat,
     layout_of,
     row_sums,
     store_rows,
@@ -65,11 +64,11 @@ def _gate_up_planes_kernel(
         ROWS, THREADS, False, ASM, ASM, HINT, VECTOR, NARROW, CHAINED,
     )  # fmt: skip
     # A product of gate beside that of up, so that one exchange of threads does for both.
-    pairs = ()
+    flat = ()
     for r in tl.static_range(ROWS):
         for m in tl.static_range(M):
-            pairs += (totals[r][m], totals[ROWS + r][m])
-    sums = summed(pairs, 2 * SUMS, ASM)
+            flat += (totals[r][m], totals[ROWS + r][m])
+    sums = summed(flat, 2 * SUMS, ASM)
     gate, up = tl.split(tl.reshape(sums, (SUMS, 2)))
     store_rows(y_ptr, activated(gate, ACTIVATION) * up, stride_y_token, first, M, ROWS)
 
@@ -86,7 +85,10 @@ def _part_of_rows(
         a_ptr, None, planes_ptr, None, stride_a_token, 0, num_rows, first, LAYOUT, None, GROUPS,
         M, ROWS, THREADS, False, ASM, ASM, HINT, VECTOR, NARROW, CHAINED,
     )  # fmt: skip
-    y = summed(flat(totals), SUMS, ASM)
+    flat = ()
+    for r in tl.static_range(ROWS):
+        flat += totals[r]
+    y = summed(flat, SUMS, ASM)
     store_rows(y_ptr, y, stride_y_token, first, M, ROWS)
 
 

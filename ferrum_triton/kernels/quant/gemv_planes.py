@@ -170,12 +170,18 @@ def no_totals(THREADS: tl.constexpr, COUNT: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def flat(totals):
-    """Totals [row][token] one after the other."""
-    values = ()
-    for r in tl.static_range(len(totals)):
-        values += totals[r]
-    return values
+def store_totals(
+    y_ptr, totals, stride_y_token, first, bias_ptr, residual_ptr, stride_residual_token,
+    M: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Sum totals [row][token] over threads, and store them as :func:`store_rows` does."""
+    flat = ()
+    for r in tl.static_range(ROWS):
+        flat += totals[r]
+    y = summed(flat, SUMS, ASM)
+    store_rows(
+        y_ptr, y, stride_y_token, first, M, ROWS, bias_ptr, residual_ptr, stride_residual_token
+    )
 
 
 @triton.jit
@@ -285,18 +291,8 @@ def store_rows(
 ):  # fmt: skip
     """y[i % m, first + i // m] of [m, n] ← y[i] + bias + residual for the rows of a program."""
     i = tl.arange(0, y.shape[0])
-    store_each(
-        y_ptr, y, stride_y_token, i % M, first + i // M, i < ROWS * M, bias_ptr, residual_ptr,
-        stride_residual_token,
-    )  # fmt: skip
-
-
-@triton.jit
-def store_each(
-    y_ptr, y, stride_y_token, token, row, mask, bias_ptr, residual_ptr, stride_residual_token
-):
-    """y[token[i], row[i]] of [m, n] ← y[i] + bias + residual, where the mask holds."""
-    token = token.to(tl.int64)
+    token, row = (i % M).to(tl.int64), first + i // M
+    mask = i < ROWS * M
     if bias_ptr is not None:
         y += tl.load(bias_ptr + row, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -340,9 +336,9 @@ def _gemv_planes_kernel(
         LAYOUT, None, GROUPS, M, ROWS, THREADS, PREFETCH, TIED,
         ASM, HINT, VECTOR, NARROW, CHAINED,
     )  # fmt: skip
-    store_rows(
-        y_ptr, summed(flat(totals), SUMS, ASM), stride_y_token, first, M, ROWS, bias_ptr,
-        residual_ptr, stride_residual_token,
+    store_totals(
+        y_ptr, totals, stride_y_token, first, bias_ptr, residual_ptr, stride_residual_token, M,
+        ROWS, SUMS, ASM,
     )  # fmt: skip
 
 

@@ -18,21 +18,14 @@ from ferrum_triton.kernels.quant.gemv_planes import (
     STREAM,
     entry,
     first_row,
-    flat,
     layout_of,
     no_totals,
-    store_each,
+    store_totals,
 )
 from ferrum_triton.kernels.quant.int8 import Int8Activations
 from ferrum_triton.kernels.quant.int16 import Int16Activations
 from ferrum_triton.kernels.quant.integer_groups import add_integers, group_integers
-from ferrum_triton.kernels.quant.planes import (
-    is_aligned,
-    load_rows,
-    may_chain,
-    uses_ptx,
-    warp_sums,
-)
+from ferrum_triton.kernels.quant.planes import is_aligned, load_rows, may_chain, uses_ptx
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 
@@ -52,8 +45,6 @@ class Walk(NamedTuple):
 # of two.
 LEAST_FULL = 0.85
 FEWEST_ROWS = 4096
-# From where on a program's warps wait long for each other.
-MANY_THREADS = tl.constexpr(512)
 
 
 def walk_of(
@@ -106,7 +97,7 @@ def _gemv_walk_kernel(
     GROUPS: tl.constexpr,  # of 32 in a row
     M: tl.constexpr,
     ROWS: tl.constexpr,  # of a block, at most num_rows
-    SUMS: tl.constexpr,  # power of two >= M * ROWS, at most 32
+    SUMS: tl.constexpr,  # power of two >= M * ROWS
     THREADS: tl.constexpr,  # power of two >= GROUPS
     ASM: tl.constexpr,
     HINT: tl.constexpr,
@@ -132,13 +123,7 @@ def _gemv_walk_kernel(
     integers = group_integers(
         a_ptr, info_ptr, stride_a_token, stride_info_token, thread, mask, M, VECTOR, ASM
     )
-    steps = (blocks - tl.program_id(0) + programs - 1) // programs
-    # Lanes that would have the same sum keep those of several blocks, for many warps to meet once.
-    LANES: tl.constexpr = 32 // SUMS
-    KEPT: tl.constexpr = LANES if THREADS >= MANY_THREADS else 1
-    sums = tl.zeros([THREADS], tl.float32)
-    for step in range(steps):
-        block = tl.program_id(0) + step * programs
+    for block in range(tl.program_id(0), blocks, programs):
         later = load_rows(
             planes_ptr, matrix_rows, first_row(block + programs, num_rows, ROWS), thread,
             mask & (block + programs < blocks), entry(LAYOUT, 0), entry(LAYOUT, 1),
@@ -146,17 +131,10 @@ def _gemv_walk_kernel(
         )  # fmt: skip
         totals = no_totals(THREADS, ROWS, M)
         totals = add_integers(totals, none, rows, integers, thread, KIND, ROWS, M, ASM)
-        turn = step % KEPT
-        sums = tl.where(thread % KEPT == turn, warp_sums(flat(totals), SUMS, ASM), sums)
-        if (turn == KEPT - 1) | (step == steps - 1):
-            y = tl.sum(tl.reshape(sums, (THREADS // 32, 32)), axis=0)
-            lane = tl.arange(0, 32)
-            value, kept = lane // LANES, lane % LANES
-            first = first_row(tl.program_id(0) + (step - turn + kept) * programs, num_rows, ROWS)
-            store_each(
-                y_ptr, y, stride_y_token, value % M, first + value // M,
-                (value < ROWS * M) & (kept <= turn), bias_ptr, residual_ptr, stride_residual_token,
-            )  # fmt: skip
+        store_totals(
+            y_ptr, totals, stride_y_token, first_row(block, num_rows, ROWS), bias_ptr,
+            residual_ptr, stride_residual_token, M, ROWS, SUMS, ASM,
+        )  # fmt: skip
         rows = later
 
 

@@ -412,14 +412,6 @@ def swap_asm(lanes):
 
 
 @triton.jit
-def _exchanged(x, LANES: tl.constexpr):
-    """What lanes LANES apart have."""
-    return tl.inline_asm_elementwise(
-        swap_asm(LANES), "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def _halved(values, LANES: tl.constexpr):
     """Sums of lanes LANES apart, half the values each: the second half where the lane has LANES."""
     HALF: tl.constexpr = len(values) // 2
@@ -427,45 +419,24 @@ def _halved(values, LANES: tl.constexpr):
     out = ()
     for i in tl.static_range(HALF):
         low, high = values[i], values[i + HALF]
-        other = _exchanged(tl.where(upper, low, high), LANES)
+        other = tl.inline_asm_elementwise(
+            swap_asm(LANES), "=f,f", [tl.where(upper, low, high)], dtype=tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
         out += (tl.where(upper, high, low) + other,)
     return out
 
 
 @triton.jit
-def warp_sums(values, PADDED: tl.constexpr, ASM: tl.constexpr):
-    """The sums over each warp of at most PADDED tensors [threads], a power of two up to 32.
+def summed(values, PADDED: tl.constexpr, ASM: tl.constexpr):
+    """The sum over threads of each tensor [threads]: [PADDED], a power of two.
 
     By PTX lanes exchange half of their values with each other, then a quarter, and so on.
-
-    Returns:
-        Float32 [threads], the warps' [PADDED, 32 / PADDED], the latter all the same.
     """
     parts = _filled_up(values, PADDED)
-    THREADS: tl.constexpr = parts[0].shape[0]
-    if ASM:
-        for i in tl.static_range(5):
-            if len(parts) > 1:
-                parts = _halved(parts, 16 >> i)
-        sums = parts[0]
-        for i in tl.static_range(5):
-            if 16 >> i < 32 // PADDED:
-                sums += _exchanged(sums, 16 >> i)
-    else:
-        each = tl.reshape(_side_by_side(parts, PADDED), (THREADS // 32, 32, PADDED))
-        sums = tl.sum(each, axis=1)[:, :, None]
-        sums = tl.broadcast_to(sums, (THREADS // 32, PADDED, 32 // PADDED))
-        sums = tl.reshape(sums, (THREADS,))
-    return sums
-
-
-@triton.jit
-def summed(values, PADDED: tl.constexpr, ASM: tl.constexpr):
-    """The sum over threads of each tensor [threads]: [PADDED], a power of two."""
     if PADDED == 1:
-        total = tl.sum(values[0], axis=0, keep_dims=True)
+        total = tl.sum(parts[0], axis=0, keep_dims=True)
     elif ASM and PADDED <= 32:
-        parts = _filled_up(values, PADDED)
         WARPS: tl.constexpr = parts[0].shape[0] // 32
         for i in tl.static_range(5):
             if len(parts) > 1:
@@ -473,7 +444,7 @@ def summed(values, PADDED: tl.constexpr, ASM: tl.constexpr):
         each = tl.reshape(parts[0], (WARPS, PADDED, 32 // PADDED))
         total = tl.sum(tl.sum(each, axis=2), axis=0)
     else:
-        total = tl.sum(_side_by_side(_filled_up(values, PADDED), PADDED), axis=0)
+        total = tl.sum(_side_by_side(parts, PADDED), axis=0)
     return total
 
 
