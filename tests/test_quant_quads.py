@@ -11,9 +11,13 @@ from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.planes import PLANE_FORMATS
 from tests.test_quant_ops import seeded
-from tests.test_quant_walk import KINDS, device, matrix
+from tests.test_quant_walk import KINDS, matrix
 
-assert device  # a fixture
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """On the CPU kernels are interpreted."""
+    return request.param
 
 
 def assert_near(got, a, weights, added=0.0):
