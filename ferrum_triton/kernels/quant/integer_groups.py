@@ -94,8 +94,10 @@ def _q3_nibbles(q, h, HALF: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _half_dots(starts, none, x, row, HALF: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr,
-               ASM: tl.constexpr):  # fmt: skip
+def _half_dots(
+    starts, none, x, row, HALF: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
     """starts[m] plus the products of half a group of Q2_K or Q3_K.
 
     Codes are taken where they lie in the nibbles of two words, the upper ones as 16 times as large:
