@@ -160,8 +160,9 @@ def narrow_constraints(masked):
 def load_narrow(ptr, mask, ASM: tl.constexpr):
     """Unsigned integers as int32 [threads]; 0 where masked off.
 
-    By PTX in registers of 32 bits from the start: Triton packs what it takes for narrower, where it
-    masks it or a loop carries it.
+    By PTX in registers of 32 bits from the start: Triton packs what it takes for narrower where it
+    masks it or a loop carries it, an instruction or two for each of Q3_K's three scales. Other
+    kinds have fewer, and with these loads, which keep their order, registers spill.
     """
     if ASM:
         BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
@@ -193,8 +194,15 @@ def tied_zero(rows, zero):
         for i in tl.static_range(len(h)):
             bits |= h[i]
         for i in tl.static_range(len(raw)):
-            bits |= raw[i]
+            bits |= _bits(raw[i])
     return bits & zero
+
+
+@triton.jit
+def _bits(x):
+    if x.dtype == tl.float16:
+        x = x.to(tl.int16, bitcast=True)
+    return x.to(tl.int32)
 
 
 @triton.jit
@@ -283,20 +291,21 @@ def merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def load_scales(d_ptr, s_ptr, t_ptr, group, mask, KIND: tl.constexpr, ASM: tl.constexpr):
-    """A group's scales as they are stored, from the pointers to the row's: int32 (d, s, t)."""
-    at = group
-    if KIND == "Q2_K" or KIND == "Q3_K" or KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K":
-        at = group // 8
-    if has_minimum(KIND):
-        raw = (load_one(d_ptr + at, mask),)
-    else:
-        raw = (load_narrow(d_ptr + at, mask, ASM),)
+    """A group's scales as they are stored, from the pointers to the row's: (d, s, t)."""
     if KIND == "Q3_K":
-        raw += (
-            load_narrow(s_ptr + group, mask, ASM), load_narrow(t_ptr + group // 2, mask, ASM),
-        )  # fmt: skip
-    elif KIND == "Q2_K" or KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K":
-        raw += (load_narrow(s_ptr.to(tl.pointer_type(tl.uint16)) + group, mask, ASM),)
+        raw = (
+            load_narrow(d_ptr.to(tl.pointer_type(tl.uint16)) + group // 8, mask, ASM),
+            load_narrow(s_ptr + group, mask, ASM),
+            load_narrow(t_ptr + group // 2, mask, ASM),
+        )
+    elif KIND == "Q2_K":
+        s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
+        raw = (load_one(d_ptr + group // 8, mask), load_narrow(s_ptr + group, mask, ASM))
+    elif KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K":
+        s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
+        raw = (load_one(d_ptr + group // 8, mask), load_one(s_ptr + group, mask))
+    else:
+        raw = (load_one(d_ptr + group, mask),)
     return raw
 
 
@@ -312,11 +321,11 @@ def fp16_pair(word):
 def sub_scales(raw, group, KIND: tl.constexpr):
     """The integers of a group's sub-blocks: scales, then minimums where there are."""
     if KIND == "Q4_K" or KIND == "Q5_K":
-        s = raw[1]
+        s = raw[1].to(tl.int32)
         integers = (s & 0xFF, s >> 8)
     elif KIND == "Q6_K":
-        s = raw[1]
-        integers = ((s << 24) >> 24, (s << 16) >> 24)
+        s = raw[1].to(tl.int16, bitcast=True).to(tl.int32)
+        integers = ((s << 24) >> 24, s >> 8)
     elif KIND == "Q2_K":
         s = raw[1]
         integers = (s & 0xF, (s >> 8) & 0xF, (s >> 4) & 0xF, s >> 12)
@@ -338,8 +347,10 @@ def block_scales(raw, KIND: tl.constexpr):
     if has_minimum(KIND):
         d, m = fp16_pair(raw[0])
         scales = (d, m)
-    else:
+    elif KIND == "Q3_K":
         scales = (raw[0].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
+    else:
+        scales = (raw[0].to(tl.float32),)
     return scales
 
 
@@ -371,7 +382,7 @@ def load_rows(
     if has_minimum(KIND):
         d_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
     else:
-        d_ptr = planes_ptr.to(tl.pointer_type(tl.uint16))
+        d_ptr = planes_ptr.to(tl.pointer_type(tl.float16))
     rows = ()
     for r in tl.static_range(ROWS):
         q, h = load_group(q_ptr + r * (Q // 4), h_ptr + r * (H // 4), mask, KIND, ASM, HINT)

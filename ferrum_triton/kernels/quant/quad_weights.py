@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ferrum_triton.kernels.quant.fragments import PLUS, TIMES, value
-from ferrum_triton.kernels.quant.planes import fp16_pair, load_narrow, load_one, load_words
+from ferrum_triton.kernels.quant.planes import fp16_pair, load_one, load_words
 
 # Planes' words are read once: they leave the first-level cache to the activations.
 STREAM = tl.constexpr(".L1::evict_first")
@@ -82,8 +82,8 @@ def load_rows(
             h = load_words(at, mask, H_EACH // 4, PTX, STREAM)
         s = ()
         if SCALES == "packed":
-            at = (s_ptr + 8 * r * S).to(tl.pointer_type(tl.uint16))
-            s = (load_narrow(at, mask, PTX), load_narrow(t_ptr + 8 * r * T, mask, PTX))
+            low = load_one((s_ptr + 8 * r * S).to(tl.pointer_type(tl.uint16)), mask)
+            s = (low.to(tl.int32), load_one(t_ptr + 8 * r * T, mask).to(tl.int32))
         elif SCALES != "":
             s = (load_one((s_ptr + 8 * r * S).to(tl.pointer_type(tl.int32)), mask),)
         at = d_ptr + 8 * r * D
@@ -92,7 +92,7 @@ def load_rows(
         elif D_EACH == 4:
             d = (load_one(at.to(tl.pointer_type(tl.int32)), mask),)
         else:
-            d = (load_narrow(at.to(tl.pointer_type(tl.uint16)), mask, PTX),)
+            d = (load_one(at.to(tl.pointer_type(tl.uint16)), mask).to(tl.int32),)
         rows += ((q, h, s, d),)
     return rows
 
