@@ -25,7 +25,8 @@ from ferrum_triton.kernels.quant.gemv_planes import (
     store_rows,
     tile_of,
 )
-from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, summed, uses_ptx
+from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, uses_ptx
+from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 from ferrum_triton.ops import quant_fused as ops
 from ferrum_triton.quant.kinds import file_kind

@@ -26,10 +26,10 @@ from ferrum_triton.kernels.quant.planes import (
     load_rows,
     may_chain,
     row_sizes,
-    summed,
     tied_zero,
     uses_ptx,
 )
+from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 from ferrum_triton.ops import quant_int8 as ops
 from ferrum_triton.quant.kinds import file_kind

@@ -21,15 +21,9 @@ from triton.language.extra.cuda import gdc_wait
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.mma import codes_meta
-from ferrum_triton.kernels.quant.planes import (
-    fp16_pair,
-    load_words,
-    may_chain,
-    row_sizes,
-    summed_over_warps,
-    uses_ptx,
-)
+from ferrum_triton.kernels.quant.planes import fp16_pair, load_words, may_chain, row_sizes, uses_ptx
 from ferrum_triton.kernels.quant.quad_weights import load_rows, minimum, weights
+from ferrum_triton.kernels.quant.thread_sums import summed_over_warps
 from ferrum_triton.kernels.rows import cdiv
 
 FEWEST_TOKENS, MOST_TOKENS = 3, 8
