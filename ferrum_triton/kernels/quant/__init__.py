@@ -8,7 +8,7 @@ In planes (:mod:`ferrum_triton.quant.planes`), where ``plane_products`` chooses:
 * ``planes`` reads them, and ``plane_groups`` and ``integer_groups`` multiply 32 weights by
   activations that are float32 or integers, which ``int8`` and ``int16`` make;
 * ``gemv_planes`` and ``gemv_walk`` take few activations, and ``gemv_fused`` several matrices in one
-  launch;
+  launch; ``thread_sums`` adds up what their threads have;
 * ``fragments`` unpacks for tensor cores, whose activations ``activations`` lays out;
 * ``gemv_quads`` takes up to eight activations, what it unpacks being ``quad_weights``;
 * ``mma`` takes many, in the steps of ``mma_steps`` on what ``mma_operands`` reads, by pointers or
