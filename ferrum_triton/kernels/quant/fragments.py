@@ -205,15 +205,18 @@ _MINUS = tl.constexpr(
 
 
 _EIGHT = tl.constexpr((tl.float16,) * 8)
-_SCALE_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 9))
-_LOW_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 10))
+TIMES_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 9))
+PLUS_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 10))
 _DIFFERENCE_CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 11))
 
 
-_BYTE = tl.constexpr(
-    "{\n.reg .b32 t, b;\nmov.b32 b, 0x64006400;\nprmt.b32 t, $1, 0x64646464, 0x4141;\n"
-    "sub.rn.f16x2 $0, t, b;\n}"
-)
+@triton.constexpr_function
+def byte_asm(byte):
+    """PTX: an unsigned byte of $1 as a float16, twice."""
+    return (
+        "{\n.reg .b32 t, b;\nmov.b32 b, 0x64006400;\n"
+        f"prmt.b32 t, $1, 0x64646464, {0x4040 + 0x101 * byte:#x};\nsub.rn.f16x2 $0, t, b;\n}}"
+    )
 
 
 @triton.jit
@@ -322,7 +325,7 @@ def second_bytes(x, W: tl.constexpr, ASM: tl.constexpr):
     """The second bytes of int32 [N, W / c] as float16 [N, W], each c times."""
     if ASM != "":
         y = tl.inline_asm_elementwise(
-            _BYTE, "=r,r,r", [spread(x, W)], dtype=tl.float16, is_pure=True, pack=2
+            byte_asm(1), "=r,r,r", [spread(x, W)], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         y = spread(((x >> 8) & 255).to(tl.float16), W)
@@ -346,13 +349,13 @@ def times(t, mins, d, low, SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.con
         )  # fmt: skip
     elif ASM and MINS:
         t = tl.inline_asm_elementwise(
-            PLUS, _LOW_CONSTRAINTS,
+            PLUS, PLUS_CONSTRAINTS,
             (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d, low),
             dtype=_EIGHT, is_pure=True, pack=2,
         )  # fmt: skip
     elif ASM:
         t = tl.inline_asm_elementwise(
-            TIMES, _SCALE_CONSTRAINTS,
+            TIMES, TIMES_CONSTRAINTS,
             (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d),
             dtype=_EIGHT, is_pure=True, pack=2,
         )  # fmt: skip

@@ -291,8 +291,18 @@ def store_rows(
 ):  # fmt: skip
     """y[i % m, first + i // m] of [m, n] ← y[i] + bias + residual for the rows of a program."""
     i = tl.arange(0, y.shape[0])
-    token, row = (i % M).to(tl.int64), first + i // M
-    mask = i < ROWS * M
+    store_each(
+        y_ptr, y, stride_y_token, i % M, first + i // M, i < ROWS * M, bias_ptr, residual_ptr,
+        stride_residual_token,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_each(
+    y_ptr, y, stride_y_token, token, row, mask, bias_ptr, residual_ptr, stride_residual_token
+):
+    """y[token[i], row[i]] of [m, n] ← y[i] + bias + residual where the mask holds."""
+    token = token.to(tl.int64)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + row, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:

@@ -20,19 +20,20 @@ from triton.language.extra.cuda import gdc_wait
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.gemv_planes import STREAM, store_each
 from ferrum_triton.kernels.quant.mma import codes_meta
 from ferrum_triton.kernels.quant.planes import fp16_pair, load_words, may_chain, row_sizes, uses_ptx
 from ferrum_triton.kernels.quant.quad_weights import load_rows, minimum, weights
 from ferrum_triton.kernels.quant.thread_sums import summed_over_warps
-from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 
 FEWEST_TOKENS, MOST_TOKENS = 3, 8
 # Weights a quad takes at a time, and rows of a program.
 BLOCK, ROWS = 256, 16
 # From where on there are many rows of W, and up to where a row has few blocks: the warps differ.
 MANY_ROWS, FEW_BLOCKS = 16384, 16
-# Words of a token's arranged activations that lie beside those of the other tokens, eight of them.
-WORDS, BESIDE = tl.constexpr(16), tl.constexpr(8 * 16)
+# Words of a token's arranged activations that lie beside the other tokens', and of all eight.
+WORDS, PIECE = tl.constexpr(16), tl.constexpr(8 * 16)
 
 _MMA = tl.constexpr(
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -83,8 +84,8 @@ def _activations(x_ptr, block, PTX: tl.constexpr):
     """A thread's of a block: eight pairs, by which those of ``weights`` J are multiplied, [J]."""
     x = ()
     for j in tl.static_range(4):
-        at = x_ptr + (block * 8 + 2 * j) * BESIDE
-        x += (load_words(at, None, 4, PTX, "") + load_words(at + BESIDE, None, 4, PTX, ""),)
+        at = x_ptr + (block * 8 + 2 * j) * PIECE
+        x += (load_words(at, None, 4, PTX, "") + load_words(at + PIECE, None, 4, PTX, ""),)
     return x
 
 
@@ -158,6 +159,7 @@ def _gemv_quads_kernel(
     ASM: tl.constexpr,
     CONSTRAINTS: tl.constexpr,
     WARPS: tl.constexpr,
+    HINT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     PTX: tl.constexpr = ASM != ""
@@ -171,7 +173,7 @@ def _gemv_quads_kernel(
     # Weights past a row's end are 0, and multiplied by the last block's activations.
     rows = load_rows(
         planes_ptr, matrix_rows, row, thread, warp, warp < BLOCKS, Q, H, S, T, D, BITS, SCALES,
-        MINS, PTX,
+        MINS, PTX, HINT,
     )  # fmt: skip
     # Columns past the last token are its again, and not stored.
     token = tl.minimum(quad, num_tokens - 1)
@@ -186,12 +188,12 @@ def _gemv_quads_kernel(
         block = tl.minimum(step * WARPS + warp, BLOCKS - 1)
         sums = None
         if SCALES != "" and MINS:
-            sums = load_words(sums_ptr + block * BESIDE, None, 4, PTX, "")
+            sums = load_words(sums_ptr + block * PIECE, None, 4, PTX, "")
         ahead = (step + 1) * WARPS + warp
         x_later = _activations(x_ptr, tl.minimum(ahead, BLOCKS - 1), PTX)
         later = load_rows(
             planes_ptr, matrix_rows, row, thread, ahead, ahead < BLOCKS, Q, H, S, T, D, BITS,
-            SCALES, MINS, PTX,
+            SCALES, MINS, PTX, HINT,
         )  # fmt: skip
         acc = _add_block(
             acc, rows[0], rows[1], x, sums, BITS, OFFSET, SCALES, MINS, ASM, CONSTRAINTS
@@ -200,16 +202,13 @@ def _gemv_quads_kernel(
     # Four of each lane: two rows, eight apart, by two tokens.
     y = summed_over_warps(acc, 4)
     i = tl.arange(0, 128)
-    token = (i // 4 % 4 * 2 + i % 2).to(tl.int64)
+    token = i // 4 % 4 * 2 + i % 2
     n = first + i // 16 + i // 2 % 2 * 8
     mask = token < num_tokens
     y *= tl.load(factor_ptr + token, mask=mask, other=0.0)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + n).to(tl.float32)
-    if residual_ptr is not None:
-        residual = residual_ptr + token * stride_residual_token + n
-        y += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + token * stride_y_token + n, y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_each(
+        y_ptr, y, stride_y_token, token, n, mask, bias_ptr, residual_ptr, stride_residual_token
+    )
 
 
 def takes_quads(a: Tensor, num_rows: int) -> bool:
@@ -232,9 +231,7 @@ def warps_of(num_rows: int, num_blocks: int) -> int:
         num_blocks: of 256 weights in a row.
     """
     most = 2 if num_rows >= MANY_ROWS else (4 if num_blocks <= FEW_BLOCKS else 8)
-    while most > 1 and most > num_blocks:
-        most //= 2
-    return most
+    return min(most, previous_power_of_2(num_blocks))
 
 
 def gemv_quads(
@@ -284,6 +281,7 @@ def gemv_quads(
         BLOCKS=k // BLOCK,
         **codes_meta(kind, a.device),
         WARPS=warps,
+        HINT=STREAM,
         CHAINED=chained,
         num_warps=warps,
         **({"launch_pdl": True} if chained else {}),

@@ -99,8 +99,9 @@ def spread_over(config: Config, num_tokens: int, num_rows: int, num_weights: int
 
 def are_few(a: Tensor, num_rows: int) -> bool:
     """Whether a product of ``a`` with so many rows in planes is :func:`product_of_few`'s."""
-    most = MAX_GEMV_ROWS if a.dtype == torch.float32 or takes_quads(a, num_rows) else FEW
-    return a.shape[0] <= most
+    if a.shape[0] <= FEW or a.dtype == torch.float32:
+        return a.shape[0] <= MAX_GEMV_ROWS
+    return takes_quads(a, num_rows)
 
 
 def product_of_few(

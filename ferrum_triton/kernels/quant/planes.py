@@ -151,18 +151,13 @@ def narrow_asm(bits, masked):
     return f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p {load} }}"
 
 
-@triton.constexpr_function
-def narrow_constraints(masked):
-    return "=r,l,r" if masked else "=r,l"
-
-
 @triton.jit
 def load_narrow(ptr, mask, ASM: tl.constexpr):
     """Unsigned integers as int32 [threads]; 0 where masked off.
 
     By PTX in registers of 32 bits from the start: Triton packs what it takes for narrower where it
-    masks it or a loop carries it, an instruction or two for each of Q3_K's three scales. Other
-    kinds have fewer, and with these loads, which keep their order, registers spill.
+    masks it or a loop carries it. Q3_K has three of them; kinds with fewer need more registers with
+    these loads, which keep their order, and may spill.
     """
     if ASM:
         BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
@@ -171,7 +166,7 @@ def load_narrow(ptr, mask, ASM: tl.constexpr):
         else:
             args = [ptr.to(tl.int64), mask.to(tl.int32)]
         x = tl.inline_asm_elementwise(
-            narrow_asm(BITS, mask is not None), narrow_constraints(mask is not None), args,
+            narrow_asm(BITS, mask is not None), load_constraints(1, mask is not None), args,
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:

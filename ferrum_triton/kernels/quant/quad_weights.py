@@ -8,14 +8,17 @@ being eight of them; every tensor here is int32 [threads], with a pair in each.
 import triton
 import triton.language as tl
 
-from ferrum_triton.kernels.quant.fragments import PLUS, TIMES, value
+from ferrum_triton.kernels.quant.fragments import (
+    PLUS,
+    PLUS_CONSTRAINTS,
+    TIMES,
+    TIMES_CONSTRAINTS,
+    byte_asm,
+    value,
+)
 from ferrum_triton.kernels.quant.planes import fp16_pair, load_one, load_words
 
-# Planes' words are read once: they leave the first-level cache to the activations.
-STREAM = tl.constexpr(".L1::evict_first")
 _EIGHT = tl.constexpr((tl.int32,) * 8)
-_TIMES_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 9))
-_PLUS_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 10))
 
 
 @triton.constexpr_function
@@ -42,7 +45,7 @@ def _pointer(ptr, first, thread, block, ROW: tl.constexpr, EACH: tl.constexpr):
 def load_rows(
     planes_ptr, num_rows, row, thread, block, mask, Q: tl.constexpr, H: tl.constexpr,
     S: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
-    MINS: tl.constexpr, PTX: tl.constexpr,
+    MINS: tl.constexpr, PTX: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """Two rows of a thread, eight apart: tuples of words (q, h, scales, d).
 
@@ -75,11 +78,11 @@ def load_rows(
         q = ()
         at = (q_ptr + 8 * r * Q).to(tl.pointer_type(tl.int32))
         for i in tl.static_range(Q_EACH // 16):
-            q += load_words(at + 4 * i, mask, 4, PTX, STREAM)
+            q += load_words(at + 4 * i, mask, 4, PTX, HINT)
         h = ()
         at = (h_ptr + 8 * r * H).to(tl.pointer_type(tl.int32))
         if H_EACH > 0:
-            h = load_words(at, mask, H_EACH // 4, PTX, STREAM)
+            h = load_words(at, mask, H_EACH // 4, PTX, HINT)
         s = ()
         if SCALES == "packed":
             low = load_one((s_ptr + 8 * r * S).to(tl.pointer_type(tl.uint16)), mask)
@@ -88,7 +91,7 @@ def load_rows(
             s = (load_one((s_ptr + 8 * r * S).to(tl.pointer_type(tl.int32)), mask),)
         at = d_ptr + 8 * r * D
         if D_EACH == 8:
-            d = load_words(at.to(tl.pointer_type(tl.int32)), mask, 2, PTX, STREAM)
+            d = load_words(at.to(tl.pointer_type(tl.int32)), mask, 2, PTX, HINT)
         elif D_EACH == 4:
             d = (load_one(at.to(tl.pointer_type(tl.int32)), mask),)
         else:
@@ -204,13 +207,13 @@ def _times(pairs, d, low, ASM: tl.constexpr):
         args = pairs
         args += (d, low)
         pairs = tl.inline_asm_elementwise(
-            PLUS, _PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
+            PLUS, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
         )
     elif ASM != "":
         args = pairs
         args += (d,)
         pairs = tl.inline_asm_elementwise(
-            TIMES, _TIMES_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
+            TIMES, TIMES_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
         )
     else:
         factor, _ = fp16_pair(d)
@@ -230,15 +233,6 @@ def _times(pairs, d, low, ASM: tl.constexpr):
     return pairs
 
 
-@triton.constexpr_function
-def _byte_asm(byte):
-    selector = 0x4040 + 0x101 * byte
-    return (
-        "{ .reg .b32 t, b; mov.b32 b, 0x64006400; "
-        f"prmt.b32 t, $1, 0x64646464, {selector:#x}; sub.rn.f16x2 $0, t, b; }}"
-    )
-
-
 @triton.jit
 def minimum(row, J: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr):
     """The integer minimum of a thread's weights 16 J and on, a pair of the same number."""
@@ -248,7 +242,7 @@ def minimum(row, J: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr):
         word = (word >> 4) & 0x0F0F0F0F
     if PTX:
         pair = tl.inline_asm_elementwise(
-            _byte_asm(BYTE), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+            byte_asm(BYTE), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
         half = ((word >> (8 * BYTE)) & 255).to(tl.float16)
