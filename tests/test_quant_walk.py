@@ -10,7 +10,7 @@ from ferrum_triton.kernels.quant.int16 import int16_activations
 from ferrum_triton.kernels.quant.plane_products import product_of_few
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import FORMATS, dequantize_blocks, to_planes
-from ferrum_triton.quant.planes import PLANE_FORMATS
+from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from tests.test_quant_ops import packed, seeded
 
 KINDS = pytest.mark.parametrize("kind", [fmt.file.name for fmt in PLANE_FORMATS.values()])
@@ -50,6 +50,30 @@ def test_every_row_is_met_once(kind, num_tokens, device):
     assert_near(out, a, weights)
 
 
+@KINDS
+@pytest.mark.parametrize("k", [768, 2048])
+@pytest.mark.parametrize("tied", [False, True], ids=["free", "tied"])
+def test_sums_that_wait_for_the_last_block(kind, k, tied, device):
+    """A part of a warp has no group, or a warp has none; and one program has a block less."""
+    planes, weights = matrix(kind, 37, k, device)
+    a = torch.randn(1, k, generator=seeded(3)).half().to(device)
+    out = torch.full((1, 37), torch.nan, dtype=a.dtype, device=device)
+    gemv_walk(a, planes, f"{kind}:planes", Walk(4, 1, kept=True, tied=tied), out=out)
+    assert_near(out, a, weights)
+
+
+def test_an_idle_thread_adds_nothing_to_what_is_infinite(device):
+    """It takes the last group again, whose d is infinite, times no activation."""
+    planes, _ = matrix("Q2_K", 4, 768)
+    parts = views(planes, "Q2_K")
+    parts["d"][..., 8:12] = torch.tensor([0x00, 0x7C, 0, 0], dtype=torch.uint8)  # of block 2
+    parts["q"][..., -64:] = 0x55  # codes of 1
+    parts["s"][..., -16:] = 0x01  # times 1
+    a = torch.ones(1, 768, dtype=torch.float16, device=device)
+    got = gemv_walk(a, planes.to(device), "Q2_K:planes", Walk(4, 1, kept=True))
+    assert (got == torch.inf).all()
+
+
 @pytest.mark.parametrize("make", [quantize_activations, int16_activations])
 def test_activations_that_are_integers_already(make, device):
     planes, weights = matrix("Q4_K", 24, 1024, device)
@@ -74,7 +98,11 @@ def test_nothing_to_do_is_done():
     assert gemv_walk(torch.empty(0, 32).half(), planes, "Q4_0:planes", WALK).shape == (0, 3)
 
 
-SIZES = [(1, 4096, 4096), (1, 28672, 4096), (1, 4096, 14336), (1, 4096, 16384), (2, 28672, 4096)]
+SIZES = [
+    (num_tokens, *size)
+    for num_tokens in (1, 2)
+    for size in ((4096, 4096), (28672, 4096), (4096, 14336), (4096, 16384))
+]
 
 
 @KINDS
@@ -92,7 +120,7 @@ def test_what_is_chosen_compiled_for_hopper(kind, num_tokens, n, k):
 def test_only_sizes_that_were_timed_walk():
     device = torch.device("meta")
     with record_launches((9, 0)):
-        assert walk_of("Q4_K", 4096, 448, 1, device) == Walk(8, 1)
+        assert walk_of("Q4_K", 4096, 448, 1, device) == Walk(8, 1, kept=True, tied=True)
         assert walk_of("Q4_K", 1024, 448, 1, device) is None  # few rows
         assert walk_of("Q4_K", 4096, 300, 1, device) is None  # many idle threads
         assert walk_of("Q4_K", 4096, 448, 3, device) is None

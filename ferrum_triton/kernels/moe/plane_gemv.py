@@ -15,9 +15,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.gemv_planes import STREAM, first_row, layout_of, row_sums
-from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, uses_ptx
+from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, span_of, uses_ptx
 from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
+from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
 
 # What a launch that starts while the one before ends does before it waits for that one's end:
@@ -153,7 +154,8 @@ def gemv_plane_pairs(
         return y
     k = a.shape[-1]
     is_wide, matrices = a.dtype == torch.float32, 1 if up is None else 2
-    best_rows, best_warps = _tile_of(k // 32, ids.numel(), matrices, is_wide)
+    num_spans = k // 32 // span_of(file_kind(kind), k // 32)
+    best_rows, best_warps = _tile_of(num_spans, ids.numel(), matrices, is_wide)
     rows = min(rows or best_rows, previous_power_of_2(num_rows))
     warps = num_warps or best_warps
     if asm is None:
@@ -198,8 +200,8 @@ def slot_stride(a: Tensor) -> int:
     return a.stride(1) if a.dim() == 3 else 0
 
 
-def _tile_of(num_groups: int, num_pairs: int, matrices: int, is_wide: bool) -> tuple[int, int]:
+def _tile_of(num_spans: int, num_pairs: int, matrices: int, is_wide: bool) -> tuple[int, int]:
     """Rows a program takes of each matrix, and its warps."""
     # What is made of 16-bit activations is shared by all rows of a program.
     rows = 4 if is_wide else 8 if num_pairs < MANY_PAIRS else 16
-    return rows // matrices, min(4, previous_power_of_2(max(num_groups // 32, 1)))
+    return rows // matrices, min(4, previous_power_of_2(max(num_spans // 32, 1)))

@@ -16,16 +16,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.int8 import Int8Activations
 from ferrum_triton.kernels.quant.int16 import Int16Activations
-from ferrum_triton.kernels.quant.integer_groups import (
-    add_integers,
-    group_integers,
-)
+from ferrum_triton.kernels.quant.integer_activations import integers_of, load_activations
+from ferrum_triton.kernels.quant.integer_groups import add_integers
 from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group
 from ferrum_triton.kernels.quant.planes import (
+    group_of,
     is_aligned,
     load_rows,
     may_chain,
     row_sizes,
+    span_of,
     tied_zero,
     uses_ptx,
 )
@@ -66,7 +66,9 @@ def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: in
         if num_tokens == 1 and num_rows < FEW_ROWS:
             tile = Tile(4, 8)
     elif num_tokens > 2:
-        tile = Tile(4 if num_tokens <= 4 else 2, 1)
+        # Four rows of Q3_K would spill by float32 activations.
+        are_two = num_tokens > 4 or (kind == "Q3_K" and bits == 32)
+        tile = Tile(2 if are_two else 4, 1)
     elif num_tokens == 2:
         tile = Tile(4, 2) if bits == 8 else Tile(8, 2)
     elif is_tall and not is_long:
@@ -81,7 +83,7 @@ def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: in
     idle = 1 / 8 if is_tall else (1 / 2 if num_tokens == 1 else 1 / 4)
     return tile._replace(
         rows=min(tile.rows, previous_power_of_2(num_rows)),
-        warps=_warps_for(num_groups, tile.warps, idle),
+        warps=_warps_for(num_groups // span_of(kind, num_groups), tile.warps, idle),
     )
 
 
@@ -91,10 +93,10 @@ def _tile_for_int16(kind: str, is_tall: bool, is_long: bool, num_tokens: int) ->
         tile = Tile(4, 2) if is_wide else Tile(8, 4 if num_tokens == 2 else 2)
     elif num_tokens > 1:
         tile = Tile(8, 4)
-    elif kind == "Q2_K" and not is_long:
-        tile = Tile(16 if is_tall else 4, 4)
-    elif kind == "Q2_K" or (kind == "Q8_0" and is_long):
-        tile = Tile(8, 4 if kind == "Q2_K" else 2, prefetch=True)
+    elif kind in ("Q2_K", "Q3_K"):
+        tile = Tile(4 if kind == "Q2_K" and not is_long and not is_tall else 16, 4)
+    elif kind == "Q8_0" and is_long:
+        tile = Tile(8, 2, prefetch=True)
     elif (is_long and is_wide) or (kind == "Q6_K" and not is_tall):
         tile = Tile(4, 2, prefetch=True)
     else:
@@ -102,10 +104,10 @@ def _tile_for_int16(kind: str, is_tall: bool, is_long: bool, num_tokens: int) ->
     return tile
 
 
-def _warps_for(num_groups: int, most: int, idle: float) -> int:
-    """As many, or fewer where more than ``idle`` of their threads would have no group of a row."""
-    warps = min(most, next_power_of_2(max(cdiv(num_groups, 32), 1)))
-    while warps > 1 and num_groups < (1 - idle) * cdiv(num_groups, 32 * warps) * 32 * warps:
+def _warps_for(num_spans: int, most: int, idle: float) -> int:
+    """As many, or fewer where more than ``idle`` of their threads would have nothing of a row."""
+    warps = min(most, next_power_of_2(max(cdiv(num_spans, 32), 1)))
+    while warps > 1 and num_spans < (1 - idle) * cdiv(num_spans, 32 * warps) * 32 * warps:
         warps //= 2
     return warps
 
@@ -116,22 +118,50 @@ def entry(layout, i):
     return layout[i]
 
 
+@triton.constexpr_function
+def span_of_both(first, second, num_groups):
+    """Groups that a thread takes at a time of matrices of two layouts, the second None of one."""
+    return max(span_of(layout[5], num_groups) for layout in (first, second) if layout is not None)
+
+
 @triton.jit
-def _rows_of(
-    first_ptr, second_ptr, num_rows, row, group, mask, FIRST: tl.constexpr, SECOND: tl.constexpr,
+def _parts_of(
+    ptr, num_rows, row, at, mask, LAYOUT: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr,
     ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
-    """What a thread needs of ROWS rows of each matrix for its group, one after the other."""
-    rows = load_rows(
-        first_ptr, num_rows, row, group, mask, entry(FIRST, 0), entry(FIRST, 1), entry(FIRST, 2),
-        entry(FIRST, 3), entry(FIRST, 4), entry(FIRST, 5), ROWS, ASM, HINT,
-    )  # fmt: skip
-    if SECOND is not None:
-        rows += load_rows(
-            second_ptr, num_rows, row, group, mask, entry(SECOND, 0), entry(SECOND, 1),
-            entry(SECOND, 2), entry(SECOND, 3), entry(SECOND, 4), entry(SECOND, 5), ROWS, ASM, HINT,
+    """SPAN groups of ROWS rows, from SPAN · at on: parts of what is loaded at once, [part][row]."""
+    OWN: tl.constexpr = span_of(entry(LAYOUT, 5), GROUPS)
+    parts = ()
+    for i in tl.static_range(SPAN // OWN):
+        part = load_rows(
+            ptr, num_rows, row, at * (SPAN // OWN) + i, mask, entry(LAYOUT, 0), entry(LAYOUT, 1),
+            entry(LAYOUT, 2), entry(LAYOUT, 3), entry(LAYOUT, 4), entry(LAYOUT, 5), OWN, ROWS, ASM,
+            HINT,
         )  # fmt: skip
-    return rows
+        parts += (part,)
+    return parts
+
+
+@triton.jit
+def _rows_of(
+    first_ptr, second_ptr, num_rows, row, at, mask, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    GROUPS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+    HINT: tl.constexpr,
+):  # fmt: skip
+    """What a thread needs of ROWS rows of each matrix: [part][row], rows of one kind together."""
+    parts = _parts_of(first_ptr, num_rows, row, at, mask, FIRST, GROUPS, SPAN, ROWS, ASM, HINT)
+    if SECOND is not None:
+        others = _parts_of(
+            second_ptr, num_rows, row, at, mask, SECOND, GROUPS, SPAN, ROWS, ASM, HINT
+        )
+        if entry(SECOND, 5) == entry(FIRST, 5):
+            both = ()
+            for i in tl.static_range(len(parts)):
+                both += (parts[i] + others[i],)
+            parts = both
+        else:
+            parts += others
+    return parts
 
 
 @triton.jit
@@ -143,17 +173,31 @@ def _part(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _add_rows(
-    totals, none, rows, integers, a_ptr, stride_a_token, group, mask, KIND: tl.constexpr,
-    ROWS: tl.constexpr, M: tl.constexpr, VECTOR: tl.constexpr, ASM: tl.constexpr,
+def _add_parts(
+    totals, none, parts, integers, a_ptr, stride_a_token, group, mask, KIND: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, SAME: tl.constexpr,
+    VECTOR: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one kind by activations: ``integers``, or float32 ones where that is None."""
-    if integers is None:
-        totals = add_group(
-            totals, none, rows, a_ptr, stride_a_token, group, mask, KIND, ROWS, M, VECTOR, ASM
-        )
-    else:
-        totals = add_integers(totals, none, rows, integers, group, KIND, ROWS, M, ASM)
+    """Rows of one kind by activations: ``integers``, or float32 ones where that is None.
+
+    Args:
+        group: the first of those that the parts have.
+        SAME: integers have the same steps.
+    """
+    EACH: tl.constexpr = span_of(KIND, GROUPS)
+    for i in tl.static_range(len(parts)):
+        if integers is None:
+            for j in tl.static_range(EACH):
+                rows = ()
+                for r in tl.static_range(ROWS):
+                    rows += (group_of(parts[i][r], j, KIND, EACH),)
+                totals = add_group(
+                    totals, none, rows, a_ptr, stride_a_token, group + (EACH * i + j), mask, KIND,
+                    ROWS, M, VECTOR, ASM,
+                )  # fmt: skip
+        else:
+            groups = _part(integers, EACH * i, EACH)
+            totals = add_integers(totals, none, parts[i], groups, KIND, ROWS, M, SAME, ASM)
     return totals
 
 
@@ -210,32 +254,35 @@ def row_sums(
     zero = num_rows >> 31  # 0, as no compiler can know
     num_rows = tl.full((), 1, tl.int64) * num_rows
     thread = tl.arange(0, THREADS)
-    EVEN: tl.constexpr = GROUPS % THREADS == 0
-    STEPS: tl.constexpr = (GROUPS + THREADS - 1) // THREADS
+    SPAN: tl.constexpr = span_of_both(FIRST, SECOND, GROUPS)
+    SPANS: tl.constexpr = GROUPS // SPAN
+    EVEN: tl.constexpr = SPANS % THREADS == 0
+    STEPS: tl.constexpr = (SPANS + THREADS - 1) // THREADS
     KIND: tl.constexpr = entry(FIRST, 5)
     COUNT: tl.constexpr = ROWS if SECOND is None else 2 * ROWS
 
     totals = no_totals(THREADS, COUNT, M)
     if PREFETCH:
         rows = _rows_of(
-            first_ptr, second_ptr, num_rows, row, thread, thread < GROUPS, FIRST, SECOND, ROWS, ASM,
-            HINT,
+            first_ptr, second_ptr, num_rows, row, thread, thread < SPANS, FIRST, SECOND, GROUPS,
+            SPAN, ROWS, ASM, HINT,
         )  # fmt: skip
     for step in range(STEPS):
-        group = step * THREADS + thread
-        mask = group < GROUPS
+        at = step * THREADS + thread
+        mask = at < SPANS
         if EVEN:
             mask = None
         if PREFETCH:
-            ahead = group + THREADS
+            ahead = at + THREADS
             later = _rows_of(
-                first_ptr, second_ptr, num_rows, row, ahead, ahead < GROUPS, FIRST, SECOND, ROWS,
-                ASM, HINT,
+                first_ptr, second_ptr, num_rows, row, ahead, ahead < SPANS, FIRST, SECOND,
+                GROUPS, SPAN, ROWS, ASM, HINT,
             )  # fmt: skip
         else:
             rows = _rows_of(
-                first_ptr, second_ptr, num_rows, row, group, mask, FIRST, SECOND, ROWS, ASM, HINT
-            )
+                first_ptr, second_ptr, num_rows, row, at, mask, FIRST, SECOND, GROUPS, SPAN, ROWS,
+                ASM, HINT,
+            )  # fmt: skip
         if CHAINED:
             if step == 0:
                 gdc_wait()
@@ -248,22 +295,25 @@ def row_sums(
         if info_ptr is None and not NARROW:
             integers = None
         else:
-            integers = group_integers(
-                a_ptr, info_ptr, stride_a_token, stride_info_token, group, mask, M, VECTOR, ASM
+            loaded = load_activations(
+                a_ptr, info_ptr, stride_a_token, stride_info_token, at, mask, M, SPAN, VECTOR, ASM
             )
+            integers = integers_of(loaded, a_ptr, info_ptr, M, SPAN, VECTOR, ASM)
         if SECOND is None or entry(SECOND, 5) == KIND:
             # Rows of one kind share what is made of float32 activations.
-            totals = _add_rows(
-                totals, none, rows, integers, a_ptr, stride_a_token, group, mask, KIND, COUNT, M,
-                VECTOR, ASM,
+            totals = _add_parts(
+                totals, none, rows, integers, a_ptr, stride_a_token, at * SPAN, mask, KIND,
+                GROUPS, COUNT, M, info_ptr is None, VECTOR, ASM,
             )  # fmt: skip
         else:
-            totals = _add_rows(
-                _part(totals, 0, ROWS), none, _part(rows, 0, ROWS), integers, a_ptr,
-                stride_a_token, group, mask, KIND, ROWS, M, VECTOR, ASM,
-            ) + _add_rows(
-                _part(totals, ROWS, ROWS), none, _part(rows, ROWS, ROWS), integers, a_ptr,
-                stride_a_token, group, mask, entry(SECOND, 5), ROWS, M, VECTOR, ASM,
+            OWN: tl.constexpr = SPAN // span_of(KIND, GROUPS)
+            totals = _add_parts(
+                _part(totals, 0, ROWS), none, _part(rows, 0, OWN), integers, a_ptr, stride_a_token,
+                at * SPAN, mask, KIND, GROUPS, ROWS, M, info_ptr is None, VECTOR, ASM,
+            ) + _add_parts(
+                _part(totals, ROWS, ROWS), none, _part(rows, OWN, len(rows) - OWN), integers, a_ptr,
+                stride_a_token, at * SPAN, mask, entry(SECOND, 5), GROUPS, ROWS, M,
+                info_ptr is None, VECTOR, ASM,
             )  # fmt: skip
         if PREFETCH:
             rows = later

@@ -8,6 +8,7 @@ which loads and makes them anew.
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -20,13 +21,17 @@ from ferrum_triton.kernels.quant.gemv_planes import (
     first_row,
     layout_of,
     no_totals,
+    store_each,
     store_totals,
 )
 from ferrum_triton.kernels.quant.int8 import Int8Activations
 from ferrum_triton.kernels.quant.int16 import Int16Activations
-from ferrum_triton.kernels.quant.integer_groups import add_integers, group_integers
-from ferrum_triton.kernels.quant.planes import is_aligned, load_rows, may_chain, uses_ptx
+from ferrum_triton.kernels.quant.integer_activations import integers_of, load_activations
+from ferrum_triton.kernels.quant.integer_groups import add_integers
+from ferrum_triton.kernels.quant.planes import is_aligned, load_rows, may_chain, span_of, uses_ptx
+from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
+from ferrum_triton.quant.kinds import file_kind
 
 
 class Walk(NamedTuple):
@@ -35,16 +40,47 @@ class Walk(NamedTuple):
     Attributes:
         rows: of W in a block, a power of two, at most n.
         residents: programs for each processor.
+        kept: whether a program's sums over its threads wait for its last block. They are for as
+            many blocks as have MOST_SUMS of them, and else meet at every block.
+        tied: of kept ones, let a block's loads wait for sums two blocks before, or the compiler may
+            move those of scales so far up that weights' have no registers.
+        registers: of a thread at most; 0 for as many as the compiler takes.
     """
 
     rows: int
     residents: int
+    kept: bool = False
+    tied: bool = False
+    registers: int = 0
 
 
-# Groups of a row that a thread each has to take so many of a program's threads, which are a power
-# of two.
+# Threads are a power of two, of which so many have to have groups of a row.
 LEAST_FULL = 0.85
 FEWEST_ROWS = 4096
+MOST_SUMS = 32
+# The fastest of bench.quant_tiles by tokens and kind: where K is about 14336,
+_LONG = {
+    1: {
+        "Q2_K": Walk(4, 2, kept=True, registers=128),
+        "Q3_K": Walk(4, 2, kept=True, tied=True, registers=128),
+        "Q8_0": Walk(4, 1),
+    }
+    | dict.fromkeys(("Q4_0", "Q4_1", "Q6_K"), Walk(4, 1, kept=True, tied=True))
+    | dict.fromkeys(("Q4_K", "Q5_0", "Q5_1", "Q5_K"), Walk(8, 1, kept=True, tied=True)),
+    2: {"Q2_K": Walk(4, 2), "Q3_K": Walk(4, 1)},
+}
+# where there are MANY_ROWS and K is about 4096,
+_TALL = {
+    1: {"Q3_K": Walk(2, 8, kept=True, tied=True)}
+    | dict.fromkeys(("Q2_K", "Q4_0", "Q4_1", "Q5_0"), Walk(8, 10)),
+    2: dict.fromkeys(("Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_1"), Walk(8, 4))
+    | dict.fromkeys(("Q5_K", "Q6_K", "Q8_0"), Walk(8, 3)),
+}
+# and where there are fewer.
+_SHORT = {
+    1: {"Q2_K": Walk(8, 2, kept=True), "Q4_1": Walk(4, 4), "Q8_0": Walk(4, 4)},
+    2: dict.fromkeys(("Q2_K", "Q3_K"), Walk(4, 2, kept=True)),
+}
 
 
 def walk_of(
@@ -59,25 +95,37 @@ def walk_of(
         num_tokens: of activations in float16 or bfloat16.
         device: of theirs.
     """
-    threads = _threads(num_groups)
-    is_full = LEAST_FULL * threads <= num_groups <= threads
+    span = span_of(kind, num_groups)
+    threads = _threads(num_groups // span)
+    is_full = LEAST_FULL * threads <= num_groups // span <= threads
     if capability(device)[0] != 9 or not is_full or num_rows < FEWEST_ROWS:
         return None
-    walk = None
-    if threads == 512 and num_tokens == 1 and kind not in ("Q2_K", "Q5_1", "Q6_K"):
-        walk = Walk(4 if kind == "Q8_0" else 8, 1)
-    elif threads == 128 and num_tokens == 1:
-        if num_rows >= MANY_ROWS and kind in ("Q4_0", "Q4_1", "Q5_0", "Q3_K"):
-            walk = Walk(8, 10)
-        elif num_rows < MANY_ROWS and kind in ("Q4_1", "Q8_0", "Q2_K"):
-            walk = Walk(4, 4)
-    elif threads == 128 and num_tokens == 2 and num_rows >= MANY_ROWS and kind != "Q5_0":
-        walk = Walk(8, 3 if kind in ("Q8_0", "Q5_K", "Q6_K") else 4)
-    return walk
+    if threads * span == 512:
+        walks = _LONG
+    elif threads * span == 128:
+        walks = _TALL if num_rows >= MANY_ROWS else _SHORT
+    else:
+        return None
+    return walks.get(num_tokens, {}).get(kind)
 
 
-def _threads(num_groups: int) -> int:
-    return max(next_power_of_2(num_groups), 32)
+def _threads(num_spans: int) -> int:
+    return max(next_power_of_2(num_spans), 32)
+
+
+@triton.jit
+def _block_rows(
+    planes_ptr, block, num_rows, at, mask, LAYOUT: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    """What threads need of a block of ROWS rows: see :func:`load_rows`."""
+    SPAN: tl.constexpr = span_of(entry(LAYOUT, 5), GROUPS)
+    matrix_rows = tl.full((), 1, tl.int64) * num_rows
+    return load_rows(
+        planes_ptr, matrix_rows, first_row(block, num_rows, ROWS), at, mask, entry(LAYOUT, 0),
+        entry(LAYOUT, 1), entry(LAYOUT, 2), entry(LAYOUT, 3), entry(LAYOUT, 4), entry(LAYOUT, 5),
+        SPAN, ROWS, ASM, HINT,
+    )  # fmt: skip
 
 
 @kernel(dynamic=("num_rows",))
@@ -98,7 +146,9 @@ def _gemv_walk_kernel(
     M: tl.constexpr,
     ROWS: tl.constexpr,  # of a block, at most num_rows
     SUMS: tl.constexpr,  # power of two >= M * ROWS
-    THREADS: tl.constexpr,  # power of two >= GROUPS
+    THREADS: tl.constexpr,  # power of two >= GROUPS / span_of
+    KEPT: tl.constexpr,  # blocks of a program, whose sums meet at its end; 0: at each block's
+    TIED: tl.constexpr,
     ASM: tl.constexpr,
     HINT: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -107,35 +157,82 @@ def _gemv_walk_kernel(
     if CHAINED:
         gdc_launch_dependents()
     KIND: tl.constexpr = entry(LAYOUT, 5)
+    SPAN: tl.constexpr = span_of(KIND, GROUPS)
     thread = tl.arange(0, THREADS)
-    mask = thread < GROUPS
-    matrix_rows = tl.full((), 1, tl.int64) * num_rows
+    mask = thread < GROUPS // SPAN
+    program, programs = tl.program_id(0), tl.num_programs(0)
     blocks = (num_rows + ROWS - 1) // ROWS
-    programs = tl.num_programs(0)
-    rows = load_rows(
-        planes_ptr, matrix_rows, first_row(tl.program_id(0), num_rows, ROWS), thread, mask,
-        entry(LAYOUT, 0), entry(LAYOUT, 1), entry(LAYOUT, 2), entry(LAYOUT, 3), entry(LAYOUT, 4),
-        KIND, ROWS, ASM, HINT,
-    )  # fmt: skip
-    if CHAINED:
-        gdc_wait()
-    none = tl.zeros([THREADS], tl.int32)
-    integers = group_integers(
-        a_ptr, info_ptr, stride_a_token, stride_info_token, thread, mask, M, VECTOR, ASM
-    )
-    for block in range(tl.program_id(0), blocks, programs):
-        later = load_rows(
-            planes_ptr, matrix_rows, first_row(block + programs, num_rows, ROWS), thread,
-            mask & (block + programs < blocks), entry(LAYOUT, 0), entry(LAYOUT, 1),
-            entry(LAYOUT, 2), entry(LAYOUT, 3), entry(LAYOUT, 4), KIND, ROWS, ASM, HINT,
+    if KEPT > 0:
+        # Threads beyond the last group take that one again: what they sum up is left out.
+        inside = tl.minimum(thread, GROUPS // SPAN - 1)
+        queue = (
+            _block_rows(
+                planes_ptr, program, num_rows, inside, None, LAYOUT, GROUPS, ROWS, ASM, HINT
+            ),
+        )
+        if CHAINED:
+            gdc_wait()
+        loaded = load_activations(
+            a_ptr, info_ptr, stride_a_token, stride_info_token, inside, None, M, SPAN, VECTOR, ASM
+        )
+        integers, flat, at = (), (), inside
+        zero = num_rows >> 31  # 0, as no compiler can know
+        none = tl.zeros([THREADS], tl.int32)
+        for step in tl.static_range(KEPT):
+            if step + 1 < KEPT:
+                block = program + (step + 1) * programs
+                known = None
+                if step + 2 == KEPT:  # only the last one may be missing
+                    known = tl.full([THREADS], 1, tl.int1) & (block < blocks)
+                queue += (
+                    _block_rows(
+                        planes_ptr, block, num_rows, at, known, LAYOUT, GROUPS, ROWS, ASM, HINT
+                    ),
+                )
+            if step == 0:
+                integers = integers_of(loaded, a_ptr, info_ptr, M, SPAN, VECTOR, ASM)
+            totals = add_integers(
+                no_totals(THREADS, ROWS, M), none, queue[step], integers, KIND, ROWS, M,
+                info_ptr is None, ASM,
+            )  # fmt: skip
+            if TIED:
+                at = inside + (totals[ROWS - 1][0].to(tl.int32, bitcast=True) & zero)
+            for r in tl.static_range(ROWS):
+                flat += totals[r]
+        if GROUPS // SPAN == THREADS:
+            mask = None
+        y = summed(flat, SUMS, ASM, mask, GROUPS // SPAN % 32 == 0)
+        i = tl.arange(0, SUMS)
+        block = program + i // (M * ROWS) * programs
+        store_each(
+            y_ptr, y, stride_y_token, i % M, first_row(block, num_rows, ROWS) + i // M % ROWS,
+            (i < KEPT * M * ROWS) & (block < blocks), bias_ptr, residual_ptr, stride_residual_token,
         )  # fmt: skip
-        totals = no_totals(THREADS, ROWS, M)
-        totals = add_integers(totals, none, rows, integers, thread, KIND, ROWS, M, ASM)
-        store_totals(
-            y_ptr, totals, stride_y_token, first_row(block, num_rows, ROWS), bias_ptr,
-            residual_ptr, stride_residual_token, M, ROWS, SUMS, ASM,
-        )  # fmt: skip
-        rows = later
+    else:
+        rows = _block_rows(
+            planes_ptr, program, num_rows, thread, mask, LAYOUT, GROUPS, ROWS, ASM, HINT
+        )
+        if CHAINED:
+            gdc_wait()
+        none = tl.zeros([THREADS], tl.int32)
+        loaded = load_activations(
+            a_ptr, info_ptr, stride_a_token, stride_info_token, thread, mask, M, SPAN, VECTOR, ASM
+        )
+        integers = integers_of(loaded, a_ptr, info_ptr, M, SPAN, VECTOR, ASM)
+        for block in range(program, blocks, programs):
+            later = _block_rows(
+                planes_ptr, block + programs, num_rows, thread, mask & (block + programs < blocks),
+                LAYOUT, GROUPS, ROWS, ASM, HINT,
+            )  # fmt: skip
+            totals = add_integers(
+                no_totals(THREADS, ROWS, M), none, rows, integers, KIND, ROWS, M, info_ptr is None,
+                ASM,
+            )  # fmt: skip
+            store_totals(
+                y_ptr, totals, stride_y_token, first_row(block, num_rows, ROWS), bias_ptr,
+                residual_ptr, stride_residual_token, M, ROWS, SUMS, ASM,
+            )  # fmt: skip
+            rows = later
 
 
 def gemv_walk(
@@ -167,10 +264,15 @@ def gemv_walk(
     if out.numel() == 0:
         return out
     num_weights = a.num_weights if isinstance(a, Int16Activations) else x.shape[1]
+    num_groups = num_weights // 32
     asm, chained = uses_ptx(x), may_chain(x)
-    threads = _threads(num_weights // 32)
+    threads = _threads(num_groups // span_of(file_kind(kind), num_groups))
+    blocks = cdiv(num_rows, walk.rows)
+    programs = min(blocks, processors(x.device) * walk.residents)
+    steps = cdiv(blocks, programs)
+    kept = steps if walk.kept and steps * walk.rows * num_tokens <= MOST_SUMS else 0
     _gemv_walk_kernel.launch(
-        (min(cdiv(num_rows, walk.rows), processors(x.device) * walk.residents),),
+        (programs,),
         out,
         x,
         info,
@@ -183,16 +285,19 @@ def gemv_walk(
         0 if residual is None else residual.stride(0),
         num_rows,
         LAYOUT=layout_of(planes, kind, num_weights),
-        GROUPS=num_weights // 32,
+        GROUPS=num_groups,
         M=num_tokens,
         ROWS=walk.rows,
-        SUMS=next_power_of_2(walk.rows * num_tokens),
+        SUMS=next_power_of_2(walk.rows * num_tokens * max(kept, 1)),
         THREADS=threads,
+        KEPT=kept,
+        TIED=walk.tied,
         ASM=asm,
         HINT=STREAM,
         VECTOR=asm and is_aligned(x),
         CHAINED=chained,
         num_warps=threads // 32,
         **({"launch_pdl": True} if chained else {}),
+        **({"maxnreg": walk.registers} if walk.registers else {}),
     )
     return out

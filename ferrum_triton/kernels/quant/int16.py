@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.integer_groups import make_int16
+from ferrum_triton.kernels.quant.integer_activations import integers_of, load_activations
 from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, uses_ptx
 from ferrum_triton.kernels.rows import cdiv
 
@@ -56,9 +56,9 @@ def _int16_kernel(
     token = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
     mask = group < num_groups
-    x, steps, lows, highs = make_int16(
-        a_ptr + token * stride_a_token, 0, group, mask, 1, VECTOR, ASM
-    )
+    a_ptr += token * stride_a_token
+    loaded = load_activations(a_ptr, None, 0, 0, group, mask, 1, 1, VECTOR, ASM)
+    x, steps, lows, highs = integers_of(loaded, a_ptr, None, 1, 1, VECTOR, ASM)[0]
     codes = codes_ptr + token * stride_codes_token + group * 16
     for i in tl.static_range(16):
         tl.store(codes + i, x[0][i], mask=mask)

@@ -96,7 +96,7 @@ def _sum_eight(x):
 
 
 @triton.jit
-def _group_value(total, dots, sums, raw, group, M: tl.constexpr, KIND: tl.constexpr):
+def _group_value(total, dots, sums, raw, M: tl.constexpr, KIND: tl.constexpr):
     """total[m] plus the group's product, from the dots of its integers.
 
     Args:
@@ -104,7 +104,7 @@ def _group_value(total, dots, sums, raw, group, M: tl.constexpr, KIND: tl.conste
         sums: of the activations, likewise.
     """
     scales = block_scales(raw, KIND)
-    factors = sub_scales(raw, group, KIND)
+    factors = sub_scales(raw, KIND)
     new = ()
     for m in tl.static_range(M):
         if KIND == "Q4_0" or KIND == "Q5_0" or KIND == "Q8_0":
@@ -179,7 +179,7 @@ def add_group(
     out = ()
     for r in tl.static_range(ROWS):
         if HALVES:
-            out += (_group_value(totals[r], kept[r] + dots[r], sums, rows[r][2], group, M, KIND),)
+            out += (_group_value(totals[r], kept[r] + dots[r], sums, rows[r][2], M, KIND),)
         else:
-            out += (_group_value(totals[r], dots[r], sums, rows[r][2], group, M, KIND),)
+            out += (_group_value(totals[r], dots[r], sums, rows[r][2], M, KIND),)
     return out

@@ -1,4 +1,7 @@
-"""Reading planes (:mod:`ferrum_triton.quant.planes`): a thread takes 32 weights, in whole words.
+"""Reading planes (:mod:`ferrum_triton.quant.planes`): threads take groups of 32 weights as words.
+
+A thread takes one group of a row at a time, or of Q2_K and Q3_K, whose groups have 8 bytes of low
+bits, a pair of neighbours: a third fewer instructions load and scale them.
 
 Every tensor here is [threads]: a thread loads 16, 8 or 4 bytes of each plane at once. PTX says so,
 as Triton's own loads can only in a layout that the activations would have to be moved to. Elsewhere
@@ -67,11 +70,18 @@ def has_minimum(kind):
 
 
 @triton.constexpr_function
-def words_of(plane, kind):
-    """Words a group has in the plane of low ("q") or high ("h") bits."""
+def span_of(kind, num_groups):
+    """Groups that a thread takes at a time of a row of so many."""
+    # Pairs of short rows of Q2_K would leave too few threads: 3.9 us for 3.6 at 4096x4096.
+    return 2 if kind == "Q3_K" or (kind == "Q2_K" and num_groups > 256) else 1
+
+
+@triton.constexpr_function
+def words_of(plane, kind, span):
+    """Words that ``span`` groups have in the plane of low ("q") or high ("h") bits."""
     if plane == "h":
-        return 2 if kind == "Q6_K" else 1
-    return {"Q8_0": 8, "Q2_K": 2, "Q3_K": 2}.get(kind, 4)
+        return span * (2 if kind == "Q6_K" else 1)
+    return span * {"Q8_0": 8, "Q2_K": 2, "Q3_K": 2}.get(kind, 4)
 
 
 @triton.constexpr_function
@@ -175,21 +185,22 @@ def load_narrow(ptr, mask, ASM: tl.constexpr):
 
 
 @triton.jit
-def tied_zero(rows, zero):
-    """``zero`` [threads], 0, as if it depended on every load of the rows.
+def tied_zero(parts, zero):
+    """``zero`` [threads], 0, as if it depended on every load of the rows, [part][row].
 
     The assembler would move loads of scales down to where they are used, and their time would add
     to that of the weights, which is over by then; barriers do not keep it from that. Sums that
     start here do. ``zero`` has to be what no compiler knows to be 0.
     """
-    bits = rows[0][0][0]
-    for r in tl.static_range(len(rows)):
-        q, h, raw = rows[r]
-        bits |= q[0] | q[len(q) - 1]
-        for i in tl.static_range(len(h)):
-            bits |= h[i]
-        for i in tl.static_range(len(raw)):
-            bits |= _bits(raw[i])
+    bits = parts[0][0][0][0]
+    for p in tl.static_range(len(parts)):
+        for r in tl.static_range(len(parts[p])):
+            q, h, raw = parts[p][r]
+            bits |= q[0] | q[len(q) - 1]
+            for i in tl.static_range(len(h)):
+                bits |= h[i]
+            for i in tl.static_range(len(raw)):
+                bits |= _bits(raw[i])
     return bits & zero
 
 
@@ -202,23 +213,24 @@ def _bits(x):
 
 @triton.jit
 def load_group(
-    q_ptr, h_ptr, mask, KIND: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr
+    q_ptr, h_ptr, mask, KIND: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
+    HINT: tl.constexpr,
 ):  # fmt: skip
-    """The words of 32 weights: (those of the low bits, those of the high bits).
+    """The words of SPAN groups: (those of the low bits, those of the high bits).
 
     Args:
-        q_ptr: the group's first word in the plane of low bits, [threads].
+        q_ptr: the first word in the plane of low bits, [threads].
         h_ptr: likewise of high bits, where KIND has them.
     """
-    if KIND == "Q8_0":
-        q = load_words(q_ptr, mask, 4, ASM, HINT) + load_words(q_ptr + 4, mask, 4, ASM, HINT)
-    elif KIND == "Q2_K" or KIND == "Q3_K":
+    if words_of("q", KIND, SPAN) == 2:
         q = load_words(q_ptr, mask, 2, ASM, HINT)
     else:
         q = load_words(q_ptr, mask, 4, ASM, HINT)
-    if KIND == "Q6_K":
+    if KIND == "Q8_0":
+        q += load_words(q_ptr + 4, mask, 4, ASM, HINT)
+    if KIND == "Q6_K" or KIND == "Q3_K":
         h = load_words(h_ptr, mask, 2, ASM, HINT)
-    elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K" or KIND == "Q3_K":
+    elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K":
         h = (load_one(h_ptr, mask),)
     else:
         h = ()
@@ -285,22 +297,27 @@ def merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def load_scales(d_ptr, s_ptr, t_ptr, group, mask, KIND: tl.constexpr, ASM: tl.constexpr):
-    """A group's scales as they are stored, from the pointers to the row's: (d, s, t)."""
+def load_scales(
+    d_ptr, s_ptr, t_ptr, at, mask, KIND: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr
+):
+    """The scales of SPAN groups from SPAN · at on, as they are stored: (d, s, t)."""
     if KIND == "Q3_K":
         raw = (
-            load_narrow(d_ptr.to(tl.pointer_type(tl.uint16)) + group // 8, mask, ASM),
-            load_narrow(s_ptr + group, mask, ASM),
-            load_narrow(t_ptr + group // 2, mask, ASM),
+            load_narrow(d_ptr.to(tl.pointer_type(tl.uint16)) + at // 4, mask, ASM),
+            load_narrow(s_ptr.to(tl.pointer_type(tl.uint16)) + at, mask, ASM),
+            load_narrow(t_ptr + at, mask, ASM),
         )
+    elif KIND == "Q2_K" and SPAN == 2:
+        s_ptr = s_ptr.to(tl.pointer_type(tl.int32))
+        raw = (load_one(d_ptr + at // 4, mask), load_one(s_ptr + at, mask))
     elif KIND == "Q2_K":
         s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
-        raw = (load_one(d_ptr + group // 8, mask), load_narrow(s_ptr + group, mask, ASM))
+        raw = (load_one(d_ptr + at // 8, mask), load_narrow(s_ptr + at, mask, ASM))
     elif KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K":
         s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
-        raw = (load_one(d_ptr + group // 8, mask), load_one(s_ptr + group, mask))
+        raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
     else:
-        raw = (load_one(d_ptr + group, mask),)
+        raw = (load_one(d_ptr + at, mask),)
     return raw
 
 
@@ -313,7 +330,33 @@ def fp16_pair(word):
 
 
 @triton.jit
-def sub_scales(raw, group, KIND: tl.constexpr):
+def group_of(row, AT: tl.constexpr, KIND: tl.constexpr, SPAN: tl.constexpr):
+    """Group AT of SPAN that were loaded of a row."""
+    q, h, raw = row
+    if KIND == "Q2_K" and SPAN == 2:
+        q, raw = (q[2 * AT], q[2 * AT + 1]), (raw[0], (raw[1] >> (16 * AT)) & 0xFFFF)
+    elif KIND == "Q3_K":
+        raw = (raw[0], (raw[1] >> (8 * AT)) & 0xFF, raw[2] >> (4 * AT))
+        q, h = (q[2 * AT], q[2 * AT + 1]), (h[AT],)
+    return q, h, raw
+
+
+@triton.jit
+def half_scales(raw, KIND: tl.constexpr):
+    """Scales of halves of groups of Q2_K or Q3_K, with its offset still, as bytes of a word."""
+    if KIND == "Q2_K":
+        word = raw[1] & 0x0F0F0F0F
+    else:
+        low = (raw[1] & 0xFF) | ((raw[1] & 0xFF00) << 8)
+        low = (low | (low << 4)) & 0x0F0F0F0F
+        # Two bits of each: copies of the byte where none reaches into what is kept of another.
+        high = (raw[2] * 0x1001) & 0x000F000F
+        word = low | ((high * 0x410) & 0x30303030)
+    return word
+
+
+@triton.jit
+def sub_scales(raw, KIND: tl.constexpr):
     """The integers of a group's sub-blocks: scales, then minimums where there are."""
     if KIND == "Q4_K" or KIND == "Q5_K":
         s = raw[1].to(tl.int32)
@@ -326,10 +369,9 @@ def sub_scales(raw, group, KIND: tl.constexpr):
         integers = (s & 0xF, (s >> 8) & 0xF, (s >> 4) & 0xF, s >> 12)
     elif KIND == "Q3_K":
         s = raw[1]
-        t = raw[2] >> (group % 2 * 4)
         integers = (
-            ((s & 0xF) | ((t & 3) << 4)) - 32,
-            ((s >> 4) | ((t & 12) << 2)) - 32,
+            ((s & 0xF) | ((raw[2] & 3) << 4)) - 32,
+            ((s >> 4) | ((raw[2] & 12) << 2)) - 32,
         )
     else:
         integers = ()
@@ -351,23 +393,26 @@ def block_scales(raw, KIND: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    planes_ptr, num_rows, first, group, mask,
+    planes_ptr, num_rows, first, at, mask,
     Q: tl.constexpr, H: tl.constexpr, S: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
+    KIND: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+    HINT: tl.constexpr,
 ):  # fmt: skip
-    """What a thread needs for its group of each of ROWS rows: tuples (low, high, scales).
+    """What a thread needs of SPAN groups of each of ROWS rows: tuples (low, high, scales).
 
     Bytes of a row of each plane are constants: rows differ by an immediate of the load's address.
 
     Args:
         planes_ptr: of a matrix of num_rows rows, int64.
         first: of the rows, int64.
-        group: [threads], of 32 weights.
+        at: [threads]; groups from SPAN · at on.
         Q, H, S, T, D: bytes of a row of each plane, 0 of one that KIND has not.
     """
-    q_ptr = (planes_ptr + first * Q).to(tl.pointer_type(tl.int32)) + group * words_of("q", KIND)
+    q_ptr = (planes_ptr + first * Q).to(tl.pointer_type(tl.int32))
+    q_ptr += at * words_of("q", KIND, SPAN)
     planes_ptr += num_rows * Q
-    h_ptr = (planes_ptr + first * H).to(tl.pointer_type(tl.int32)) + group * words_of("h", KIND)
+    h_ptr = (planes_ptr + first * H).to(tl.pointer_type(tl.int32))
+    h_ptr += at * words_of("h", KIND, SPAN)
     planes_ptr += num_rows * H
     s_ptr = planes_ptr + first * S
     planes_ptr += num_rows * S
@@ -380,9 +425,9 @@ def load_rows(
         d_ptr = planes_ptr.to(tl.pointer_type(tl.float16))
     rows = ()
     for r in tl.static_range(ROWS):
-        q, h = load_group(q_ptr + r * (Q // 4), h_ptr + r * (H // 4), mask, KIND, ASM, HINT)
+        q, h = load_group(q_ptr + r * (Q // 4), h_ptr + r * (H // 4), mask, KIND, SPAN, ASM, HINT)
         raw = load_scales(
-            d_ptr + r * (D // D_BYTES), s_ptr + r * S, t_ptr + r * T, group, mask, KIND, ASM
+            d_ptr + r * (D // D_BYTES), s_ptr + r * S, t_ptr + r * T, at, mask, KIND, SPAN, ASM
         )
         rows += ((q, h, raw),)
     return rows

@@ -50,11 +50,25 @@ def _halved(values, LANES: tl.constexpr):
 
 
 @triton.jit
-def summed(values, PADDED: tl.constexpr, ASM: tl.constexpr):
-    """The sum over threads of each tensor [threads]: [PADDED], a power of two.
+def summed(values, PADDED: tl.constexpr, ASM: tl.constexpr, mask=None, WHOLE: tl.constexpr = False):
+    """The sum over threads, of those in the mask, of each tensor [threads]: [PADDED].
 
     By PTX lanes exchange half of their values with each other, then a quarter, and so on.
+
+    Args:
+        values: of threads, a tuple.
+        PADDED: a power of two, at least as many.
+        ASM: use PTX.
+        mask: [threads] or None.
+        WHOLE: the mask is the same for all threads of a warp.
     """
+    # Sums of a warp that is in the mask or out of it are masked, not values.
+    LATE: tl.constexpr = WHOLE and ASM and PADDED > 1 and PADDED <= 32
+    if mask is not None and not LATE:
+        masked = ()
+        for i in tl.static_range(len(values)):
+            masked += (tl.where(mask, values[i], 0.0),)
+        values = masked
     parts = _filled_up(values, PADDED)
     if PADDED == 1:
         total = tl.sum(parts[0], axis=0, keep_dims=True)
@@ -63,7 +77,10 @@ def summed(values, PADDED: tl.constexpr, ASM: tl.constexpr):
         for i in tl.static_range(5):
             if len(parts) > 1:
                 parts = _halved(parts, 16 >> i)
-        each = tl.reshape(parts[0], (WARPS, PADDED, 32 // PADDED))
+        part = parts[0]
+        if mask is not None and LATE:
+            part = tl.where(mask, part, 0.0)
+        each = tl.reshape(part, (WARPS, PADDED, 32 // PADDED))
         total = tl.sum(tl.sum(each, axis=2), axis=0)
     else:
         total = tl.sum(_side_by_side(parts, PADDED), axis=0)

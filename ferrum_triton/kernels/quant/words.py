@@ -1,0 +1,111 @@
+"""Integers of 8 and 16 bits in words of 32: their products, and moving them.
+
+By PTX one instruction each, or two; elsewhere plainly.
+"""
+
+import triton
+import triton.language as tl
+
+ONES = tl.constexpr(0x01010101)
+
+
+@triton.jit
+def dp4a(a, b, acc, ASM: tl.constexpr):
+    """acc + the products of the four int8 of a and of b."""
+    if ASM:
+        acc = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        for i in tl.static_range(4):
+            acc += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
+    return acc
+
+
+@triton.jit
+def dp2a(low, high, b, acc, ASM: tl.constexpr):
+    """acc + the products of the int16 of low and high and the four int8 of b."""
+    if ASM:
+        acc = tl.inline_asm_elementwise(
+            "{ .reg .s32 t; dp2a.lo.s32.s32 t, $1, $3, $4; dp2a.hi.s32.s32 $0, $2, $3, t; }",
+            "=r,r,r,r,r", [low, high, b, acc], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        acc += ((low << 16) >> 16) * ((b << 24) >> 24) + (low >> 16) * ((b << 16) >> 24)
+        acc += ((high << 16) >> 16) * ((b << 8) >> 24) + (high >> 16) * (b >> 24)
+    return acc
+
+
+@triton.constexpr_function
+def _two_asm(upper):
+    return f"dp2a.{'hi' if upper else 'lo'}.s32.u32 $0, $1, $2, $3;"
+
+
+@triton.jit
+def dot_two(pair, b, acc, UPPER: tl.constexpr, ASM: tl.constexpr):
+    """acc + the products of the two int16 of ``pair`` and the lower or upper two uint8 of b."""
+    if ASM:
+        acc = tl.inline_asm_elementwise(
+            _two_asm(UPPER), "=r,r,r,r", [pair, b, acc], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        b = b >> (16 * UPPER)
+        acc += ((pair << 16) >> 16) * (b & 0xFF) + (pair >> 16) * ((b >> 8) & 0xFF)
+    return acc
+
+
+@triton.jit
+def dot_bytes(a, b, ASM: tl.constexpr):
+    """The products of the four uint8 of a and of b."""
+    if ASM:
+        acc = tl.inline_asm_elementwise(
+            "dp4a.u32.u32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        acc = tl.zeros_like(a)
+        for i in tl.static_range(4):
+            acc += ((a >> (8 * i)) & 0xFF) * ((b >> (8 * i)) & 0xFF)
+    return acc
+
+
+@triton.constexpr_function
+def _byte_asm(at):
+    return f"prmt.b32 $0, $1, 0, {0x4440 + at:#x};"
+
+
+@triton.jit
+def byte_of(word, AT: tl.constexpr, ASM: tl.constexpr):
+    """One of a word's bytes, in one instruction where the compiler takes two."""
+    if ASM:
+        byte = tl.inline_asm_elementwise(
+            _byte_asm(AT), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        byte = (word >> (8 * AT)) & 0xFF
+    return byte
+
+
+@triton.jit
+def packed(low, high, ASM: tl.constexpr):
+    """The lower 16 bits of both, in a word."""
+    if ASM:
+        word = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        word = (low & 0xFFFF) | (high << 16)
+    return word
+
+
+@triton.jit
+def low_bytes(a, b, ASM: tl.constexpr):
+    """The lower bytes of the two int16 of a and of b, in a word."""
+    if ASM:
+        word = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        word = (a & 0xFF) | ((a >> 8) & 0xFF00) | ((b & 0xFF) << 16) | ((b << 8) & -0x1000000)
+    return word
