@@ -45,6 +45,7 @@ class Walk(NamedTuple):
         tied: of kept ones, let a block's loads wait for sums two blocks before, or the compiler may
             move those of scales so far up that weights' have no registers.
         registers: of a thread at most; 0 for as many as the compiler takes.
+        late: as of :class:`~ferrum_triton.kernels.quant.gemv_planes.Tile`.
     """
 
     rows: int
@@ -52,6 +53,7 @@ class Walk(NamedTuple):
     kept: bool = False
     tied: bool = False
     registers: int = 0
+    late: bool = False
 
 
 # Threads are a power of two, of which so many have to have groups of a row.
@@ -61,8 +63,8 @@ MOST_SUMS = 32
 # The fastest of bench.quant_tiles by tokens and kind: where K is about 14336,
 _LONG = {
     1: {
-        "Q2_K": Walk(4, 2, kept=True, registers=128),
-        "Q3_K": Walk(4, 2, kept=True, tied=True, registers=128),
+        "Q2_K": Walk(4, 2, kept=True, registers=128, late=True),
+        "Q3_K": Walk(4, 2, kept=True, tied=True, registers=128, late=True),
         "Q8_0": Walk(4, 1),
     }
     | dict.fromkeys(("Q4_0", "Q4_1", "Q6_K"), Walk(4, 1, kept=True, tied=True))
@@ -78,7 +80,7 @@ _TALL = {
 }
 # and where there are fewer.
 _SHORT = {
-    1: {"Q2_K": Walk(8, 2, kept=True), "Q4_1": Walk(4, 4), "Q8_0": Walk(4, 4)},
+    1: {"Q2_K": Walk(4, 4, kept=True, registers=64), "Q4_1": Walk(4, 4), "Q8_0": Walk(4, 4)},
     2: dict.fromkeys(("Q2_K", "Q3_K"), Walk(4, 2, kept=True)),
 }
 
@@ -152,9 +154,9 @@ def _gemv_walk_kernel(
     ASM: tl.constexpr,
     HINT: tl.constexpr,
     VECTOR: tl.constexpr,
-    CHAINED: tl.constexpr,
+    CHAINED: tl.constexpr,  # 1, or 2: late
 ):
-    if CHAINED:
+    if CHAINED == 1:
         gdc_launch_dependents()
     KIND: tl.constexpr = entry(LAYOUT, 5)
     SPAN: tl.constexpr = span_of(KIND, GROUPS)
@@ -172,6 +174,8 @@ def _gemv_walk_kernel(
         )
         if CHAINED:
             gdc_wait()
+        if CHAINED == 2:
+            gdc_launch_dependents()
         loaded = load_activations(
             a_ptr, info_ptr, stride_a_token, stride_info_token, inside, None, M, SPAN, VECTOR, ASM
         )
@@ -214,6 +218,8 @@ def _gemv_walk_kernel(
         )
         if CHAINED:
             gdc_wait()
+        if CHAINED == 2:
+            gdc_launch_dependents()
         none = tl.zeros([THREADS], tl.int32)
         loaded = load_activations(
             a_ptr, info_ptr, stride_a_token, stride_info_token, thread, mask, M, SPAN, VECTOR, ASM
@@ -295,7 +301,7 @@ def gemv_walk(
         ASM=asm,
         HINT=STREAM,
         VECTOR=asm and is_aligned(x),
-        CHAINED=chained,
+        CHAINED=(2 if walk.late else 1) if chained else 0,
         num_warps=threads // 32,
         **({"launch_pdl": True} if chained else {}),
         **({"maxnreg": walk.registers} if walk.registers else {}),
