@@ -14,7 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.gemv_planes import STREAM, first_row, layout_of, row_sums
+from ferrum_triton.kernels.quant.gemv_planes import STREAM, first_row, row_sums
+from ferrum_triton.kernels.quant.matrix_parts import layout_of
 from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, span_of, uses_ptx
 from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2

@@ -20,11 +20,11 @@ from ferrum_triton.kernels.quant.gemv_planes import (
     STREAM,
     Tile,
     first_row,
-    layout_of,
     row_sums,
     store_rows,
     tile_of,
 )
+from ferrum_triton.kernels.quant.matrix_parts import layout_of
 from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, uses_ptx
 from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2

@@ -18,13 +18,18 @@ from ferrum_triton.kernels.quant.int8 import Int8Activations
 from ferrum_triton.kernels.quant.int16 import Int16Activations
 from ferrum_triton.kernels.quant.integer_activations import integers_of, load_activations
 from ferrum_triton.kernels.quant.integer_groups import add_integers
+from ferrum_triton.kernels.quant.matrix_parts import (
+    entry,
+    layout_of,
+    part_of,
+    rows_of,
+    span_of_both,
+)
 from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group
 from ferrum_triton.kernels.quant.planes import (
     group_of,
     is_aligned,
-    load_rows,
     may_chain,
-    row_sizes,
     span_of,
     tied_zero,
     uses_ptx,
@@ -44,9 +49,9 @@ MANY_ROWS, MANY_GROUPS, FEW_ROWS = 16384, 256, 2048
 class Tile(NamedTuple):
     """How a product is launched; see :func:`gemv_planes`.
 
-    ``late``: a chained launch lets the next one begin not at once but when the one before it has
-    ended. Programs of three launches on a GPU take its processors unevenly, which costs one that
-    runs all its programs at once up to a fifth of its time, and gains one that does not.
+    ``late``: the next launch may begin when the one before this has ended, not at once. Programs of
+    three launches take processors unevenly: a fifth of the time of one that runs all its programs
+    at once. One that does not gains by it.
     """
 
     rows: int
@@ -119,66 +124,6 @@ def _warps_for(num_spans: int, most: int, idle: float) -> int:
     return warps
 
 
-@triton.constexpr_function
-def entry(layout, i):
-    """Of a layout: bytes of a row of the planes q, h, s, t and d, and the kind."""
-    return layout[i]
-
-
-@triton.constexpr_function
-def span_of_both(first, second, num_groups):
-    """Groups that a thread takes at a time of matrices of two layouts, the second None of one."""
-    return max(span_of(layout[5], num_groups) for layout in (first, second) if layout is not None)
-
-
-@triton.jit
-def _parts_of(
-    ptr, num_rows, row, at, mask, LAYOUT: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr,
-):  # fmt: skip
-    """SPAN groups of ROWS rows, from SPAN · at on: parts of what is loaded at once, [part][row]."""
-    OWN: tl.constexpr = span_of(entry(LAYOUT, 5), GROUPS)
-    parts = ()
-    for i in tl.static_range(SPAN // OWN):
-        part = load_rows(
-            ptr, num_rows, row, at * (SPAN // OWN) + i, mask, entry(LAYOUT, 0), entry(LAYOUT, 1),
-            entry(LAYOUT, 2), entry(LAYOUT, 3), entry(LAYOUT, 4), entry(LAYOUT, 5), OWN, ROWS, ASM,
-            HINT,
-        )  # fmt: skip
-        parts += (part,)
-    return parts
-
-
-@triton.jit
-def _rows_of(
-    first_ptr, second_ptr, num_rows, row, at, mask, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    GROUPS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
-    HINT: tl.constexpr,
-):  # fmt: skip
-    """What a thread needs of ROWS rows of each matrix: [part][row], rows of one kind together."""
-    parts = _parts_of(first_ptr, num_rows, row, at, mask, FIRST, GROUPS, SPAN, ROWS, ASM, HINT)
-    if SECOND is not None:
-        others = _parts_of(
-            second_ptr, num_rows, row, at, mask, SECOND, GROUPS, SPAN, ROWS, ASM, HINT
-        )
-        if entry(SECOND, 5) == entry(FIRST, 5):
-            both = ()
-            for i in tl.static_range(len(parts)):
-                both += (parts[i] + others[i],)
-            parts = both
-        else:
-            parts += others
-    return parts
-
-
-@triton.jit
-def _part(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    part = ()
-    for i in tl.static_range(COUNT):
-        part += (values[FIRST + i],)
-    return part
-
-
 @triton.jit
 def _add_parts(
     totals, none, parts, integers, a_ptr, stride_a_token, group, mask, KIND: tl.constexpr,
@@ -203,7 +148,7 @@ def _add_parts(
                     ROWS, M, VECTOR, ASM,
                 )  # fmt: skip
         else:
-            groups = _part(integers, EACH * i, EACH)
+            groups = part_of(integers, EACH * i, EACH)
             totals = add_integers(totals, none, parts[i], groups, KIND, ROWS, M, SAME, ASM)
     return totals
 
@@ -270,7 +215,7 @@ def row_sums(
 
     totals = no_totals(THREADS, COUNT, M)
     if PREFETCH:
-        rows = _rows_of(
+        rows = rows_of(
             first_ptr, second_ptr, num_rows, row, thread, thread < SPANS, FIRST, SECOND, GROUPS,
             SPAN, ROWS, ASM, HINT,
         )  # fmt: skip
@@ -281,12 +226,12 @@ def row_sums(
             mask = None
         if PREFETCH:
             ahead = at + THREADS
-            later = _rows_of(
+            later = rows_of(
                 first_ptr, second_ptr, num_rows, row, ahead, ahead < SPANS, FIRST, SECOND,
                 GROUPS, SPAN, ROWS, ASM, HINT,
             )  # fmt: skip
         else:
-            rows = _rows_of(
+            rows = rows_of(
                 first_ptr, second_ptr, num_rows, row, at, mask, FIRST, SECOND, GROUPS, SPAN, ROWS,
                 ASM, HINT,
             )  # fmt: skip
@@ -315,11 +260,12 @@ def row_sums(
         else:
             OWN: tl.constexpr = SPAN // span_of(KIND, GROUPS)
             totals = _add_parts(
-                _part(totals, 0, ROWS), none, _part(rows, 0, OWN), integers, a_ptr, stride_a_token,
-                at * SPAN, mask, KIND, GROUPS, ROWS, M, info_ptr is None, VECTOR, ASM,
+                part_of(totals, 0, ROWS), none, part_of(rows, 0, OWN), integers, a_ptr,
+                stride_a_token, at * SPAN, mask, KIND, GROUPS, ROWS, M, info_ptr is None, VECTOR,
+                ASM,
             ) + _add_parts(
-                _part(totals, ROWS, ROWS), none, _part(rows, OWN, len(rows) - OWN), integers, a_ptr,
-                stride_a_token, at * SPAN, mask, entry(SECOND, 5), GROUPS, ROWS, M,
+                part_of(totals, ROWS, ROWS), none, part_of(rows, OWN, len(rows) - OWN), integers,
+                a_ptr, stride_a_token, at * SPAN, mask, entry(SECOND, 5), GROUPS, ROWS, M,
                 info_ptr is None, VECTOR, ASM,
             )  # fmt: skip
         if PREFETCH:
@@ -496,8 +442,3 @@ def gemv_quant_q8(
     out: Tensor | None = None,
 ) -> Tensor:
     return gemv_planes(Int8Activations.of(codes, info, dtype), blocks, kind, out=out)
-
-
-def layout_of(planes: Tensor, kind: str, num_weights: int) -> tuple[int | str, ...]:
-    """What :func:`entry` reads."""
-    return *row_sizes(planes, kind, num_weights).values(), file_kind(kind)

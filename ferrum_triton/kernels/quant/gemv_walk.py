@@ -17,9 +17,7 @@ from ferrum_triton.kernels.jit import capability, kernel, processors
 from ferrum_triton.kernels.quant.gemv_planes import (
     MANY_ROWS,
     STREAM,
-    entry,
     first_row,
-    layout_of,
     no_totals,
     store_each,
     store_totals,
@@ -28,6 +26,7 @@ from ferrum_triton.kernels.quant.int8 import Int8Activations
 from ferrum_triton.kernels.quant.int16 import Int16Activations
 from ferrum_triton.kernels.quant.integer_activations import integers_of, load_activations
 from ferrum_triton.kernels.quant.integer_groups import add_integers
+from ferrum_triton.kernels.quant.matrix_parts import entry, layout_of
 from ferrum_triton.kernels.quant.planes import is_aligned, load_rows, may_chain, span_of, uses_ptx
 from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
