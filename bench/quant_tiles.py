@@ -76,14 +76,24 @@ TILES = {
 
 
 GEMV_TILES = [
-    Tile(rows, warps, prefetch, chained)
-    for rows, warps in ((4, 2), (4, 4), (8, 2), (8, 4), (16, 4))
+    Tile(rows, warps, prefetch, late=late)
+    for rows, warps in ((4, 2), (4, 4), (8, 2), (8, 4), (16, 2), (16, 4))
     for prefetch in (False, True)
-    for chained in (False, True)
+    for late in (False, True)
 ]
 
 
-WALKS = [Walk(rows, residents) for rows in (4, 8) for residents in (1, 3, 4, 5, 10)]
+WALKS = [
+    *(Walk(rows, residents) for rows in (4, 8) for residents in (1, 2, 3, 4, 8, 10)),
+    *(
+        Walk(rows, residents, kept=True, tied=tied, registers=registers, late=late)
+        for rows, residents, registers in (
+            (2, 8, 0), (4, 1, 0), (4, 2, 128), (4, 4, 64), (8, 1, 0), (8, 2, 0)
+        )
+        for tied in (False, True)
+        for late in (False, True)
+    ),
+]  # fmt: skip
 
 
 class Quads(NamedTuple):

@@ -47,11 +47,17 @@ MANY_ROWS, MANY_GROUPS, FEW_ROWS = 16384, 256, 2048
 
 
 class Tile(NamedTuple):
-    """How a product is launched; see :func:`gemv_planes`.
+    """How a product is launched.
 
-    ``late``: the next launch may begin when the one before this has ended, not at once. Programs of
-    three launches take processors unevenly: a fifth of the time of one that runs all its programs
-    at once. One that does not gains by it.
+    Attributes:
+        rows: of W a program, a power of two, at most n.
+        warps: of a program.
+        prefetch: load a step's weights before the step before is computed.
+        chained: let the launch begin, and load weights, while the one before ends: that one may
+            write the activations but not the weights. For GPUs of capability 9.0 or more.
+        late: of a chained launch, let the next one begin when the one before has ended, not at
+            once. Programs of three launches take processors unevenly, which costs one that runs all
+            its programs at once up to a fifth of its time; one with more programs gains by it.
     """
 
     rows: int
@@ -201,7 +207,7 @@ def row_sums(
         FIRST, SECOND: the matrices' layouts, see :func:`entry`; of one matrix SECOND is None.
         GROUPS: of 32 in a row.
         CHAINED: weights are loaded while the launch before may still run; 2 to let the next one
-            begin once that has ended.
+            begin once that has ended, see :class:`Tile`.
     """
     zero = num_rows >> 31  # 0, as no compiler can know
     num_rows = tl.full((), 1, tl.int64) * num_rows
@@ -339,7 +345,7 @@ def _gemv_planes_kernel(
     HINT: tl.constexpr,
     VECTOR: tl.constexpr,
     NARROW: tl.constexpr,  # a is float16 or bfloat16
-    CHAINED: tl.constexpr,
+    CHAINED: tl.constexpr,  # 1, or 2: late
 ):
     if CHAINED == 1:
         gdc_launch_dependents()
@@ -377,10 +383,7 @@ def gemv_planes(
         bias: [n], unit stride.
         residual: [m, n], unit stride along n.
         out: [m, n] to write to.
-        tile: rows of W a program, a power of two, at most n; its warps; whether a step's weights
-            are loaded before the step before is computed; and whether the launch begins, and loads
-            weights, while the one before ends: that one may write the activations but not the
-            weights, and the GPU is of capability 9.0 or more. None for :func:`tile_of`'s.
+        tile: of the launch; None for :func:`tile_of`'s.
         tied: keep the loads of scales beside those of weights.
         asm: use PTX; if None, where it can be.
     """

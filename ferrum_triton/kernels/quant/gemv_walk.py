@@ -2,7 +2,8 @@
 
 A thread keeps its activations, as integers, and multiplies them by one block of rows while the next
 one is loaded. :mod:`ferrum_triton.kernels.quant.gemv_planes` has a program for each block instead,
-which loads and makes them anew.
+which loads and makes them anew. Threads' sums meet after every block, or all at the end where a
+program has few blocks: warps then never wait for each other.
 """
 
 from typing import NamedTuple
@@ -39,10 +40,9 @@ class Walk(NamedTuple):
     Attributes:
         rows: of W in a block, a power of two, at most n.
         residents: programs for each processor.
-        kept: whether a program's sums over its threads wait for its last block. They are for as
-            many blocks as have MOST_SUMS of them, and else meet at every block.
-        tied: of kept ones, let a block's loads wait for sums two blocks before, or the compiler may
-            move those of scales so far up that weights' have no registers.
+        kept: let threads' sums meet after a program's last block where they are MOST_SUMS at most.
+        tied: if kept, let a block's loads wait for the sums of the block two before it, or the
+            compiler may move those of scales so far up that weights' find no registers.
         registers: of a thread at most; 0 for as many as the compiler takes.
         late: as of :class:`~ferrum_triton.kernels.quant.gemv_planes.Tile`.
     """
@@ -254,7 +254,8 @@ def gemv_walk(
 
     Args:
         a: [m, K] in float16 or bfloat16, which become integers of 16 bits; or what
-            ``quantize_activations`` or ``int16_activations`` made of it. A thread takes 32 of K.
+            ``quantize_activations`` or ``int16_activations`` made of it. A thread takes 32 of K, or
+            64 (``span_of``).
         planes: uint8 [n, row_bytes], W's rows in planes.
         kind: their kind, such as ``"Q4_K:planes"``.
         walk: of the launch.
