@@ -181,6 +181,33 @@ def test_activations_of_16_bits(device, kind, m, n, k, dtype):
     assert product(quantize_activations(a.to(device)), planes, kind).dtype == dtype
 
 
+@pytest.mark.parametrize(("kind", "k"), [("Q2_K", 8448), ("Q3_K", 768)])
+@pytest.mark.parametrize("most", [False, True], ids=["random", "most"])
+def test_pairs_of_groups(device, kind, k, most):
+    """Rows long enough for Q2_K's threads to take two groups too; and integers at their ends."""
+    fmt, num_blocks = FORMATS[kind], k // FORMATS[kind].block_size
+    blocks = blocks_for(kind, 5, k, seed=21)
+    a = torch.randn(2, k, generator=seeded(22)).bfloat16()
+    if most:  # 32640, the most that a bfloat16 becomes, and as much below 0
+        a = torch.tensor([[255.0], [-255.0]], dtype=torch.bfloat16).repeat(1, k)
+        blocks = torch.full((5, num_blocks, fmt.block_bytes), 0xFF, dtype=torch.uint8)
+        for half in (fmt.d, fmt.m):
+            if half is not None:
+                half.write(blocks, torch.full((5, num_blocks, 1), 2.0**-9))
+        blocks = blocks.flatten(-2)
+    planes = to_planes(blocks, kind).to(device)
+    weights = dequantize_blocks(blocks, fmt).double()
+    want, size = a.double() @ weights.T, a.double().abs() @ weights.abs().T
+    wide = a.to(device)
+    options = {"tile": Tile(4, 8), "out": torch.empty(2, 5, device=device)}
+    for x in (wide, int16_activations(wide), wide.float()):
+        got = product(x, planes, kind, **options).cpu()
+        assert ((got - want).abs() <= 2e-5 * size).all()
+    quantised = quantize_activations(wide)
+    got = product(quantised, planes, kind, **options)
+    assert_close(got, rounded(quantised).cpu() @ weights.T, name="int8")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_integers_of_16_bits(device, dtype):
     """Off by half a step at most, and a step is 2^-14 of the power of two below the largest."""

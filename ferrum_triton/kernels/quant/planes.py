@@ -1,7 +1,7 @@
 """Reading planes (:mod:`ferrum_triton.quant.planes`): threads take groups of 32 weights as words.
 
 A thread takes one group of a row at a time, or of Q2_K and Q3_K, whose groups have 8 bytes of low
-bits, a pair of neighbours: a third fewer instructions load and scale them.
+bits, a pair of neighbours: fewer instructions load and scale as many weights.
 
 Every tensor here is [threads]: a thread loads 16, 8 or 4 bytes of each plane at once. PTX says so,
 as Triton's own loads can only in a layout that the activations would have to be moved to. Elsewhere
@@ -72,7 +72,7 @@ def has_minimum(kind):
 @triton.constexpr_function
 def span_of(kind, num_groups):
     """Groups that a thread takes at a time of a row of so many."""
-    # Pairs of short rows of Q2_K would leave too few threads: 3.9 us for 3.6 at 4096x4096.
+    # Pairs of short rows of Q2_K would leave too few threads for their loads.
     return 2 if kind == "Q3_K" or (kind == "Q2_K" and num_groups > 256) else 1
 
 
