@@ -125,7 +125,7 @@ def layouts_of(arguments: dict[str, Any], name: str, layout: st.SearchStrategy[s
 
 
 def place_far_apart(value: Tensor, dim: int) -> Tensor:
-    """``value`` with its last index along ``dim`` 2^31 elements away, in mostly virtual memory.
+    """``value`` with its last index along ``dim`` 2^31 elements away, on a CPU in virtual memory.
 
     From three indices on the stride itself still fits an int32, so that a kernel which multiplies
     before it widens wraps around.
@@ -134,9 +134,13 @@ def place_far_apart(value: Tensor, dim: int) -> Tensor:
     strides = list(value.contiguous().stride())
     strides[dim] = stride
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, strides, strict=True))
-    lazily = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    memory = mmap.mmap(-1, extent * value.element_size(), flags=lazily)
-    far = torch.frombuffer(memory, dtype=value.dtype).as_strided(value.shape, strides)
+    if value.is_cuda:
+        memory = torch.empty(extent, dtype=value.dtype, device=value.device)
+    else:
+        lazily = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        pages = mmap.mmap(-1, extent * value.element_size(), flags=lazily)
+        memory = torch.frombuffer(pages, dtype=value.dtype)
+    far = memory.as_strided(value.shape, strides)
     far.copy_(value)
     return far
 
