@@ -27,6 +27,7 @@ from ferrum_triton.kernels.quant.matrix_parts import (
 )
 from ferrum_triton.kernels.quant.plane_groups import LARGE, add_group
 from ferrum_triton.kernels.quant.planes import (
+    MANY_GROUPS,
     group_of,
     is_aligned,
     may_chain,
@@ -41,9 +42,8 @@ from ferrum_triton.quant.kinds import file_kind
 
 # Weights are read once: they leave the first-level cache to the activations.
 STREAM = ".L1::evict_first"
-# From where on there are many rows of W, or of groups in a row, and up to where there are few rows:
-# the tiles differ.
-MANY_ROWS, MANY_GROUPS, FEW_ROWS = 16384, 256, 2048
+# From where on there are many rows of W, and up to where there are few: the tiles differ.
+MANY_ROWS, FEW_ROWS = 16384, 2048
 
 
 class Tile(NamedTuple):

@@ -67,6 +67,7 @@ def rows_of(
 
 @triton.jit
 def part_of(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT of a tuple from FIRST on."""
     part = ()
     for i in tl.static_range(COUNT):
         part += (values[FIRST + i],)

@@ -27,6 +27,8 @@ from ferrum_triton.errors import InputError
 from ferrum_triton.kernels.jit import can_overlap, capability
 from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
+# Groups in a row from more than which on rows are long.
+MANY_GROUPS = 256
 GROUP = tl.constexpr(32)  # weights a thread takes at a time
 
 
@@ -73,7 +75,7 @@ def has_minimum(kind):
 def span_of(kind, num_groups):
     """Groups that a thread takes at a time of a row of so many."""
     # Pairs of short rows of Q2_K would leave too few threads for their loads.
-    return 2 if kind == "Q3_K" or (kind == "Q2_K" and num_groups > 256) else 1
+    return 2 if kind == "Q3_K" or (kind == "Q2_K" and num_groups > MANY_GROUPS) else 1
 
 
 @triton.constexpr_function

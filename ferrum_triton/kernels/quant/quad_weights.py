@@ -17,6 +17,7 @@ from ferrum_triton.kernels.quant.fragments import (
     value,
 )
 from ferrum_triton.kernels.quant.planes import fp16_pair, load_one, load_words
+from ferrum_triton.kernels.quant.words import permuted
 
 _EIGHT = tl.constexpr((tl.int32,) * 8)
 
@@ -100,22 +101,10 @@ def load_rows(
     return rows
 
 
-@triton.constexpr_function
-def _twice_asm(half):
-    return f"prmt.b32 $0, $1, $1, {0x3232 if half else 0x1010:#x};"
-
-
 @triton.jit
 def _twice(word, HALF: tl.constexpr, PTX: tl.constexpr):
     """The lower or upper 16 bits of a word, twice."""
-    if PTX:
-        both = tl.inline_asm_elementwise(
-            _twice_asm(HALF), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        bits = (word >> (16 * HALF)) & 0xFFFF
-        both = bits | (bits << 16)
-    return both
+    return permuted(word, word, 0x3232 if HALF else 0x1010, PTX)
 
 
 @triton.jit

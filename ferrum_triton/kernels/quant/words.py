@@ -70,42 +70,38 @@ def dot_bytes(a, b, ASM: tl.constexpr):
 
 
 @triton.constexpr_function
-def _byte_asm(at):
-    return f"prmt.b32 $0, $1, 0, {0x4440 + at:#x};"
+def _permute_asm(bytes_):
+    return f"prmt.b32 $0, $1, $2, {bytes_:#06x};"
+
+
+@triton.jit
+def permuted(a, b, BYTES: tl.constexpr, ASM: tl.constexpr):
+    """Four bytes of a and b, which have numbers 0 to 3 and 4 to 7: a digit of BYTES each."""
+    if ASM:
+        word = tl.inline_asm_elementwise(
+            _permute_asm(BYTES), "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        word = tl.zeros_like(a)
+        for i in tl.static_range(4):
+            source = b if (BYTES >> (4 * i)) & 4 else a
+            word |= ((source >> (8 * ((BYTES >> (4 * i)) & 3))) & 0xFF) << (8 * i)
+    return word
 
 
 @triton.jit
 def byte_of(word, AT: tl.constexpr, ASM: tl.constexpr):
     """One of a word's bytes, in one instruction where the compiler takes two."""
-    if ASM:
-        byte = tl.inline_asm_elementwise(
-            _byte_asm(AT), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        byte = (word >> (8 * AT)) & 0xFF
-    return byte
+    return permuted(word, tl.zeros_like(word), 0x4440 + AT, ASM)
 
 
 @triton.jit
 def packed(low, high, ASM: tl.constexpr):
     """The lower 16 bits of both, in a word."""
-    if ASM:
-        word = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True,
-            pack=1,
-        )  # fmt: skip
-    else:
-        word = (low & 0xFFFF) | (high << 16)
-    return word
+    return permuted(low, high, 0x5410, ASM)
 
 
 @triton.jit
 def low_bytes(a, b, ASM: tl.constexpr):
     """The lower bytes of the two int16 of a and of b, in a word."""
-    if ASM:
-        word = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        word = (a & 0xFF) | ((a >> 8) & 0xFF00) | ((b & 0xFF) << 16) | ((b << 8) & -0x1000000)
-    return word
+    return permuted(a, b, 0x6420, ASM)
