@@ -15,6 +15,7 @@ from bench.cascade import cascade, sample, whole
 from bench.check import compare, verdict
 from bench.decode_map import cliffs, draw
 from bench.flashinfer_peers import pages
+from bench.llama_cpp import Timed, timed_products
 from bench.load_speed import gb_per_second, load, write_random
 from bench.results import Row, save_rows
 from bench.timing import COLD_BYTES, copies_of
@@ -49,6 +50,25 @@ def test_verdicts(case, value, found):
 def test_units_must_agree():
     with pytest.raises(ValueError, match="tflops"):
         compare([{"id": "b/y", "unit": "us", "value": 3.0}], [TFLOPS])
+
+
+def test_timings_of_llama_cpp_are_read():
+    sizes = "m=4096,n={n},k=14336,bs=[{b},1],nr=[1,1],per=[0,1,2,3],k_v=0,o=1"
+    line = f"  MUL_MAT(type_a={{kind}},type_b=f32,{sizes}):  852 runs -   30.12 us/run - 117 MFLOP"
+    lines = [
+        "Testing 2 devices",
+        line.format(kind="q4_K", n=8, b=1),
+        line.format(kind="q8_0", n=64, b=1),
+        line.format(kind="q4_K", n=512, b=1),
+        line.format(kind="q4_K", n=8, b=2),
+        line.format(kind="f16", n=8, b=1),
+        line.format(kind="iq4_xs", n=8, b=1),
+        "  MUL_MAT(type_a=q4_K,type_b=f32,m=4096,n=1,k=14336,bs=[1,1]): not supported",
+    ]
+    assert timed_products(lines) == [
+        Timed("Q4_K:planes", 8, 4096, 14336, 30.12),
+        Timed("Q8_0:planes", 64, 4096, 14336, 30.12),
+    ]
 
 
 def test_check_counts_and_fails_below_the_floor(tmp_path):
