@@ -42,8 +42,8 @@ from ferrum_triton.quant.kinds import file_kind
 
 # Weights are read once: they leave the first-level cache to the activations.
 STREAM = ".L1::evict_first"
-# From where on there are many rows of W, and up to where there are few: the tiles differ.
-MANY_ROWS, FEW_ROWS = 16384, 2048
+# Rows of W up to which they are few, and from which on they are many, and most: the tiles differ.
+FEW_ROWS, MANY_ROWS, MOST_ROWS = 2048, 8192, 16384
 
 
 class Tile(NamedTuple):
@@ -77,12 +77,10 @@ def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: in
         num_tokens: up to 8.
         bits: of an activation: 8, 16 or 32.
     """
-    is_long, is_tall = num_groups > MANY_GROUPS, num_rows >= MANY_ROWS
+    is_long, is_tall = num_groups > MANY_GROUPS, num_rows >= MOST_ROWS
     if bits == 16:
-        tile = _tile_for_int16(kind, is_tall, is_long, num_tokens)
-        if num_tokens == 1 and num_rows < FEW_ROWS:
-            tile = Tile(4, 8)
-        tile = tile._replace(late=not is_tall)
+        tile = _tile_for_int16(kind, num_rows, is_long, num_tokens)
+        tile = tile._replace(late=num_rows < MANY_ROWS)
     elif num_tokens > 2:
         # Four rows of Q3_K would spill by float32 activations.
         are_two = num_tokens > 4 or (kind == "Q3_K" and bits == 32)
@@ -105,18 +103,24 @@ def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: in
     )
 
 
-def _tile_for_int16(kind: str, is_tall: bool, is_long: bool, num_tokens: int) -> Tile:
-    is_wide = kind in ("Q5_1", "Q5_K", "Q6_K", "Q8_0")
+def _tile_for_int16(kind: str, num_rows: int, is_long: bool, num_tokens: int) -> Tile:
+    is_wide, is_tall = kind in ("Q5_1", "Q5_K", "Q6_K", "Q8_0"), num_rows >= MOST_ROWS
     if num_tokens > 1 and is_long:
         tile = Tile(4, 2) if is_wide else Tile(8, 4 if num_tokens == 2 else 2)
     elif num_tokens > 1:
         tile = Tile(8, 4)
+    elif num_rows < FEW_ROWS:
+        tile = Tile(4, 8)
     elif kind in ("Q2_K", "Q3_K"):
         tile = Tile(4 if kind == "Q2_K" and not is_long and not is_tall else 16, 4)
-    elif kind == "Q8_0" and is_long:
+    elif is_long and kind == "Q8_0":
         tile = Tile(8, 2, prefetch=True)
-    elif (is_long and is_wide) or (kind == "Q6_K" and not is_tall):
-        tile = Tile(4, 2, prefetch=True)
+    elif is_long:
+        tile = Tile(4, 2, prefetch=True) if is_wide else Tile(8, 4)
+    elif num_rows < MANY_ROWS:
+        tile = Tile(16, 4)
+    elif not is_tall or kind in ("Q5_1", "Q5_K"):
+        tile = Tile(8, 2)
     else:
         tile = Tile(8, 4)
     return tile

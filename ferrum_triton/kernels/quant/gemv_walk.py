@@ -16,7 +16,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.jit import capability, kernel, processors
 from ferrum_triton.kernels.quant.gemv_planes import (
-    MANY_ROWS,
     STREAM,
     first_row,
     no_totals,
@@ -57,30 +56,47 @@ class Walk(NamedTuple):
 
 # Threads are a power of two, of which so many have to have groups of a row.
 LEAST_FULL = 0.85
-FEWEST_ROWS = 4096
 MOST_SUMS = 32
-# The fastest of bench.quant_tiles by tokens and kind: where K is about 14336,
+# The fastest of bench.quant_tiles by tokens, by the fewest rows of W they are for, and by kind.
+# Where K is about 14336,
 _LONG = {
     1: {
-        "Q2_K": Walk(4, 2, kept=True, registers=128, late=True),
-        "Q3_K": Walk(4, 2, kept=True, tied=True, registers=128, late=True),
-        "Q8_0": Walk(4, 1),
-    }
-    | dict.fromkeys(("Q4_0", "Q4_1", "Q6_K"), Walk(4, 1, kept=True, tied=True))
-    | dict.fromkeys(("Q4_K", "Q5_0", "Q5_1", "Q5_K"), Walk(8, 1, kept=True, tied=True)),
-    2: {"Q2_K": Walk(4, 2), "Q3_K": Walk(4, 1)},
+        4096: {
+            "Q2_K": Walk(4, 2, kept=True, registers=128, late=True),
+            "Q3_K": Walk(4, 2, kept=True, tied=True, registers=128, late=True),
+            "Q8_0": Walk(4, 1),
+        }
+        | dict.fromkeys(("Q4_0", "Q4_1", "Q6_K"), Walk(4, 1, kept=True, tied=True))
+        | dict.fromkeys(("Q4_K", "Q5_0", "Q5_1", "Q5_K"), Walk(8, 1, kept=True, tied=True)),
+    },
+    2: {
+        4096: {
+            "Q2_K": Walk(4, 2),
+            "Q3_K": Walk(4, 1),
+            "Q4_K": Walk(4, 2, kept=True, tied=True, registers=128),
+        }
+        | dict.fromkeys(("Q4_0", "Q4_1", "Q5_0"), Walk(8, 1, kept=True, tied=True, late=True))
+        | dict.fromkeys(
+            ("Q5_1", "Q5_K", "Q6_K", "Q8_0"), Walk(4, 1, kept=True, tied=True, late=True)
+        ),
+    },
 }
-# where there are MANY_ROWS and K is about 4096,
-_TALL = {
-    1: {"Q3_K": Walk(2, 8, kept=True, tied=True)}
-    | dict.fromkeys(("Q2_K", "Q4_0", "Q4_1", "Q5_0"), Walk(8, 10)),
-    2: dict.fromkeys(("Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_1"), Walk(8, 4))
-    | dict.fromkeys(("Q5_K", "Q6_K", "Q8_0"), Walk(8, 3)),
-}
-# and where there are fewer.
+# and where K is about 4096.
 _SHORT = {
-    1: {"Q2_K": Walk(4, 4, kept=True, registers=64), "Q4_1": Walk(4, 4), "Q8_0": Walk(4, 4)},
-    2: dict.fromkeys(("Q2_K", "Q3_K"), Walk(4, 2, kept=True)),
+    1: {
+        4096: {"Q2_K": Walk(4, 4, kept=True, registers=64), "Q8_0": Walk(4, 4)},
+        8192: {"Q2_K": Walk(4, 4, kept=True, registers=64)},
+        10240: dict.fromkeys(
+            ("Q2_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K"), Walk(8, 10)
+        ),
+        16384: {"Q3_K": Walk(2, 8, kept=True, tied=True)}
+        | dict.fromkeys(("Q2_K", "Q4_0", "Q4_1", "Q5_0"), Walk(8, 10)),
+    },
+    2: {
+        4096: dict.fromkeys(("Q2_K", "Q3_K"), Walk(4, 2, kept=True)),
+        6144: dict.fromkeys(("Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_1"), Walk(8, 4))
+        | dict.fromkeys(("Q5_K", "Q6_K", "Q8_0"), Walk(8, 3)),
+    },
 }
 
 
@@ -99,15 +115,11 @@ def walk_of(
     span = span_of(kind, num_groups)
     threads = _threads(num_groups // span)
     is_full = LEAST_FULL * threads <= num_groups // span <= threads
-    if capability(device)[0] != 9 or not is_full or num_rows < FEWEST_ROWS:
+    if capability(device)[0] != 9 or not is_full:
         return None
-    if threads * span == 512:
-        walks = _LONG
-    elif threads * span == 128:
-        walks = _TALL if num_rows >= MANY_ROWS else _SHORT
-    else:
-        return None
-    return walks.get(num_tokens, {}).get(kind)
+    walks = {512: _LONG, 128: _SHORT}.get(threads * span, {}).get(num_tokens, {})
+    fewest = max((rows for rows in walks if rows <= num_rows), default=None)
+    return None if fewest is None else walks[fewest].get(kind)
 
 
 def _threads(num_spans: int) -> int:
