@@ -20,7 +20,9 @@ from ferrum_triton.registry import Case, Op, op
 MAX_GEMV_ROWS = 8
 
 SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
-OTHER_SHAPES = [(n, k) for n in (1024, 2560, 29568) for k in (3584, 5120, 8192)]
+OTHER_SHAPES = [(n, k) for n in (1024, 2560, 29568) for k in (3584, 5120, 8192)] + [
+    (n, 4096) for n in (6144, 8192, 14336)
+]
 
 
 def case_name(kind: str) -> str:
