@@ -33,8 +33,6 @@ from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
 HINT = tl.constexpr(STREAM)
-# Of each matrix, in a program.
-MOST_ROWS = 8
 
 
 @kernel(dynamic=("num_rows",))
@@ -144,7 +142,7 @@ def _qkv_planes_kernel(
 
 def _with_rows(tile: Tile, most: int, a: Tensor) -> Tile:
     """``tile`` of at most ``most`` rows of each matrix; of 2 for AMD's compiler, slow with more."""
-    return tile._replace(rows=min(tile.rows, most, MOST_ROWS if uses_ptx(a) else 2))
+    return tile._replace(rows=min(tile.rows, most if uses_ptx(a) else min(most, 2)))
 
 
 def _launch_options(a: Tensor, tile: Tile) -> dict[str, Any]:

@@ -79,8 +79,8 @@ def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: in
     """
     is_long, is_tall = num_groups > MANY_GROUPS, num_rows >= MOST_ROWS
     if bits == 16:
-        tile = _tile_for_int16(kind, num_rows, is_long, num_tokens)
-        tile = tile._replace(late=num_rows < MANY_ROWS)
+        tile = _tile_for_int16(kind, num_rows, num_groups, num_tokens)
+        tile = tile._replace(late=num_rows < (MANY_ROWS if num_groups <= 128 else MOST_ROWS))
     elif num_tokens > 2:
         # Four rows of Q3_K would spill by float32 activations.
         are_two = num_tokens > 4 or (kind == "Q3_K" and bits == 32)
@@ -103,8 +103,9 @@ def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: in
     )
 
 
-def _tile_for_int16(kind: str, num_rows: int, is_long: bool, num_tokens: int) -> Tile:
-    is_wide, is_tall = kind in ("Q5_1", "Q5_K", "Q6_K", "Q8_0"), num_rows >= MOST_ROWS
+def _tile_for_int16(kind: str, num_rows: int, num_groups: int, num_tokens: int) -> Tile:
+    is_long, is_tall = num_groups > MANY_GROUPS, num_rows >= MOST_ROWS
+    is_wide = kind in ("Q5_1", "Q5_K", "Q6_K", "Q8_0")
     if num_tokens > 1 and is_long:
         tile = Tile(4, 2) if is_wide else Tile(8, 4 if num_tokens == 2 else 2)
     elif num_tokens > 1:
@@ -117,6 +118,8 @@ def _tile_for_int16(kind: str, num_rows: int, is_long: bool, num_tokens: int) ->
         tile = Tile(8, 2, prefetch=True)
     elif is_long:
         tile = Tile(4, 2, prefetch=True) if is_wide else Tile(8, 4)
+    elif num_groups > 128:  # more than four warps take at once
+        tile = Tile(8, 4)
     elif num_rows < MANY_ROWS:
         tile = Tile(16, 4)
     elif not is_tall or kind in ("Q5_1", "Q5_K"):

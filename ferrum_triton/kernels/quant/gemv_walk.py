@@ -85,7 +85,8 @@ _LONG = {
 _SHORT = {
     1: {
         4096: {"Q2_K": Walk(4, 4, kept=True, registers=64), "Q8_0": Walk(4, 4)},
-        8192: {"Q2_K": Walk(4, 4, kept=True, registers=64)},
+        8192: {"Q2_K": Walk(4, 4, kept=True, registers=64)}
+        | dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_K"), Walk(8, 4)),
         10240: dict.fromkeys(
             ("Q2_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K"), Walk(8, 10)
         ),
