@@ -44,6 +44,8 @@ from ferrum_triton.quant.kinds import file_kind
 STREAM = ".L1::evict_first"
 # Rows of W up to which they are few, and from which on they are many, and most: the tiles differ.
 FEW_ROWS, MANY_ROWS, MOST_ROWS = 2048, 8192, 16384
+# Of 32 weights: four warps take such a row, or a shorter one, in one step.
+STEP_GROUPS = 128
 
 
 class Tile(NamedTuple):
@@ -80,7 +82,6 @@ def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: in
     is_long, is_tall = num_groups > MANY_GROUPS, num_rows >= MOST_ROWS
     if bits == 16:
         tile = _tile_for_int16(kind, num_rows, num_groups, num_tokens)
-        tile = tile._replace(late=num_rows < (MANY_ROWS if num_groups <= 128 else MOST_ROWS))
     elif num_tokens > 2:
         # Four rows of Q3_K would spill by float32 activations.
         are_two = num_tokens > 4 or (kind == "Q3_K" and bits == 32)
@@ -105,7 +106,8 @@ def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: in
 
 def _tile_for_int16(kind: str, num_rows: int, num_groups: int, num_tokens: int) -> Tile:
     is_long, is_tall = num_groups > MANY_GROUPS, num_rows >= MOST_ROWS
-    is_wide = kind in ("Q5_1", "Q5_K", "Q6_K", "Q8_0")
+    is_wide, is_step = kind in ("Q5_1", "Q5_K", "Q6_K", "Q8_0"), num_groups <= STEP_GROUPS
+    are_many = num_rows >= (MANY_ROWS if is_step else MOST_ROWS)
     if num_tokens > 1 and is_long:
         tile = Tile(4, 2) if is_wide else Tile(8, 4 if num_tokens == 2 else 2)
     elif num_tokens > 1:
@@ -118,15 +120,13 @@ def _tile_for_int16(kind: str, num_rows: int, num_groups: int, num_tokens: int) 
         tile = Tile(8, 2, prefetch=True)
     elif is_long:
         tile = Tile(4, 2, prefetch=True) if is_wide else Tile(8, 4)
-    elif num_groups > 128:  # more than four warps take at once
-        tile = Tile(8, 4)
-    elif num_rows < MANY_ROWS:
+    elif is_step and not are_many:
         tile = Tile(16, 4)
-    elif not is_tall or kind in ("Q5_1", "Q5_K"):
+    elif is_step and (not is_tall or kind in ("Q5_1", "Q5_K")):
         tile = Tile(8, 2)
     else:
         tile = Tile(8, 4)
-    return tile
+    return tile._replace(late=not are_many)
 
 
 def _warps_for(num_spans: int, most: int, idle: float) -> int:

@@ -157,7 +157,7 @@ def load_early_scales(
             d_rows = at[4][:, None] + skipped * d_row * (4 if MINS else 8)
             # 0 where there are none: anything else may be no number.
             d_col = tl.arange(0, BLOCK_W // 4)[None, :]
-            mask = WHOLE or d_col < left // 4
+            mask = (d_col < left // 4) | WHOLE
             d = tl.load(d_rows + (step * (BLOCK_W // 4) + d_col), mask=mask, other=0)
         if MINS:
             d, m = halves(d)
@@ -262,7 +262,7 @@ def load_weights(
         if H_COLS > 0:
             more = tl.load(
                 at[1] + (skipped * h_row * 4 + step * H_COLS),
-                mask=WHOLE or tl.arange(0, H_COLS)[None, :] < left // (BLOCK_W // H_COLS),
+                mask=(tl.arange(0, H_COLS)[None, :] < left // (BLOCK_W // H_COLS)) | WHOLE,
                 other=0,
             )
     if SCALES != "" and not (DESCRIBED and scales_described(SCALES, BLOCK_W)):
