@@ -120,8 +120,8 @@ def _tile_for_int16(kind: str, num_rows: int, num_groups: int, num_tokens: int) 
         tile = Tile(8, 2, prefetch=True)
     elif is_long:
         tile = Tile(4, 2, prefetch=True) if is_wide else Tile(8, 4)
-    elif is_step and not are_many:
-        tile = Tile(16, 4)
+    elif STEP_GROUPS // 2 < num_groups <= STEP_GROUPS and not are_many:
+        tile = Tile(16, 4)  # of shorter rows there would be too few warps
     elif is_step and (not is_tall or kind in ("Q5_1", "Q5_K")):
         tile = Tile(8, 2)
     else:
