@@ -58,15 +58,22 @@ def timed_products(lines: Iterable[str]) -> list[Timed]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("timings", help="what test-backend-ops perf printed")
-    parser.add_argument("--kinds", nargs="*", metavar="KIND", help="only these, as q4_K")
+    parser.add_argument(
+        "--kinds",
+        nargs="*",
+        type=str.lower,
+        choices=sorted(KIND_OF),
+        default=sorted(KIND_OF),
+        metavar="KIND",
+        help="only these, as q4_K",
+    )
     parser.add_argument("--json", help="put the rows into this result file")
     parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
     options = parser.parse_args()
-    kinds = {f"{KIND_OF[kind.lower()]}:planes" for kind in options.kinds or KIND_OF}
+    kinds = {f"{KIND_OF[kind]}:planes" for kind in options.kinds}
+    products = timed_products(Path(options.timings).read_text().splitlines())
+    products = [product for product in products if product.kind in kinds]
     behind = 0
-    products = [
-        p for p in timed_products(Path(options.timings).read_text().splitlines()) if p.kind in kinds
-    ]
     for product in products:
         op = OPS["gemv_quant" if product.m == 1 else "gemm_quant"]
         case = product_case(product.kind, product.m, product.n, product.k)
