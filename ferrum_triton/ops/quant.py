@@ -203,8 +203,9 @@ def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
 
     W is decoded exactly and the products are summed in float32, whatever a's dtype. Over planes,
     up to four rows of float16 or bfloat16 are taken as integers of 16 bits, steps of a power of two
-    for each 32, and more rows as in :func:`gemm_quant`; a float32 of 2^41 or more counts as
-    infinite. Where an activation is not finite, nor is its row of the result.
+    for each 32, or 64 of Q3_K and of Q2_K in long rows, and more rows as in :func:`gemm_quant`; a
+    float32 of 2^41 or more counts as infinite. Where an activation is not finite, nor is its row
+    of the result.
 
     Args:
         a: [m, K] with m <= 8.

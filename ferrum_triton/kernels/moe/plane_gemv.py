@@ -6,6 +6,8 @@ without an expert writes zeros and reads nothing. Pairs of one expert read its r
 the later ones from L2.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -155,8 +157,7 @@ def gemv_plane_pairs(
         return y
     k = a.shape[-1]
     is_wide, matrices = a.dtype == torch.float32, 1 if up is None else 2
-    num_spans = k // 32 // span_of(file_kind(kind), k // 32)
-    best_rows, best_warps = _tile_of(num_spans, ids.numel(), matrices, is_wide)
+    best_rows, best_warps = _tile_of(file_kind(kind), k // 32, ids.numel(), matrices, is_wide)
     rows = min(rows or best_rows, previous_power_of_2(num_rows))
     warps = num_warps or best_warps
     if asm is None:
@@ -201,8 +202,12 @@ def slot_stride(a: Tensor) -> int:
     return a.stride(1) if a.dim() == 3 else 0
 
 
-def _tile_of(num_spans: int, num_pairs: int, matrices: int, is_wide: bool) -> tuple[int, int]:
+@lru_cache(maxsize=4096)
+def _tile_of(
+    kind: str, num_groups: int, num_pairs: int, matrices: int, is_wide: bool
+) -> tuple[int, int]:
     """Rows a program takes of each matrix, and its warps."""
     # What is made of 16-bit activations is shared by all rows of a program.
     rows = 4 if is_wide else 8 if num_pairs < MANY_PAIRS else 16
+    num_spans = num_groups // span_of(kind, num_groups)
     return rows // matrices, min(4, previous_power_of_2(max(num_spans // 32, 1)))

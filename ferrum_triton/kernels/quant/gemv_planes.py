@@ -5,6 +5,7 @@ which meet once, at the end. K and the strides of rows are constants, so that th
 differ by an immediate of their loads' addresses.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ class Tile(NamedTuple):
     late: bool = False
 
 
+@lru_cache(maxsize=4096)
 def tile_of(kind: str, num_rows: int, num_groups: int, num_tokens: int, bits: int = 16) -> Tile:
     """The fastest of those that ``bench.quant_tiles`` timed at its sizes, or nearly.
 

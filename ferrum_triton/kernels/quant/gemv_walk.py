@@ -6,6 +6,7 @@ which loads and makes them anew. Threads' sums meet after every block, or all at
 program has few blocks: warps then never wait for each other.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -113,18 +114,24 @@ def walk_of(
         num_tokens: of activations in float16 or bfloat16.
         device: of theirs.
     """
-    span = span_of(kind, num_groups)
-    threads = _threads(num_groups // span)
-    is_full = LEAST_FULL * threads <= num_groups // span <= threads
-    if capability(device)[0] != 9 or not is_full:
+    if capability(device)[0] != 9:
+        return None
+    return _timed_walk(kind, num_rows, num_groups, num_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _timed_walk(kind: str, num_rows: int, num_groups: int, num_tokens: int) -> Walk | None:
+    span, threads = span_of(kind, num_groups), _threads(kind, num_groups)
+    if not LEAST_FULL * threads <= num_groups // span <= threads:
         return None
     walks = {512: _LONG, 128: _SHORT}.get(threads * span, {}).get(num_tokens, {})
     fewest = max((rows for rows in walks if rows <= num_rows), default=None)
     return None if fewest is None else walks[fewest].get(kind)
 
 
-def _threads(num_spans: int) -> int:
-    return max(next_power_of_2(num_spans), 32)
+@lru_cache(maxsize=4096)
+def _threads(kind: str, num_groups: int) -> int:
+    return max(next_power_of_2(num_groups // span_of(kind, num_groups)), 32)
 
 
 @triton.jit
@@ -285,7 +292,7 @@ def gemv_walk(
     num_weights = a.num_weights if isinstance(a, Int16Activations) else x.shape[1]
     num_groups = num_weights // 32
     asm, chained = uses_ptx(x), may_chain(x)
-    threads = _threads(num_groups // span_of(file_kind(kind), num_groups))
+    threads = _threads(file_kind(kind), num_groups)
     blocks = cdiv(num_rows, walk.rows)
     programs = min(blocks, processors(x.device) * walk.residents)
     steps = cdiv(blocks, programs)

@@ -19,7 +19,7 @@ ROUND = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def load_int8(
+def _load_int8(
     x_ptr, info_ptr, stride_x_token, stride_info_token, group, mask, M: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +36,7 @@ def load_int8(
 
 
 @triton.jit
-def load_int16(
+def _load_int16(
     x_ptr, info_ptr, stride_x_token, stride_info_token, group, mask, M: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
@@ -156,20 +156,16 @@ def load_activations(
             loaded += (x,)
     else:
         for s in tl.static_range(SPAN):
+            at = group * SPAN + s
             if a_ptr.dtype.element_ty == tl.int8:
-                loaded += (
-                    load_int8(
-                        a_ptr, info_ptr, stride_a_token, stride_info_token, group * SPAN + s, mask,
-                        M, ASM,
-                    ),
-                )  # fmt: skip
+                one = _load_int8(
+                    a_ptr, info_ptr, stride_a_token, stride_info_token, at, mask, M, ASM
+                )
             else:
-                loaded += (
-                    load_int16(
-                        a_ptr, info_ptr, stride_a_token, stride_info_token, group * SPAN + s, mask,
-                        M, ASM,
-                    ),
-                )  # fmt: skip
+                one = _load_int16(
+                    a_ptr, info_ptr, stride_a_token, stride_info_token, at, mask, M, ASM
+                )
+            loaded += (one,)
     return loaded
 
 

@@ -29,7 +29,7 @@ from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
 # Groups in a row from more than which on rows are long.
 MANY_GROUPS = 256
-GROUP = tl.constexpr(32)  # weights a thread takes at a time
+GROUP = tl.constexpr(32)  # weights
 
 
 @triton.constexpr_function
