@@ -97,12 +97,27 @@ class Kernel:
             or runtime[self._num_specialized :] != list(dynamic)
         ):
             raise TypeError(f"{self.name}: parameters are not in the order Kernel describes")
+        self._runtime = runtime
         self._constexprs = [p.name for p in self.jit.params if p.is_constexpr]
         self._entries: dict[tuple, _Entry] = {}
 
     def launch(self, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-        """Run the kernel over ``grid``; ``meta`` holds constexprs and compiler options."""
+        """Run the kernel over ``grid``.
+
+        Args:
+            grid: programs along each axis.
+            args: the first runtime arguments, in the kernel's order.
+            meta: the other runtime arguments by name, the constexprs and compiler options. A
+                constexpr named ``PDL`` is filled in where it is not given: see
+                :mod:`ferrum_triton.kernels.pdl`.
+        """
+        args += tuple(meta.pop(name) for name in self._runtime[len(args) :])
         first = args[0]
+        if "PDL" in self._constexprs:
+            if "PDL" not in meta:
+                meta["PDL"] = can_overlap(first.device)
+            if meta["PDL"]:
+                meta["launch_pdl"] = True
         if first.is_cuda:
             self._launch_compiled(first.get_device(), grid, args, meta)
         elif first.is_cpu:

@@ -1,0 +1,32 @@
+"""Programmatic dependent launch (PDL): a kernel starts while the one before it ends.
+
+On GPUs of capability 9.0 and up a launch may begin once every program of the launch before it has
+triggered or ended, which hides the time of a launch and of a kernel's first instructions. A kernel
+that takes part has a constexpr ``PDL``, which
+:meth:`~ferrum_triton.kernels.jit.Kernel.launch` fills in, and follows three rules:
+
+* every program waits, whatever branch it takes. The wait ends when the launch before has ended,
+  which waited in its turn, so everything launched earlier has ended too;
+* nothing but packed weights is read before the wait, and nothing is written before it. No kernel
+  here writes packed weights, and whoever else does (a copy, a load) never triggers early;
+* the trigger may stand anywhere, since it promises nothing about results. At a kernel's entry it
+  lets the next launch begin soonest.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait until everything launched before has ended and its writes can be seen."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def pdl_trigger(PDL: tl.constexpr):
+    """Let the next launch begin once every program has come this far."""
+    if PDL:
+        gdc_launch_dependents()
