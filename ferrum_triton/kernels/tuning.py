@@ -70,13 +70,18 @@ class Tunable:
 
     def pick(self, device: torch.device, *shape: Dim) -> Config:
         """The configuration for a shape, given in the order of ``dims``."""
+        found = self._picked.get((device, *shape))
+        return self._resolve(device, shape) if found is None else found
+
+    def _resolve(self, device: torch.device, shape: tuple[Dim, ...]) -> Config:
+        gpu = gpu_of(device)
         # Meta tensors stand for another GPU in every recording.
-        key = (gpu_of(device) if device.type == "meta" else device, *shape)
+        key = (gpu if device.type == "meta" else device, *shape)
         found = self._picked.get(key)
         if found is None:
             if len(self._picked) >= MAX_PICKED:
                 self._picked.clear()
-            found = self._picked[key] = self._choose(gpu_of(device), shape)
+            found = self._picked[key] = self._choose(gpu, shape)
         return found
 
     def _choose(self, gpu: Gpu, shape: tuple[Dim, ...]) -> Config:
