@@ -17,7 +17,6 @@ LAYERS = {
     "registry": {"errors", "contract"},
     "testing": set(),
     "types": {"errors"},
-    "coverage": set(),
     "quant": {"errors"},
     "ops": {"errors", "contract", "registry", "quant"},
     "kernels": {"errors", "registry", "quant", "ops"},
