@@ -40,7 +40,7 @@ INSTANCES = {
     "Context": context.Context,
     "buffers": buffers,
     "graph": Graph(),
-    "cache": kv_cache.KvCache(1, 8, 4),
+    "cache": kv_cache.KvCache(num_kv_heads=1, head_dim=8, capacity=4),
     "paged": paged(),
     "KvCache": kv_cache.KvCache,
     "PagedKvCache": kv_cache.PagedKvCache,

@@ -194,7 +194,9 @@ class TextStream:
 
     def __init__(self, backend: tokenizers.Tokenizer, *, skip_special: bool = True) -> None:
         self._backend, self._skip_special = backend, skip_special
-        self._restart()
+        self._stream = self._new_stream()
+        self._ids: list[int] = []
+        self._num_sent = 0  # characters given out
 
     def push(self, number: int) -> str:
         """Take one id; returns the text that is certain now: none, a character or several."""
@@ -211,13 +213,8 @@ class TextStream:
     def finish(self) -> str:
         """The rest of the text. The stream starts afresh after it."""
         rest = self._rest()
-        self._restart()
+        self._stream, self._ids, self._num_sent = self._new_stream(), [], 0
         return rest
-
-    def _restart(self) -> None:
-        self._ids: list[int] = []
-        self._num_sent = 0  # characters given out
-        self._stream = self._new_stream()
 
     def _new_stream(self) -> tokenizers.decoders.DecodeStream:
         from tokenizers.decoders import DecodeStream
