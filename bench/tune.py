@@ -167,7 +167,11 @@ def run_jobs(
         elapsed = time.monotonic() - start
         left = f", about {spell(elapsed / done * sum(work[i:]))} left" if done else ""
         print(f"[{i + 1}/{len(jobs)}] {job}, {work[i]} candidates, {spell(elapsed)}{left}")
-        row = tune(job, machine, versions)
+        try:
+            row = tune(job, machine, versions)
+        except torch.OutOfMemoryError:
+            print("  left out: its tensors do not fit this GPU's memory")
+            row = None
         done += work[i]
         if row is not None:
             rows[job.shape] = row
@@ -201,11 +205,7 @@ def candidates_of(job: Job, gpu: Gpu) -> list[Config]:
 
 def tune(job: Job, machine: Machine, versions: dict[str, str]) -> Row | None:
     """The best configuration for one shape; None if nothing could be measured."""
-    try:
-        bench = Bench(job, machine)
-    except torch.OutOfMemoryError:
-        print("  left out: its tensors do not fit this GPU's memory")
-        return None
+    bench = Bench(job, machine)
     default, *others = candidates_of(job, machine.gpu)
     times = []
     for candidate in (default, *others):

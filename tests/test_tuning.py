@@ -426,8 +426,7 @@ def test_candidates_and_heuristics_keep_to_what_is_declared(shapes, arch):
         tunable = TUNABLES[name]
         for shape in measured:
             for config in (tunable.heuristic(gpu, *shape), *tunable.candidates(gpu, *shape)):
-                row = Row(shape, config, 1.0)
-                assert not tunable._outdated(gpu, row), (name, config)
+                assert not tunable.outdated(gpu, Row(shape, config, 1.0)), (name, config)
 
 
 def test_every_table_that_ships_is_of_a_choice_and_an_architecture_compiled_for():

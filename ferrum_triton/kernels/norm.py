@@ -330,7 +330,9 @@ def rms_candidates(gpu: Gpu, num_rows: int, num_cols: int) -> list[Config]:
 
 
 def row_fits(gpu: Gpu, config: Config, num_rows: int, num_cols: int) -> str:
-    """A tile holds whole rows unless they are read twice, and registers hold the tile."""
+    """A tile holds whole rows, or a part of one row that is read twice; registers hold it."""
+    if config.get("READS", 1) == 2 and config["BLOCK_T"] > 1:
+        return "rows are read twice one at a time"
     if config.get("READS", 1) == 1 and config["BLOCK_H"] < num_cols:
         return f"a row of {num_cols} is longer than a block of {config['BLOCK_H']}"
     return tile_refusal(gpu, config, config["BLOCK_T"] * config["BLOCK_H"])

@@ -135,8 +135,8 @@ def argmax_candidates(gpu: Gpu, num_rows: int, vocab_size: int) -> list[Config]:
 
 
 def argmax_fits(gpu: Gpu, config: Config, num_rows: int, vocab_size: int) -> str:
-    """A loop has three blocks of up to 4 bytes a logit on their way through shared memory."""
-    shared = 3 * 4 * config["BLOCK_V"]
+    """A loop of three stages keeps two blocks, of up to 4 bytes a logit, in shared memory."""
+    shared = 2 * 4 * config["BLOCK_V"]
     if config["BLOCKS"] > 1 and shared > gpu.shared_limit:
         return f"{shared} bytes of shared memory are more than {gpu.shared_limit}"
     return tile_refusal(gpu, config, 3 * config["BLOCK_V"])

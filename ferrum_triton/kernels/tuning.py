@@ -172,7 +172,7 @@ class Tunable:
         rows = []
         for number, row in numbered:
             try:
-                reason = self._outdated(gpu, row) or self.refusal(gpu, row.config, *row.shape)
+                reason = self.outdated(gpu, row) or self.refusal(gpu, row.config, *row.shape)
             except Exception as error:  # a heuristic has no answer for a shape that cannot be
                 reason = f"its shape is not one of {self.op}'s: {quoted(str(error))}"
             if reason:
@@ -184,7 +184,7 @@ class Tunable:
             tables.tell(file, f"{len(reasons)} of {total} rows ignored; the first, {reasons[0]}")
         return rows
 
-    def _outdated(self, gpu: Gpu, row: Row) -> str:
+    def outdated(self, gpu: Gpu, row: Row) -> str:
         """Why ``row`` is not a configuration of this version of the op, or ""."""
         known = [self.heuristic(gpu, *row.shape), *self.candidates(gpu, *row.shape)]
         same_path = [config for config in known if config.get("path") == row.config.get("path")]
