@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from triton.errors import TritonError
+
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.resources import Target, compile_launch
 from ferrum_triton.kernels.tables import Row
 from ferrum_triton.kernels.tuning import TUNABLES, Pick, Tunable, record_picks
 from ferrum_triton.registry import OPS, Case, Op
@@ -62,3 +65,26 @@ def uncompiled(gpu: Gpu, choices: Iterable[Shipped]) -> list[tuple[Tunable, Row]
         for row in tunable.rows(gpu)
         if (tunable.op, row.shape) not in picked
     ]
+
+
+def compile_refusal(op: Op, case: Case, target: Target) -> str:
+    """Why a bench case's launches do not fit a target, from compiling them; "" if they do."""
+    sample = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
+    with record_launches(target.capability) as launches:
+        op.impls["triton"](**sample)
+    for launch in launches:
+        name = launch.kernel.name
+        try:
+            used = compile_launch(launch, target)
+        except (TritonError, RuntimeError) as error:
+            return f"{name} does not compile: {first_line(error)}"
+        if used.spilled:
+            return f"{name} spills {used.spilled} bytes"
+        if used.shared > target.shared_limit:
+            return f"{name} takes {used.shared} bytes of shared memory"
+    return ""
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of an error's message."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:80]

@@ -27,14 +27,13 @@ from triton.errors import TritonError
 
 from bench.results import environment
 from bench.run import check
-from bench.shipped import picks_of
+from bench.shipped import compile_refusal, first_line, picks_of
 from bench.timing import copies_of, device_us
 from ferrum_triton import OPS, FerrumError, get_backend
 from ferrum_triton.kernels import tables
 from ferrum_triton.kernels.gpu import Gpu, gpu_of
-from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.parameters import Config, Dim
-from ferrum_triton.kernels.resources import TARGETS, Target, compile_launch
+from ferrum_triton.kernels.resources import TARGETS, Target
 from ferrum_triton.kernels.tables import BadTable, Row
 from ferrum_triton.kernels.tuning import TUNABLES, Tunable
 from ferrum_triton.registry import Case, Op
@@ -265,12 +264,17 @@ class Bench:
         reason = job.tunable.refusal(self.machine.gpu, candidate, *job.shape)
         if not reason:
             with job.tunable.forced(candidate):
-                reason = "" if must_run else too_large(job, self.machine.target)
+                reason = "" if must_run else self._unfit()
                 reason = reason or self._wrong()
         if reason:
             print(f"  {dict(candidate)}: dropped, {reason}")
             return None
         return self.time(candidate)
+
+    def _unfit(self) -> str:
+        """Why the compiled launches cannot be worth timing, or ""."""
+        reasons = (compile_refusal(op, case, self.machine.target) for op, case in self.job.calls)
+        return next(filter(None, reasons), "")
 
     def _wrong(self) -> str:
         """Why the calls do not compute what the references do, or ""."""
@@ -290,30 +294,6 @@ class Bench:
         with self.job.tunable.forced(candidate):
             pairs = zip(self.calls, self.sets, strict=True)
             return sum(device_us(call, sets) for call, sets in pairs)
-
-
-def too_large(job: Job, target: Target) -> str:
-    """Why the launches of a job cannot be worth timing, from compiling them; "" if they can."""
-    for op, case in job.calls:
-        sample = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
-        with record_launches(target.capability) as launches:
-            op.impls["triton"](**sample)
-        for launch in launches:
-            name = launch.kernel.name
-            try:
-                used = compile_launch(launch, target)
-            except (TritonError, RuntimeError) as error:
-                return f"{name} does not compile: {first_line(error)}"
-            if used.spilled:
-                return f"{name} spills {used.spilled} bytes"
-            if used.shared > target.shared_limit:
-                return f"{name} takes {used.shared} bytes of shared memory"
-    return ""
-
-
-def first_line(error: Exception) -> str:
-    """The beginning of an error's message."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:80]
 
 
 if __name__ == "__main__":

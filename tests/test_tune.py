@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import bench.shipped
 from bench import tune
 from ferrum_triton import OPS, FerrumError
 from ferrum_triton.backends.triton_provider import load_kernels
@@ -68,7 +69,7 @@ def timed(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "environment", lambda commit: found.versions)
     monkeypatch.setattr(tune, "device_us", device_us)
     monkeypatch.setattr(tune, "copies_of", lambda arguments, nbytes: [arguments])
-    monkeypatch.setattr(tune, "compile_launch", compile_launch)
+    monkeypatch.setattr(bench.shipped, "compile_launch", compile_launch)
     TUNABLE.forget()
     yield found
     TUNABLE.forget()

@@ -1,12 +1,14 @@
 """Launch choices: tables, their nearest rows, and the heuristics behind them."""
 
+import dataclasses
+import functools
 import json
 import os
 
 import pytest
 import torch
 
-from bench.shipped import picks_of, shipped, uncompiled
+from bench.shipped import compile_refusal, picks_of, shipped, uncompiled
 from ferrum_triton.backends.triton_provider import load_kernels
 from ferrum_triton.kernels import tables, tuning
 from ferrum_triton.kernels.gpu import SHARED_LIMITS, Gpu, gpu_of, gpu_of_arch, gpu_of_capability
@@ -22,6 +24,7 @@ load_kernels("interpret")
 GPU = gpu_of_arch("sm_90")
 META, CPU, CUDA = torch.device("meta"), torch.device("cpu"), torch.device("cuda", 0)
 DIMS = ("kind", "m", "n")
+SHIPPED = sorted(tables.SHIPPED.rglob("*.json"))
 
 
 def test_meta_tensors_stand_for_the_gpu_of_the_recording():
@@ -429,21 +432,51 @@ def test_candidates_and_heuristics_keep_to_what_is_declared(shapes, arch):
                 assert not tunable.outdated(gpu, Row(shape, config, 1.0)), (name, config)
 
 
-def test_every_table_that_ships_is_of_a_choice_and_an_architecture_compiled_for():
-    for file in tables.SHIPPED.rglob("*.json"):
-        assert file.parent.name in TUNABLES, file
-        assert file.stem in TARGETS, f"{file}: what CI does not compile must not ship"
+@functools.cache
+def shipped_for(arch):
+    return tuple(shipped(gpu_of_arch(arch)))
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-def test_every_row_that_ships_is_right_and_compiled(arch, caplog):
-    """``test_kernels_compile`` compiles what the bench cases pick."""
-    gpu = gpu_of_arch(arch)
-    if not any(tunable.rows(gpu) for tunable in TUNABLES.values()):
-        assert not list(tables.SHIPPED.rglob(f"{arch}.json"))
-        return
-    assert not caplog.records
-    assert not uncompiled(gpu, shipped(gpu))
+def unfit_rows(op, choices, target):
+    """Why each different configuration that an op's rows give cannot be launched."""
+    chosen = [c for c in choices if c.pick.tunable.op == op and c.pick.row is not None]
+    different = {tuple(sorted(c.pick.config.items())): c for c in chosen}.values()
+    return [reason for c in different if (reason := compile_refusal(c.op, c.case, target))]
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_every_row_that_ships_is_compiled_for_its_architecture(file, caplog):
+    op, arch = file.parent.name, file.stem
+    assert op in TUNABLES
+    assert arch in TARGETS, "what CI does not compile must not ship"
+    rows = TUNABLES[op].read(file, gpu_of_arch(arch))
+    assert not caplog.records, "a row is wrong"
+    assert all(row.default_us is None or row.us <= row.default_us for row in rows)
+    assert all(
+        {"command", "commit", "torch", "triton", "gpu"} <= row.measured.keys() for row in rows
+    )
+    choices = shipped_for(arch)
+    assert not [row for name, row in uncompiled(gpu_of_arch(arch), choices) if name.op == op]
+    assert not unfit_rows(op, choices, TARGETS[arch])
+
+
+def test_rows_that_ship_are_compiled(monkeypatch, tmp_path, request):
+    """A table of an op's own, as it would ship."""
+    op, target = OPS["rms_norm"], TARGETS["sm_90"]
+    chosen, case = TUNABLES[op.name], op.bench[0]
+    request.addfinalizer(chosen.forget)
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path)
+    monkeypatch.setattr(op, "bench", [case])
+    shape = case.axes["num_tokens"], case.axes["hidden_size"]
+    row = Row(shape, chosen.candidates(GPU, *shape)[0], 1.0)
+    write_rows(table_file(tmp_path, op.name, GPU.arch), op.name, GPU.arch, chosen.dims, [row])
+    chosen.forget()
+    choices = list(shipped(GPU, [op]))
+    assert [c.pick.row for c in choices] == [row]
+    assert not uncompiled(GPU, choices)
+    assert not unfit_rows(op.name, choices, target)
+    (reason,) = unfit_rows(op.name, choices, dataclasses.replace(target, shared_limit=0))
+    assert "bytes of shared memory" in reason
 
 
 def test_a_row_that_no_bench_case_picks_is_found(tunable, places):

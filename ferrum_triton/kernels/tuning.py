@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -58,7 +57,6 @@ class Tunable:
             ratio to another; a string or a bool has to be equal.
         heuristic: GPU and dimensions to a configuration, where nothing was measured.
         candidates: GPU and dimensions to the configurations worth timing.
-        shape_of: axes of a bench case to dimensions, where these are not axes by name.
         fits: GPU, configuration and dimensions to the reason why it cannot be launched, "" if it
             can. Rows of tables pass it for the shape asked for.
         within: the largest ratio of a measured integer to the one asked for, by dimension; 2 where
@@ -72,14 +70,12 @@ class Tunable:
         dims: Sequence[str],
         heuristic: Callable[..., Config],
         candidates: Callable[..., Sequence[Config]],
-        shape_of: Callable[[Mapping[str, Any]], Sequence[Dim]] | None = None,
         fits: Callable[..., str] | None = None,
         within: Mapping[str, float] | None = None,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
         self.op, self.dims = op, tuple(dims)
         self.heuristic, self.candidates = heuristic, candidates
-        self.shape_of = shape_of or (lambda axes: [axes[name] for name in self.dims])
         self.fits = fits or (lambda gpu, config, *shape: "")
         self.ratios = [(within or {}).get(name, MAX_RATIO) for name in self.dims]
         self.parameters = dict(parameters or {})
