@@ -1,30 +1,26 @@
 """Launch choices: tables, their nearest rows, and the heuristics behind them."""
 
-import dataclasses
-import functools
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench.shipped import compile_refusal, picks_of, shipped, uncompiled
 from ferrum_triton.backends.triton_provider import load_kernels
-from ferrum_triton.kernels import tables, tuning
+from ferrum_triton.kernels import gpu, tables, tuning
 from ferrum_triton.kernels.gpu import SHARED_LIMITS, Gpu, gpu_of, gpu_of_arch, gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.parameters import one_of, power_of_two
+from ferrum_triton.kernels.parameters import OPTIONS, one_of, power_of_two
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.tables import Row, read_rows, table_file, write_rows
 from ferrum_triton.kernels.tuning import TUNABLES, Tunable, record_picks
-from ferrum_triton.registry import OPS
 
 load_kernels("interpret")
 
 GPU = gpu_of_arch("sm_90")
 META, CPU, CUDA = torch.device("meta"), torch.device("cpu"), torch.device("cuda", 0)
 DIMS = ("kind", "m", "n")
-SHIPPED = sorted(tables.SHIPPED.rglob("*.json"))
 
 
 def test_meta_tensors_stand_for_the_gpu_of_the_recording():
@@ -39,14 +35,30 @@ def test_the_interpreter_is_a_gpu_of_its_own():
     assert (gpu_of(CPU).arch, gpu_of(CPU).num_sms) == ("interpreter", 4)
 
 
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_a_real_gpu_is_asked_for_its_limits(monkeypatch, hip):
+    properties = SimpleNamespace(
+        gcnArchName="gfx950:sramecc+:xnack-",
+        shared_memory_per_block=163_840 if hip else 49_152,
+        shared_memory_per_block_optin=101_376,
+    )
+    found = (0, 0) if hip else (12, 1)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(gpu, "capability", lambda device: found)
+    monkeypatch.setattr(gpu, "processors", lambda device: 48)
+    want = Gpu(found, 163_840, 48, "gfx950") if hip else Gpu(found, 101_376, 48, "sm_121")
+    assert gpu._gpu_of.__wrapped__(CUDA) == want
+
+
 @pytest.mark.parametrize("arch", SHARED_LIMITS)
 def test_architectures_have_one_name(arch):
-    gpu = gpu_of_arch(arch)
-    assert gpu == gpu_of_capability(gpu.capability)
-    assert gpu.shared_limit == SHARED_LIMITS[arch]
+    found = gpu_of_arch(arch)
+    assert found == gpu_of_capability(found.capability)
+    assert found.shared_limit == SHARED_LIMITS[arch]
     if arch in TARGETS:
         target = TARGETS[arch]
-        assert (target.shared_limit, target.capability) == (gpu.shared_limit, gpu.capability)
+        assert (target.shared_limit, target.capability) == (found.shared_limit, found.capability)
 
 
 @pytest.fixture
@@ -310,12 +322,12 @@ def test_rows_for_shapes_an_op_has_not_are_ignored(tunable, places, caplog):
 
 
 def test_undeclared_parameters_take_what_candidates_give_them(tunable, places, caplog):
-    tunable.parameters = {}
-    bad = [changed(BLOCK=48), changed(BLOCK=-64), changed(BLOCK=True), changed(path="gone")]
-    bad.append(GOOD | {"config": WIDE | {"use_tma": 1}})
+    tunable.parameters = dict(OPTIONS)
+    bad = [changed(BLOCK=128), changed(BLOCK=-64), changed(BLOCK=True), changed(path="gone")]
+    bad += [GOOD | {"config": WIDE | {"use_tma": 1}}, changed(num_warps=64)]
     write(places[1], *bad)
     assert pick(tunable, "Q4_K", 1, 64) == 8
-    assert "5 of 5 rows" in caplog.text
+    assert "6 of 6 rows ignored; the first, row 1: BLOCK is 128, not one of (64, 32)" in caplog.text
     write(places[1], GOOD, GOOD | {"config": WIDE, "shape": GOOD["shape"] | {"m": 16}})
     assert pick(tunable, "Q4_K", 1, 64) == 2
     assert pick(tunable, "Q4_K", 16, 64) == 4
@@ -392,103 +404,3 @@ def test_where_a_users_tables_lie(monkeypatch, tmp_path):
         assert tables.user_directory() == tmp_path / ".config" / "ferrum_triton" / "tuned"
     monkeypatch.setattr(tables.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError))
     assert tables.user_directory() is None
-
-
-@pytest.fixture(scope="module")
-def shapes():
-    """The shapes that bench cases ask each choice for."""
-    found = {}
-    for choice in shipped(GPU):
-        found.setdefault(choice.pick.tunable.op, set()).add(choice.pick.shape)
-    return found
-
-
-def test_every_choice_is_asked_for_by_a_bench_case(shapes):
-    """Else nothing could tune or compile it."""
-    assert not set(TUNABLES) - set(shapes)
-
-
-@pytest.mark.parametrize("arch", SHARED_LIMITS)
-def test_every_heuristic_fits(shapes, arch):
-    """The bench cases' shapes, and those of other sizes of their first integer."""
-    gpu = gpu_of_arch(arch)
-    for name, measured in shapes.items():
-        tunable = TUNABLES[name]
-        for shape in measured:
-            first = next(i for i, value in enumerate(shape) if type(value) is int)
-            for size in (shape[first], 1, 2, 3, 5, 8, 17, 64, 100, 512, 4096, 10**5):
-                asked = (*shape[:first], size, *shape[first + 1 :])
-                config = tunable.heuristic(gpu, *asked)
-                assert not tunable.refusal(gpu, config, *asked), (name, asked, config)
-
-
-@pytest.mark.parametrize("arch", SHARED_LIMITS)
-def test_candidates_and_heuristics_keep_to_what_is_declared(shapes, arch):
-    gpu = gpu_of_arch(arch)
-    for name, measured in shapes.items():
-        tunable = TUNABLES[name]
-        for shape in measured:
-            for config in (tunable.heuristic(gpu, *shape), *tunable.candidates(gpu, *shape)):
-                assert not tunable.outdated(gpu, Row(shape, config, 1.0)), (name, config)
-
-
-@functools.cache
-def shipped_for(arch):
-    return tuple(shipped(gpu_of_arch(arch)))
-
-
-def unfit_rows(op, choices, target):
-    """Why each different configuration that an op's rows give cannot be launched."""
-    chosen = [c for c in choices if c.pick.tunable.op == op and c.pick.row is not None]
-    different = {tuple(sorted(c.pick.config.items())): c for c in chosen}.values()
-    return [reason for c in different if (reason := compile_refusal(c.op, c.case, target))]
-
-
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: f"{file.parent.name}-{file.stem}")
-def test_every_row_that_ships_is_compiled_for_its_architecture(file, caplog):
-    op, arch = file.parent.name, file.stem
-    assert op in TUNABLES
-    assert arch in TARGETS, "what CI does not compile must not ship"
-    rows = TUNABLES[op].read(file, gpu_of_arch(arch))
-    assert not caplog.records, "a row is wrong"
-    assert all(row.default_us is None or row.us <= row.default_us for row in rows)
-    assert all(
-        {"command", "commit", "torch", "triton", "gpu"} <= row.measured.keys() for row in rows
-    )
-    choices = shipped_for(arch)
-    assert not [row for name, row in uncompiled(gpu_of_arch(arch), choices) if name.op == op]
-    assert not unfit_rows(op, choices, TARGETS[arch])
-
-
-def test_rows_that_ship_are_compiled(monkeypatch, tmp_path, request):
-    """A table of an op's own, as it would ship."""
-    op, target = OPS["rms_norm"], TARGETS["sm_90"]
-    chosen, case = TUNABLES[op.name], op.bench[0]
-    request.addfinalizer(chosen.forget)
-    monkeypatch.setattr(tables, "SHIPPED", tmp_path)
-    monkeypatch.setattr(op, "bench", [case])
-    shape = case.axes["num_tokens"], case.axes["hidden_size"]
-    row = Row(shape, chosen.candidates(GPU, *shape)[0], 1.0)
-    write_rows(table_file(tmp_path, op.name, GPU.arch), op.name, GPU.arch, chosen.dims, [row])
-    chosen.forget()
-    choices = list(shipped(GPU, [op]))
-    assert [c.pick.row for c in choices] == [row]
-    assert not uncompiled(GPU, choices)
-    assert not unfit_rows(op.name, choices, target)
-    (reason,) = unfit_rows(op.name, choices, dataclasses.replace(target, shared_limit=0))
-    assert "bytes of shared memory" in reason
-
-
-def test_a_row_that_no_bench_case_picks_is_found(tunable, places):
-    write(places[0], (("Q4_K", 1, 64), 4))
-    ((found, row),) = uncompiled(GPU, shipped(GPU, [OPS["rms_norm"]]))
-    assert (found, row.shape) == (tunable, ("Q4_K", 1, 64))
-
-
-def test_bench_cases_tell_the_choices_they_make():
-    op = OPS["rms_norm"]
-    case = op.bench[0]
-    (pick,) = picks_of(op, case, (9, 0))
-    assert pick.tunable is TUNABLES["rms_norm"]
-    assert pick.shape == (case.axes["num_tokens"], case.axes["hidden_size"])
-    assert pick.config == pick.tunable.heuristic(GPU, *pick.shape)

@@ -82,22 +82,6 @@ OPTIONS = {
 }
 
 
-def parameter_of(name: str, declared: Mapping[str, Parameter], known: list[Value]) -> Parameter:
-    """The parameter ``name``: declared, a compiler option, or as far as its name and values tell.
-
-    Args:
-        name: the parameter's name.
-        declared: an op's own parameters.
-        known: values that the heuristic or candidates give it.
-    """
-    found = declared.get(name) or OPTIONS.get(name)
-    if found is not None:
-        return found
-    if any(type(value) is not int for value in known):
-        return Parameter(choices=tuple(dict.fromkeys(known)))
-    return power_of_two() if name.startswith("BLOCK") else integer()
-
-
 def tile_refusal(gpu: Gpu, config: Config, values: int) -> str:
     """Why a program of ``config`` cannot hold a tile of ``values`` in registers, or ""."""
     per_thread = values // (gpu.warp_size * config["num_warps"])

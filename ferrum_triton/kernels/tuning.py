@@ -18,7 +18,7 @@ import triton
 
 from ferrum_triton.kernels import tables
 from ferrum_triton.kernels.gpu import Gpu, gpu_of
-from ferrum_triton.kernels.parameters import Config, Dim, Parameter, gpu_refusal, parameter_of
+from ferrum_triton.kernels.parameters import OPTIONS, Config, Dim, Parameter, gpu_refusal, one_of
 from ferrum_triton.kernels.tables import BadTable, Row, quoted
 
 TUNABLES: dict[str, Tunable] = {}
@@ -61,7 +61,8 @@ class Tunable:
             can. Rows of tables pass it for the shape asked for.
         within: the largest ratio of a measured integer to the one asked for, by dimension; 2 where
             none is given, 1 where it has to be equal.
-        parameters: the values each parameter may have; compiler options need no declaration.
+        parameters: the values each parameter of a table's row may have. One that is not declared
+            may have those that the heuristic and the candidates give it; compiler options are.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Tunable:
         self.heuristic, self.candidates = heuristic, candidates
         self.fits = fits or (lambda gpu, config, *shape: "")
         self.ratios = [(within or {}).get(name, MAX_RATIO) for name in self.dims]
-        self.parameters = dict(parameters or {})
+        self.parameters = OPTIONS | dict(parameters or {})
         self._picked: dict[tuple, Config] = {}
         self._tables: dict[tuple[Gpu, bool], list[Row]] = {}
         self._forced: Config | None = None
@@ -132,8 +133,7 @@ class Tunable:
     def refusal(self, gpu: Gpu, config: Config, *shape: Dim) -> str:
         """Why ``config`` cannot be launched on a GPU for a shape, or ""."""
         for name, value in config.items():
-            parameter = parameter_of(name, self.parameters, [value])
-            if reason := parameter.refusal(value):
+            if name in self.parameters and (reason := self.parameters[name].refusal(value)):
                 return f"{name} is {quoted(value)}, {reason}"
         return gpu_refusal(gpu, config) or self.fits(gpu, config, *shape)
 
@@ -190,8 +190,8 @@ class Tunable:
             names = sorted({quoted(n) for n in row.config.keys() ^ same_path[0].keys()})
             return f"its parameters are of another version: {', '.join(names)[:80]}"
         for name, value in row.config.items():
-            values = [config[name] for config in same_path if name in config]
-            if reason := parameter_of(name, self.parameters, values).refusal(value):
+            values = dict.fromkeys(config[name] for config in same_path if name in config)
+            if name not in self.parameters and (reason := one_of(*values).refusal(value)):
                 return f"{name} is {quoted(value)}, {reason}"
         return ""
 
