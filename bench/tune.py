@@ -80,7 +80,6 @@ class Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    machine = this_machine()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="OP", help="(default: all with a choice)")
     parser.add_argument("--case", default="", help="only cases whose op/id contains this")
@@ -90,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     place.add_argument("--out", type=Path, help="write there (default: this user's tables)")
     parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
     options = parser.parse_args(arguments)
+    machine = this_machine()
     if unknown := set(options.ops) - set(TUNABLES):
         known = ", ".join(sorted(TUNABLES))
         parser.error(f"no launch choice: {', '.join(sorted(unknown))}; there are {known}")
@@ -262,14 +262,16 @@ class Bench:
         """
         job = self.job
         reason = job.tunable.refusal(self.machine.gpu, candidate, *job.shape)
-        if not reason:
+        try:
             with job.tunable.forced(candidate):
-                reason = "" if must_run else self._unfit()
-                reason = reason or self._wrong()
-        if reason:
-            print(f"  {dict(candidate)}: dropped, {reason}")
-            return None
-        return self.time(candidate)
+                reason = reason or ("" if must_run else self._unfit()) or self._wrong()
+            if not reason:
+                return self.time(candidate)
+        except Exception as error:
+            error.add_note(f"while {job} was timed with {dict(candidate)}")
+            raise
+        print(f"  {dict(candidate)}: dropped, {reason}")
+        return None
 
     def _unfit(self) -> str:
         """Why the compiled launches cannot be worth timing, or ""."""

@@ -1,6 +1,6 @@
-"""The values a launch parameter may have: what is checked before a table's row is believed.
+"""The values a launch parameter may have, by which a table's row is checked.
 
-A :class:`Parameter` declares one constexpr or compiler option once, its type and its range.
+A :class:`Parameter` declares the type and the range of one constexpr or compiler option.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tables of measured launches: where the files lie, and how they are read and written.
 
 There is one file an op and architecture. A user's own come before those shipped. Every file is
-outside input: what is wrong with it is told, and what is right is used.
+outside input: its right rows are used, and what is wrong with the others is logged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHIPPED = Path(__file__).parent.parent / "tuned"
 MAX_BYTES = 4 << 20
 MAX_DIM = 1 << 40
 MAX_US = 1e12
-# What a message quotes of a file.
+# Characters that a message quotes of a file.
 MAX_QUOTED = 80
 
 _log = logging.getLogger(__name__)

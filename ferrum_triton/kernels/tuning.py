@@ -1,7 +1,7 @@
 """Launch choices: measured rows of a table, and a plain heuristic where none is near.
 
-A :class:`Tunable` belongs to one op. Its candidates are what ``python -m bench.tune`` times on a
-GPU; the winners go to a table file, which :mod:`ferrum_triton.kernels.tables` reads.
+A :class:`Tunable` chooses the launches of one op. ``python -m bench.tune`` times its candidates on
+a GPU; the best go to a table file, which :mod:`ferrum_triton.kernels.tables` reads.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Pick:
     """One choice that was made.
 
     Attributes:
-        tunable: what was chosen by.
-        shape: the shape asked for.
+        tunable: the choice of the op.
+        shape: the dimensions asked for.
         config: the configuration.
-        row: the row of a table that gave it; None of the heuristic's.
+        row: the row of a table that gave the configuration; None where the heuristic did.
     """
 
     tunable: Tunable
@@ -55,14 +55,17 @@ class Tunable:
         op: the op's name.
         dims: names of the dimensions a configuration depends on. An integer is measured by its
             ratio to another; a string or a bool has to be equal.
-        heuristic: GPU and dimensions to a configuration, where nothing was measured.
-        candidates: GPU and dimensions to the configurations worth timing.
-        fits: GPU, configuration and dimensions to the reason why it cannot be launched, "" if it
-            can. Rows of tables pass it for the shape asked for.
+        heuristic: a function of the GPU and the dimensions; it gives the configuration where
+            nothing was measured.
+        candidates: a function of the GPU and the dimensions; it gives the configurations worth
+            timing.
+        fits: a function of the GPU, a configuration and the dimensions; it gives the reason why
+            the configuration cannot be launched, "" if it can. A row serves only shapes it fits.
         within: the largest ratio of a measured integer to the one asked for, by dimension; 2 where
             none is given, 1 where it has to be equal.
-        parameters: the values each parameter of a table's row may have. One that is not declared
-            may have those that the heuristic and the candidates give it; compiler options are.
+        parameters: the values that a row of a table may give each parameter. A parameter that is
+            not declared may have the values of the heuristic and the candidates. Compiler options
+            are declared already.
     """
 
     def __init__(
@@ -158,7 +161,7 @@ class Tunable:
     def read(self, file: Path, gpu: Gpu) -> list[Row]:
         """The rows of a table that can be launched for the shapes they were measured for.
 
-        What is wrong with the others is told in one line a file.
+        What is wrong with the others is logged in one line a file.
         """
         try:
             numbered, reasons = tables.read_rows(file, self.op, gpu.arch, self.dims)
