@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.parameters import power_of_two, tile_refusal
 from ferrum_triton.kernels.rows import as_flat, as_rows, cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import elementwise as ops
@@ -215,13 +216,29 @@ def block_candidates(gpu: Gpu, num_rows: int, num_cols: int) -> list[Config]:
     ]
 
 
+def block_fits(gpu: Gpu, config: Config, num_rows: int, num_cols: int) -> str:
+    return tile_refusal(gpu, config, config["BLOCK_C"])
+
+
+def tunable_blocks(op: str, dims: tuple[str, str]) -> Tunable:
+    """The choice of an op that touches every element once."""
+    return Tunable(
+        op,
+        dims,
+        block_heuristic,
+        block_candidates,
+        fits=block_fits,
+        parameters={"BLOCK_C": power_of_two(32, 1 << 14)},
+    )
+
+
 SPLITS = {
-    name: Tunable(name, ("num_tokens", "intermediate_size"), block_heuristic, block_candidates)
+    name: tunable_blocks(name, ("num_tokens", "intermediate_size"))
     for name in ("fused_silu_mul_split", "fused_gelu_mul_split", "fused_gelu_tanh_mul_split")
 }
 # Tensors as rows, or as a single one where they are contiguous.
 FLAT = {
-    name: Tunable(name, ("num_rows", "num_cols"), block_heuristic, block_candidates)
+    name: tunable_blocks(name, ("num_rows", "num_cols"))
     for name in (
         "silu_mul",
         "gelu",

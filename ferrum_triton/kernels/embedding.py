@@ -9,6 +9,7 @@ from torch import Tensor
 from ferrum_triton.errors import FerrumError
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.parameters import power_of_two, tile_refusal
 from ferrum_triton.kernels.rows import as_rows, cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import embedding as ops
@@ -60,8 +61,17 @@ def lookup_candidates(gpu: Gpu, num_ids: int, hidden_size: int) -> list[Config]:
     ]
 
 
+def lookup_fits(gpu: Gpu, config: Config, num_ids: int, hidden_size: int) -> str:
+    return tile_refusal(gpu, config, config["BLOCK_H"])
+
+
 lookup_config = Tunable(
-    "embedding_lookup_dev", ("num_tokens", "hidden_size"), lookup_heuristic, lookup_candidates
+    "embedding_lookup_dev",
+    ("num_tokens", "hidden_size"),
+    lookup_heuristic,
+    lookup_candidates,
+    fits=lookup_fits,
+    parameters={"BLOCK_H": power_of_two(1, 1 << 14)},
 )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.parameters import integer, power_of_two, tile_refusal
 from ferrum_triton.kernels.rows import as_rows, cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import norm as ops
@@ -292,7 +293,7 @@ def row_heuristic(gpu: Gpu, num_rows: int, num_cols: int, operands: int = 1) -> 
     plenty = num_rows // (4 * gpu.num_sms)
     rows = min(max(2048 // block, 1), next_power_of_2(max(plenty, 1)))
     per_thread = 32 // operands if plenty else 16
-    warps = min(max(rows * block // (32 * per_thread), 1), 32 if block > 16384 else 16)
+    warps = min(max(rows * block // (32 * per_thread), 1), gpu.max_warps if block > 16384 else 16)
     return {"BLOCK_T": rows, "BLOCK_H": block, "num_warps": warps}
 
 
@@ -328,14 +329,30 @@ def rms_candidates(gpu: Gpu, num_rows: int, num_cols: int) -> list[Config]:
     return once + twice
 
 
+def row_fits(gpu: Gpu, config: Config, num_rows: int, num_cols: int) -> str:
+    """A tile holds whole rows, or a part of one row that is read twice; registers hold it."""
+    if config.get("READS", 1) == 2 and config["BLOCK_T"] > 1:
+        return "rows are read twice one at a time"
+    if config.get("READS", 1) == 1 and config["BLOCK_H"] < num_cols:
+        return f"a row of {num_cols} is longer than a block of {config['BLOCK_H']}"
+    return tile_refusal(gpu, config, config["BLOCK_T"] * config["BLOCK_H"])
+
+
+ROW_PARAMETERS = {
+    "READS": integer(1, 2),
+    "BLOCK_T": power_of_two(1, 64),
+    "BLOCK_H": power_of_two(1, 1 << 17),
+}
+
+
 def tunable_rms(op: str, operands: int = 1) -> Tunable:
     heuristic = functools.partial(rms_heuristic, operands=operands)
-    return Tunable(op, HIDDEN, heuristic, rms_candidates)
+    return Tunable(op, HIDDEN, heuristic, rms_candidates, fits=row_fits, parameters=ROW_PARAMETERS)
 
 
 def tunable_rows(op: str, dims: tuple[str, str], operands: int = 1) -> Tunable:
     heuristic = functools.partial(row_heuristic, operands=operands)
-    return Tunable(op, dims, heuristic, row_candidates)
+    return Tunable(op, dims, heuristic, row_candidates, fits=row_fits, parameters=ROW_PARAMETERS)
 
 
 HIDDEN = ("num_tokens", "hidden_size")
