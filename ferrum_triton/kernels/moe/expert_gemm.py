@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import silu_mul
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.moe.buckets import bucket_tiles, start_of_tile, tile_bound
+from ferrum_triton.kernels.moe.buckets import bucket_tiles, pairs_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
@@ -58,9 +58,7 @@ def _gemm_quant_moe_id_kernel(
     BLOCK_G: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    counts, skipped, tiles, last, total = bucket_tiles(
-        tpe_ptr, num_experts, capacity, BLOCK_E, BLOCK_M
-    )
+    buckets = bucket_tiles(tpe_ptr, num_experts, capacity, BLOCK_E, BLOCK_M)
 
     # Programs that share rows of W run side by side.
     tiles_n = tl.cdiv(num_rows, BLOCK_N)
@@ -70,10 +68,8 @@ def _gemm_quant_moe_id_kernel(
     flat = tl.arange(0, BLOCK_G * LANES)[None, :]  # the groups' lanes, end to end
 
     # One round, unless counts are of more pairs than there are.
-    for tile in range(tl.program_id(0) % stripes, total, stripes):
-        expert, first_entry, left = start_of_tile(
-            tile, counts, skipped, tiles, last, BLOCK_E, BLOCK_M
-        )
+    for tile in range(tl.program_id(0) % stripes, buckets.total, stripes):
+        expert, first_entry, left = pairs_of_tile(tile, buckets, BLOCK_E, BLOCK_M)
         entries_ptr = buckets_ptr + expert * stride_buckets_expert + first_entry
         entry = tl.arange(0, BLOCK_M)
         pair = tl.load(entries_ptr + entry, mask=entry < left, other=-1).to(tl.int64)
