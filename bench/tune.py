@@ -22,9 +22,10 @@ from bench.results import environment
 from bench.run import check
 from bench.timing import copies_of, device_us
 from ferrum_triton import OPS, FerrumError, get_backend
+from ferrum_triton.kernels.gpu import Gpu, gpu_of
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
-from ferrum_triton.kernels.tuning import TUNABLES, Config, arch_of
+from ferrum_triton.kernels.tuning import TUNABLES, Config
 from ferrum_triton.registry import Case, Op
 from ferrum_triton.testing import TensorFactory
 
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TUNED)
     parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
     options = parser.parse_args()
-    arch = arch_of(torch.device("cuda", torch.cuda.current_device()))
+    arch = this_gpu().arch
     for name in options.ops:
         entries = [
             entry
@@ -52,9 +53,14 @@ def main() -> None:
         if entries:
             file = options.out / name / f"{arch}.json"
             file.parent.mkdir(parents=True, exist_ok=True)
-            table = {"measured": environment(options.commit), "entries": entries}
+            table = {"measured": environment(options.commit), "rows": entries}
             file.write_text(json.dumps(table, indent=1) + "\n")
             print(f"wrote {file.name} of {name} with {len(entries)} entries")
+
+
+def this_gpu() -> Gpu:
+    """The GPU measured on."""
+    return gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
 
 def tune(op: Op, case: Case) -> dict[str, Any] | None:
@@ -63,11 +69,12 @@ def tune(op: Op, case: Case) -> dict[str, Any] | None:
     door = getattr(get_backend("cuda"), op.name)
     arguments = op.make_sample(TensorFactory(case.dtype, "cuda"), **case.axes)
     shape = [*tunable.shape_of(case.axes)]
-    default = dict(tunable.heuristic(*shape))
+    gpu = this_gpu()
+    default = dict(tunable.heuristic(gpu, *shape))
 
     times: list[tuple[float, Config]] = []
     sets: list[dict[str, Any]] = []
-    for candidate in [default, *tunable.candidates(*shape)]:
+    for candidate in [default, *tunable.candidates(gpu, *shape)]:
         with tunable.forced(candidate):
             if reason := too_large(op, case):
                 print(f"  {dict(candidate)}: dropped, {reason}")
@@ -98,7 +105,7 @@ def tune(op: Op, case: Case) -> dict[str, Any] | None:
 
 def too_large(op: Op, case: Case) -> str | None:
     """Why the launches of a case cannot be worth timing, from compiling them; None if they can."""
-    target = TARGETS[arch_of(torch.device("cuda", torch.cuda.current_device()))]
+    target = TARGETS[this_gpu().arch]
     sample = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
     with record_launches(target.capability) as launches:
         op.impls["triton"](**sample)

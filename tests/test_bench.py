@@ -1,4 +1,4 @@
-"""The benches' own logic: verdicts, result files, tuned tables. Timing itself needs a GPU."""
+"""The benches' own logic: verdicts, result files. Timing itself needs a GPU."""
 
 import json
 import subprocess
@@ -20,8 +20,6 @@ from bench.load_speed import gb_per_second, load, write_random
 from bench.results import Row, save_rows
 from bench.timing import COLD_BYTES, copies_of
 from ferrum_triton import get_backend
-from ferrum_triton.kernels import tuning
-from ferrum_triton.kernels.tuning import TUNABLES, Tunable, nearest
 from ferrum_triton.quant import FORMATS, load_quant
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
@@ -99,68 +97,6 @@ def test_copies_walk_through_more_than_a_cache():
     assert len(sets) * x.numel() * 4 >= COLD_BYTES
     assert len({s["x"].data_ptr() for s in sets}) == len(sets)
     assert all(torch.equal(s["x"], x) for s in sets)
-
-
-TABLE = [
-    {"shape": {"m": 1, "n": 64}, "config": {"num_warps": 1}},
-    {"shape": {"m": 16, "n": 64}, "config": {"num_warps": 2}},
-    {"shape": {"m": 16, "n": 128}, "config": {"num_warps": 4}},
-]
-
-
-@pytest.mark.parametrize(
-    ("shape", "warps"),
-    [
-        ((1, 64), 1),
-        ((2, 64), 1),
-        ((4, 64), None),
-        ((9, 64), 2),
-        ((32, 64), 2),
-        ((33, 64), None),
-        ((16, 128), 4),
-        ((16, 96), None),
-    ],
-)
-def test_nearest_is_near(shape, warps):
-    found = nearest(TABLE, ("m", "n"), shape)
-    assert (found and found["num_warps"]) == warps
-
-
-@pytest.fixture
-def tunable():
-    yield Tunable(
-        "made_up",
-        ("m", "n"),
-        lambda m, n: {"BLOCK": n, "num_warps": 8},
-        lambda m, n: [{"BLOCK": n // k, "num_warps": w} for k in (1, 2) for w in (4, 8)],
-    )
-    del TUNABLES["made_up"]
-
-
-def test_tables_come_before_the_heuristic(tunable, monkeypatch):
-    cpu, pretended = torch.device("cpu"), torch.device("cuda", 0)
-    monkeypatch.setattr(tuning, "arch_of", lambda d: "sm_90" if d == pretended else None)
-    monkeypatch.setattr(tuning, "read_table", lambda op, arch: TABLE if arch else [])
-    assert tunable.pick(pretended, 16, 64) == {"num_warps": 2}
-    assert tunable.pick(cpu, 16, 64) == {"BLOCK": 64, "num_warps": 8}
-    with tunable.forced({"num_warps": 16}):
-        assert tunable.pick(pretended, 16, 64) == {"num_warps": 16}
-    assert tunable.pick(pretended, 16, 64) == {"num_warps": 2}
-
-
-def test_absent_tables_are_empty():
-    assert tuning.read_table("made_up", "sm_90") == []
-    assert tuning.read_table("rms_norm", None) == []
-
-
-def test_candidates_serve_tritons_autotuner(tunable):
-    configs = tunable.triton_configs(16, 64)
-    assert [(c.kwargs["BLOCK"], c.num_warps) for c in configs] == [
-        (64, 4),
-        (64, 8),
-        (32, 4),
-        (32, 8),
-    ]
 
 
 def test_cliffs_are_drops_beside_no_more_work():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.tuning import TUNABLES
 from ferrum_triton.ops.sampling import PHILOX_INCREMENTS, PHILOX_MULTIPLIERS, WORD
 from ferrum_triton.runtime.sampling import Sampler
@@ -62,7 +63,7 @@ def test_argmax_in_chunks_of_every_candidate(backend_name):
     backend, tunable = get_backend(backend_name), TUNABLES["argmax_rows"]
     logits = normal(backend, 3, 9001, dtype=torch.float16)
     logits[1, [512, 8191]] = 9.0
-    for config in tunable.candidates(3, 9001):
+    for config in tunable.candidates(gpu_of(logits.device), 3, 9001):
         with tunable.forced(config):
             got = backend.argmax_rows(logits)
         assert torch.equal(got, get_backend("cpu").argmax_rows(logits.cpu()).to(got.device))

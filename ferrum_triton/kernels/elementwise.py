@@ -1,13 +1,12 @@
 """Elementwise, activation and layout ops: one program per block of one row."""
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import META_PROCESSORS, kernel
+from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.rows import as_flat, as_rows, cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import elementwise as ops
@@ -195,19 +194,18 @@ def _transpose_kernel(
     tl.store(y_ptr + inner * stride_y_inner + outer * stride_y_outer + col, x, mask=mask)
 
 
-@functools.lru_cache(4096)
-def block_heuristic(num_rows: int, num_cols: int) -> Config:
+def block_heuristic(gpu: Gpu, num_rows: int, num_cols: int) -> Config:
     """Block and warps for kernels that touch every element once.
 
     Few blocks: 1024 on 4 warps, one 16-byte access of 16-bit values a thread, spread over as many
     processors as possible. Where every processor has sixteen of those anyway, twice as many values
     a thread keep as many bytes in flight with half the programs to start.
     """
-    many = num_rows * cdiv(num_cols, BLOCK) >= 16 * META_PROCESSORS
+    many = num_rows * cdiv(num_cols, BLOCK) >= 16 * gpu.num_sms
     return {"BLOCK_C": 2 * BLOCK if many and num_cols > BLOCK else BLOCK, "num_warps": WARPS}
 
 
-def block_candidates(num_rows: int, num_cols: int) -> list[Config]:
+def block_candidates(gpu: Gpu, num_rows: int, num_cols: int) -> list[Config]:
     """8 to 32 values a thread."""
     return [
         {"BLOCK_C": block, "num_warps": warps}
@@ -220,6 +218,18 @@ def block_candidates(num_rows: int, num_cols: int) -> list[Config]:
 SPLITS = {
     name: Tunable(name, ("num_tokens", "intermediate_size"), block_heuristic, block_candidates)
     for name in ("fused_silu_mul_split", "fused_gelu_mul_split", "fused_gelu_tanh_mul_split")
+}
+# Tensors as rows, or as a single one where they are contiguous.
+FLAT = {
+    name: Tunable(name, ("num_rows", "num_cols"), block_heuristic, block_candidates)
+    for name in (
+        "silu_mul",
+        "gelu",
+        "scale_inplace",
+        "add_inplace",
+        "scaled_add_inplace",
+        "add_bias",
+    )
 }
 
 
@@ -271,7 +281,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
     named = (("out", y), ("gate", gate), ("up", up))
     rows = as_flat(*(as_rows("silu_mul", name, tensor) for name, tensor in named))
     num_rows, num_cols = rows[0].shape
-    config = block_heuristic(num_rows, num_cols)
+    config = FLAT["silu_mul"].pick(y.device, num_rows, num_cols)
     _gated_kernel.launch(
         _blocks(num_rows, num_cols, config),
         *rows,
@@ -290,7 +300,7 @@ def gelu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return y
     rows = as_flat(as_rows("gelu", "out", y), as_rows("gelu", "x", x))
     num_rows, num_cols = rows[0].shape
-    config = block_heuristic(num_rows, num_cols)
+    config = FLAT["gelu"].pick(y.device, num_rows, num_cols)
     _activation_kernel.launch(
         _blocks(num_rows, num_cols, config),
         *rows,
@@ -308,7 +318,7 @@ def scale_inplace(x: Tensor, scale: float) -> None:
         return
     (rows,) = as_flat(as_rows("scale_inplace", "x", x))
     num_rows, num_cols = rows.shape
-    config = block_heuristic(num_rows, num_cols)
+    config = FLAT["scale_inplace"].pick(x.device, num_rows, num_cols)
     _scale_kernel.launch(
         _blocks(num_rows, num_cols, config),
         rows,
@@ -319,10 +329,10 @@ def scale_inplace(x: Tensor, scale: float) -> None:
     )
 
 
-def _launch_add(dst: Tensor, src: Tensor, scale: float | None = None) -> None:
+def _launch_add(name: str, dst: Tensor, src: Tensor, scale: float | None = None) -> None:
     """dst += scale * src for [num_rows, num_cols]; a row stride of 0 repeats one row of src."""
     num_rows, num_cols = dst.shape
-    config = block_heuristic(num_rows, num_cols)
+    config = FLAT[name].pick(dst.device, num_rows, num_cols)
     _add_kernel.launch(
         _blocks(num_rows, num_cols, config),
         dst,
@@ -340,21 +350,21 @@ def _launch_add(dst: Tensor, src: Tensor, scale: float | None = None) -> None:
 def add_inplace(residual: Tensor, x: Tensor) -> None:
     if x.numel():
         dst, src = as_rows("add_inplace", "residual", residual), as_rows("add_inplace", "x", x)
-        _launch_add(*as_flat(dst, src))
+        _launch_add("add_inplace", *as_flat(dst, src))
 
 
 @ops.scaled_add_inplace.impl("triton")
 def scaled_add_inplace(dst: Tensor, src: Tensor, scale: float) -> None:
     if src.numel():
         rows = as_rows("scaled_add_inplace", "dst", dst), as_rows("scaled_add_inplace", "src", src)
-        _launch_add(*as_flat(*rows), scale)
+        _launch_add("scaled_add_inplace", *as_flat(*rows), scale)
 
 
 @ops.add_bias.impl("triton")
 def add_bias(x: Tensor, bias: Tensor) -> None:
     if x.numel():
         rows = as_rows("add_bias", "x", x)
-        _launch_add(rows, bias.expand(rows.shape))
+        _launch_add("add_bias", rows, bias.expand(rows.shape))
 
 
 @ops.copy_slice.impl("triton")

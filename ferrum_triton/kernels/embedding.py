@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.errors import FerrumError
-from ferrum_triton.kernels.jit import META_PROCESSORS, kernel
+from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.rows import as_rows, cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import embedding as ops
@@ -36,20 +37,20 @@ def _embedding_lookup_kernel(
     tl.store(y_ptr + token * stride_y_token + h, values, mask=mask)
 
 
-def lookup_heuristic(num_ids: int, hidden_size: int) -> Config:
+def lookup_heuristic(gpu: Gpu, num_ids: int, hidden_size: int) -> Config:
     """Block and warps of a row gather.
 
     Few ids: blocks of 1024, so that several processors share a row, 8 values a thread. Many: a
     program waits for its id before it can ask for the row, so it had better ask for much at once:
     blocks of 4096, 32 values a thread.
     """
-    many = num_ids >= 4 * META_PROCESSORS
+    many = num_ids >= 4 * gpu.num_sms
     block = min(next_power_of_2(hidden_size), 4096 if many else 1024)
     per_thread = 32 if many else 8
     return {"BLOCK_H": block, "num_warps": min(max(block // (32 * per_thread), 1), 4)}
 
 
-def lookup_candidates(num_ids: int, hidden_size: int) -> list[Config]:
+def lookup_candidates(gpu: Gpu, num_ids: int, hidden_size: int) -> list[Config]:
     """Blocks up to a row, 8 to 32 values a thread."""
     return [
         {"BLOCK_H": block, "num_warps": warps}

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import META_PROCESSORS, kernel
+from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.rows import as_rows, cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import norm as ops
@@ -277,7 +278,7 @@ def _softmax_long_kernel(
         tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=col < num_cols)
 
 
-def row_heuristic(num_rows: int, num_cols: int, operands: int = 1) -> Config:
+def row_heuristic(gpu: Gpu, num_rows: int, num_cols: int, operands: int = 1) -> Config:
     """Tile and warps for kernels that hold rows of ``operands`` inputs in registers.
 
     A decode step has fewer rows than processors: 16 values a thread, since more warps fetch a row
@@ -288,14 +289,14 @@ def row_heuristic(num_rows: int, num_cols: int, operands: int = 1) -> Config:
     through shared memory.
     """
     block = next_power_of_2(num_cols)
-    plenty = num_rows // (4 * META_PROCESSORS)
+    plenty = num_rows // (4 * gpu.num_sms)
     rows = min(max(2048 // block, 1), next_power_of_2(max(plenty, 1)))
     per_thread = 32 // operands if plenty else 16
     warps = min(max(rows * block // (32 * per_thread), 1), 32 if block > 16384 else 16)
     return {"BLOCK_T": rows, "BLOCK_H": block, "num_warps": warps}
 
 
-def row_candidates(num_rows: int, num_cols: int) -> list[Config]:
+def row_candidates(gpu: Gpu, num_rows: int, num_cols: int) -> list[Config]:
     """Up to 4 rows a program and 8 to 64 values of each input a thread."""
     block = next_power_of_2(num_cols)
     return [
@@ -306,18 +307,18 @@ def row_candidates(num_rows: int, num_cols: int) -> list[Config]:
     ]
 
 
-def rms_heuristic(num_rows: int, num_cols: int, operands: int = 1) -> Config:
+def rms_heuristic(gpu: Gpu, num_rows: int, num_cols: int, operands: int = 1) -> Config:
     """:func:`row_heuristic`, and rows read twice where the tensor is larger than the caches."""
     if num_rows * num_cols < LARGE or num_cols < TWICE_BLOCK:
-        return {"READS": 1, **row_heuristic(num_rows, num_cols, operands)}
+        return {"READS": 1, **row_heuristic(gpu, num_rows, num_cols, operands)}
     # 8 elements of one operand a thread, 4 each of two.
     warps = TWICE_BLOCK * operands // 256
     return {"READS": 2, "BLOCK_T": 1, "BLOCK_H": TWICE_BLOCK, "num_warps": warps}
 
 
-def rms_candidates(num_rows: int, num_cols: int) -> list[Config]:
+def rms_candidates(gpu: Gpu, num_rows: int, num_cols: int) -> list[Config]:
     """Rows read once, and read twice in blocks of 4 to 16 elements a thread."""
-    once = [{"READS": 1, **config} for config in row_candidates(num_rows, num_cols)]
+    once = [{"READS": 1, **config} for config in row_candidates(gpu, num_rows, num_cols)]
     twice = [
         {"READS": 2, "BLOCK_T": 1, "BLOCK_H": block, "num_warps": warps}
         for block in (1024, 2048, 4096)

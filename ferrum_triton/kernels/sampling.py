@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import META_PROCESSORS, kernel
+from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import sampling as ops
@@ -107,21 +108,21 @@ def _argmax_merge_kernel(
     tl.store(y_ptr + row, index_of_key(tl.max(keys, axis=0), MASKED))
 
 
-def argmax_heuristic(num_rows: int, vocab_size: int) -> Config:
+def argmax_heuristic(gpu: Gpu, num_rows: int, vocab_size: int) -> Config:
     """Columns a program scans: blocks of 2048 on 4 warps, two 16-byte loads of fp16 a thread.
 
     Few rows: a block a program, a small one if even that leaves processors without any. More than
     four programs a processor: loops over equal chunks, which load ahead and reduce once.
     """
     blocks_a_row = cdiv(vocab_size, 2048)
-    if num_rows * blocks_a_row < META_PROCESSORS:
+    if num_rows * blocks_a_row < gpu.num_sms:
         return {"BLOCK_V": 1024, "BLOCKS": 1, "num_warps": 4}
-    blocks = max(num_rows * blocks_a_row // (4 * META_PROCESSORS), 1)
+    blocks = max(num_rows * blocks_a_row // (4 * gpu.num_sms), 1)
     chunks = cdiv(blocks_a_row, min(blocks, 20))
     return {"BLOCK_V": 2048, "BLOCKS": cdiv(blocks_a_row, chunks), "num_warps": 4}
 
 
-def argmax_candidates(num_rows: int, vocab_size: int) -> list[Config]:
+def argmax_candidates(gpu: Gpu, num_rows: int, vocab_size: int) -> list[Config]:
     """8 to 32 logits of a block a thread; chunks of 1 to 32 blocks."""
     return [
         {"BLOCK_V": block, "BLOCKS": blocks, "num_warps": warps}
