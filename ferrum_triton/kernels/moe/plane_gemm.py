@@ -21,7 +21,7 @@ from ferrum_triton.kernels.moe.buckets import (
     pairs_of_tile,
     tile_bound,
 )
-from ferrum_triton.kernels.moe.plane_config import Mix, mix_heuristic, tiles_each
+from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Mix, tiles_each
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.moe.prepare import (
     PairTable,
@@ -38,7 +38,7 @@ from ferrum_triton.kernels.quant.descriptors import (
     plane_descriptors,
 )
 from ferrum_triton.kernels.quant.mma import options_of, row_units
-from ferrum_triton.kernels.quant.mma_config import MmaConfig, gpu_of
+from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.mma_operands import (
     MatrixTma,
     Operands,
@@ -307,7 +307,8 @@ def gemm_plane_pairs(
     if k == 0:
         return y.zero_()
     if mix is None:
-        mix = mix_heuristic(gpu_of(a.device), kind, num_pairs, num_experts, up is not None)
+        tiles = TILES if up is None else GATE_UP_TILES
+        mix = Mix.of(tiles.pick(a.device, num_pairs, num_experts, kind))
     arguments = a, bucket_ids, tpe, top_k, mix.config.words, halves_of(kind)
     prepared = prepare_sorted(*arguments, y) if mix.config.use_tma else prepare(*arguments)
     is_per_pair = a.dim() == 3

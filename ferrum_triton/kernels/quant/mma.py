@@ -98,9 +98,9 @@ def _mma_quant_kernel(
     # Programs that share rows of W run side by side.
     tiles_m = tl.cdiv(num_tokens, BLOCK_M)
     first_token = tl.program_id(0) % tiles_m * BLOCK_M
-    first_row = tl.program_id(0) // tiles_m * BLOCK_N
+    tile_n = tl.program_id(0) // tiles_m
     m = first_token.to(tl.int64) + tl.arange(0, BLOCK_M)
-    n = first_row.to(tl.int64) + tl.arange(0, BLOCK_N)
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Past the end the last row and token are read again.
     row, token = tl.minimum(n, num_rows - 1), tl.minimum(m, num_tokens - 1)
     rows = PlaneRows(q_row, h_row, s_row, t_row, d_row)
@@ -110,7 +110,7 @@ def _mma_quant_kernel(
         MatrixTma(q_desc, h_desc, s_desc, d_desc, 0),
         MatrixTma(None, None, None, None, 0),
         TokensTma(x_desc, sums_desc, first_token),
-        first_row,
+        tile_n * BLOCK_N,
     )
     steps = tl.cdiv(num_words, TILE.words)
     per_split = tl.cdiv(steps, SPLITS)

@@ -8,21 +8,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-
-from ferrum_triton.kernels.jit import capability
+from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
-
-
-class Gpu(NamedTuple):
-    capability: tuple[int, int]
-    shared_limit: int
-
-
-def gpu_of(device: torch.device) -> Gpu:
-    return Gpu(capability(device), 101_376)
 
 
 class MmaConfig(NamedTuple):

@@ -11,12 +11,13 @@ rounded: up to eight of them take the first way, and more a product by torch.
 import torch
 from torch import Tensor
 
+from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
 from ferrum_triton.kernels.quant.gemv_quads import gemv_quads, takes_quads
 from ferrum_triton.kernels.quant.gemv_walk import gemv_walk, walk_of
 from ferrum_triton.kernels.quant.int16 import int16_activations
 from ferrum_triton.kernels.quant.mma import mma_quant
-from ferrum_triton.kernels.quant.mma_config import MmaConfig, gpu_of, mma_heuristic
+from ferrum_triton.kernels.quant.mma_config import MmaConfig, mma_heuristic
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
 from ferrum_triton.ops.quant import MAX_GEMV_ROWS
 from ferrum_triton.quant.kinds import file_kind
