@@ -68,5 +68,5 @@ def test_many_activations(kind, num_tokens):
         mma_quant(a, planes_of(kind), kind, config._replace(splits=1))
     code = machine_code(launches)
     assert count(code, "HMMA" if config.tokens == 8 else "HGMMA")
-    assert count(code, "UTMALDG" if config.described else "LDGSTS.E.BYPASS.128")
+    assert count(code, "UTMALDG" if config.use_tma else "LDGSTS.E.BYPASS.128")
     assert count(code, "I2F") <= 1  # of the division that finds a program's tile

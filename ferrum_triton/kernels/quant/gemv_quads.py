@@ -263,7 +263,7 @@ def gemv_quads(
     if warps is None:
         warps = warps_of(num_rows, k // BLOCK)
     chained = may_chain(a)
-    x, sums, factor = arrange(a, BLOCK // 8, release=chained, beside=MOST_TOKENS)
+    x, sums, factor = arrange(a, BLOCK // 8, interleave=MOST_TOKENS)
     _gemv_quads_kernel.launch(
         (cdiv(num_rows, ROWS),),
         out,
