@@ -8,3 +8,5 @@ from ferrum_triton.ops import FAMILIES
 for _family in FAMILIES:
     if _family != "linear" and not _family.startswith("quant_"):
         import_module(f"ferrum_triton.kernels.{_family}")
+# An op of the family norm, in a file of its own.
+import_module("ferrum_triton.kernels.softmax")
