@@ -5,17 +5,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.quant.planes import load_rows, row_sizes, span_of
+from ferrum_triton.quant.formats import FORMATS, BlockFormat
 from ferrum_triton.quant.kinds import file_kind
 
 
-def layout_of(planes: Tensor, kind: str, num_weights: int) -> tuple[int | str, ...]:
+def layout_of(planes: Tensor, kind: str, num_weights: int) -> tuple[int | BlockFormat, ...]:
     """What :func:`entry` reads."""
-    return *row_sizes(planes, kind, num_weights).values(), file_kind(kind)
+    return *row_sizes(planes, kind, num_weights).values(), FORMATS[file_kind(kind)]
 
 
 @triton.constexpr_function
 def entry(layout, i):
-    """Of a layout: bytes of a row of the planes q, h, s, t and d, and the kind."""
+    """Of a layout: bytes of a row of the planes q, h, s, t and d, and the format."""
     return layout[i]
 
 

@@ -25,10 +25,11 @@ _EIGHT = tl.constexpr((tl.int32,) * 8)
 @triton.constexpr_function
 def thread_bytes(plane, bits, scales, mins):
     """Bytes of 64 weights in a plane; of ``"d"`` those of all 256 where d is theirs."""
+    low = 8 if bits == 8 else 4 if bits >= 4 else 2
     if plane == "q":
-        return 16 if bits < 4 else 64 if bits == 8 else 32
+        return 8 * low
     if plane == "h":
-        return {3: 8, 5: 8, 6: 16}.get(bits, 0)
+        return 8 * (bits - low)
     if plane == "s":
         return 0 if scales == "" else 2 if scales == "packed" else 4
     if plane == "t":
