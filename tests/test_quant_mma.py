@@ -7,10 +7,10 @@ import torch
 
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.fragments import CODES
-from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
 from ferrum_triton.kernels.quant.mma import mma_quant
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.plane_rows import decode_planes, product_by_torch
+from ferrum_triton.kernels.quant.products import product
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
@@ -84,7 +84,7 @@ def test_any_number_of_tokens_and_odd_rows(kind, m):
 def test_the_same_planes_serve_few_and_many_tokens(kind):
     planes = planes_of(packed(kind, 9, 256), kind)
     a = torch.randn(2, 256, generator=seeded(2)).half()
-    few = gemv_planes(a, planes, f"{kind}:planes").double()
+    few = product(a, planes, f"{kind}:planes").double()
     many = multiply(a, planes, kind, SMALL).double()
     assert ((few - many).square().sum() / few.square().sum()).item() < 2e-6
 
@@ -230,11 +230,11 @@ def test_ptx_unpacks_what_the_layout_says(kind):
                 if codes.scales in ("byte", "packed"):
                     scale -= 32
             got = run_ptx(codes.asm, 8, operands)
-            for product in range(8):
-                h, n, o = product >> 2, product >> 1 & 1, product & 1
+            for i in range(8):
+                h, n, o = i >> 2, i >> 1 & 1, i & 1
                 first = 16 * pair + 8 * h + 4 * n + o
                 want = (scale * q[[first, first + 2]]).half()
-                assert torch.equal(got[product], want), (pair, product)
+                assert torch.equal(got[i], want), (pair, i)
 
 
 @pytest.mark.parametrize(

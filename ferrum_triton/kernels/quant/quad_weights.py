@@ -47,9 +47,9 @@ def _pointer(ptr, first, thread, block, ROW: tl.constexpr, EACH: tl.constexpr):
 def load_rows(
     planes_ptr, num_rows, row, thread, block, mask, Q: tl.constexpr, H: tl.constexpr,
     S: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
-    MINS: tl.constexpr, PTX: tl.constexpr, HINT: tl.constexpr,
+    MINS: tl.constexpr, PTX: tl.constexpr, HINT: tl.constexpr, ROWS: tl.constexpr = 2,
 ):  # fmt: skip
-    """Two rows of a thread, eight apart: tuples of words (q, h, scales, d).
+    """ROWS rows of a thread, eight apart: tuples of words (q, h, scales, d).
 
     Args:
         planes_ptr: of a matrix of num_rows rows, int64.
@@ -76,7 +76,7 @@ def load_rows(
     else:
         d_ptr = planes_ptr + row * D + block * D_EACH
     rows = ()
-    for r in tl.static_range(2):
+    for r in tl.static_range(ROWS):
         q = ()
         at = (q_ptr + 8 * r * Q).to(tl.pointer_type(tl.int32))
         for i in tl.static_range(Q_EACH // 16):
