@@ -251,13 +251,13 @@ def _transpose_kernel(
 ):
     """y[inner, outer] = x[outer, inner]"""
     pdl_trigger(PDL)
+    pdl_wait(PDL)
     blocks_per_row = tl.cdiv(size, BLOCK_C)
     first = (tl.program_id(0) // blocks_per_row).to(tl.int64) * BLOCK_R
     row = (first + tl.arange(0, BLOCK_R))[:, None]
     col = (tl.program_id(0) % blocks_per_row * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     mask = (row < num_rows) & (col < size)
     inner, outer = row // num_outer, row % num_outer
-    pdl_wait(PDL)
 
     x = tl.load(x_ptr + outer * stride_x_outer + inner * stride_x_inner + col, mask=mask)
     tl.store(y_ptr + inner * stride_y_inner + outer * stride_y_outer + col, x, mask=mask)
