@@ -36,7 +36,7 @@ def high_words_of(bits, words):
 @triton.constexpr_function
 def scales_of(scales, words):
     """Its sub-blocks' scales, of the kind of ``Codes.scales``."""
-    return {"": 0, "pair": words // 4, "packed": words // 4}.get(scales, words // 2)
+    return 0 if scales == "" else words // (2 if scales in ("byte", "nibbles") else 4)
 
 
 @triton.constexpr_function

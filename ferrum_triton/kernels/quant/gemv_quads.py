@@ -23,7 +23,7 @@ from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.gemv_planes import STREAM, store_each
 from ferrum_triton.kernels.quant.mma import codes_meta
 from ferrum_triton.kernels.quant.planes import fp16_pair, load_words, may_chain, row_sizes, uses_ptx
-from ferrum_triton.kernels.quant.quad_weights import load_rows, minimum, weights
+from ferrum_triton.kernels.quant.quad_weights import block_scale, load_rows, minimum, weights
 from ferrum_triton.kernels.quant.thread_sums import summed_over_warps
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 
@@ -124,8 +124,7 @@ def _add_block(
             tl.fma(-m_second, low[3], tl.fma(d_second, total[3], acc[3])),
         )
     elif LATE:
-        d, _ = fp16_pair(first[3][0])
-        d_second, _ = fp16_pair(second[3][0])
+        d, d_second = block_scale(first, SCALES), block_scale(second, SCALES)
         total = (
             tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]),
             tl.fma(d_second, total[2], acc[2]), tl.fma(d_second, total[3], acc[3]),

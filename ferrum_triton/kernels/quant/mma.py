@@ -207,6 +207,12 @@ def codes_meta(kind: str, device: torch.device) -> dict[str, Any]:
     }
 
 
+def is_late(kind: str, config: Config) -> bool:
+    """Whether d is taken after the product; powers of two are beyond float16 before it."""
+    scales = CODES[file_kind(kind)].scales
+    return scales == "power" or (config.late and scales != "")
+
+
 def tile_meta(kind: str, config: Config, k: int, device: torch.device) -> dict[str, Any]:
     """What is constant in a kernel of :func:`add_step`, and its options."""
     return {
@@ -215,7 +221,7 @@ def tile_meta(kind: str, config: Config, k: int, device: torch.device) -> dict[s
         "BLOCK_M": config.tokens,
         "BLOCK_W": config.words,
         "PARTS": max(config.parts, halves_of(kind)),
-        "LATE": config.late and CODES[file_kind(kind)].scales != "",
+        "LATE": is_late(kind, config),
         "WHOLE": k % (8 * config.words) == 0,
         "num_warps": config.warps,
         "num_stages": config.stages,
@@ -226,7 +232,7 @@ def tile_meta(kind: str, config: Config, k: int, device: torch.device) -> dict[s
 def described_activations(x: Tensor, sums: Tensor, kind: str, config: Config) -> Descriptors:
     """Descriptors of what ``arrange`` returned, as :func:`add_step` reads it."""
     codes = CODES[file_kind(kind)]
-    with_sums = config.late and codes.scales != "" and codes.mins
+    with_sums = is_late(kind, config) and codes.mins
     parts = max(config.parts, halves_of(kind))
     return describe_activations(x, sums, config.tokens, config.words, parts, with_sums)
 

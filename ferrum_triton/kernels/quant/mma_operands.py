@@ -50,7 +50,7 @@ def operands(
         more_rows += tl.arange(0, high_words_of(BITS, BLOCK_W))[None, :]
     if SCALES == "pair":
         s_rows = (s_ptr.to(tl.pointer_type(tl.int16)) + row * s_row * 8)[:, None]
-    elif SCALES == "byte":
+    elif SCALES == "byte" or SCALES == "byte32":
         s_rows = (s_ptr.to(tl.pointer_type(tl.int8)) + row * s_row * 16)[:, None]
     elif SCALES != "":
         s_rows = (s_ptr + row * s_row * 16)[:, None]
@@ -59,8 +59,11 @@ def operands(
         t_rows = (t_ptr + row * t_row * 4)[:, None]
     if SCALES != "":
         s_rows += tl.arange(0, scales_of(SCALES, BLOCK_W))[None, :]
-    D_TYPE: tl.constexpr = tl.int32 if MINS else tl.float16
-    d_rows = planes_ptr.to(tl.pointer_type(D_TYPE)) + row * d_row * (4 if MINS else 8)
+    if SCALES == "power":
+        d_rows = planes_ptr + row * d_row * 16
+    else:
+        D_TYPE: tl.constexpr = tl.int32 if MINS else tl.float16
+        d_rows = planes_ptr.to(tl.pointer_type(D_TYPE)) + row * d_row * (4 if MINS else 8)
     # Element p W + w of a step is product p of word w.
     x_rows = x_ptr + (token * stride_x_token)[:, None]
     x_rows += tl.arange(0, 8 * BLOCK_W // PARTS)[None, :]
@@ -122,7 +125,9 @@ def block_scales(
     d, m = 0.0, 0.0
     if LATE:
         # Too narrow for the compiler's pipeline where no product depends on them.
-        d = tl.load(at[4] + (skipped * d_row * (4 if MINS else 8) + step * BLOCK_W // 32))
+        BYTES: tl.constexpr = at[4].dtype.element_ty == tl.uint8  # exponents
+        UNIT: tl.constexpr = 16 if BYTES else 4 if MINS else 8
+        d = tl.load(at[4] + (skipped * d_row * UNIT + step * BLOCK_W // 32))
         if MINS:
             d, m = halves(d)
     return d, m

@@ -6,6 +6,8 @@ import triton.language as tl
 from ferrum_triton.kernels.quant.fragments import (
     all_end_to_end,
     end_to_end,
+    largest_power,
+    relative_power,
     second_bytes,
     spread,
     times,
@@ -77,6 +79,8 @@ def add_step(
         LATE, WHOLE,
     )  # fmt: skip
     low = scale
+    if SCALES == "power":
+        scale = relative_power(scale, d.to(tl.int32)[:, None])
     if SCALES == "nibbles":
         scale, low = scale & 15, scale << 4  # a min as the low bits of the second byte
     # Here, not before: the loop's copies are asked for first.
@@ -122,7 +126,8 @@ def add_step(
                 second = tl.load(x_rows + 4 * BLOCK_W)
             product = tl.dot(end_to_end(t, 4), tl.trans(second), product)
     if LATE:
-        acc += product * d.to(tl.float32)[:, None]
+        factor = largest_power(d) if SCALES == "power" else d.to(tl.float32)
+        acc += product * factor[:, None]
         if MINS:
             mins = second_bytes(low, BLOCK_W, ASM)
             if not DESCRIBED:
