@@ -99,9 +99,9 @@ def test_planes_take_little_more_than_the_file(kind):
     assert to_planes(blocks, kind).numel() <= 1.03 * blocks.numel()
 
 
-def test_formats_without_planes_are_refused():
+def test_what_is_no_row_of_a_format_is_refused():
     with pytest.raises(InputError, match="MXFP4"):
-        to_planes(torch.zeros(1, 17, dtype=torch.uint8), "MXFP4")
+        to_planes(torch.zeros(1, 17, dtype=torch.uint8), "IQ1_S")
     with pytest.raises(InputError):
         to_planes(torch.zeros(1, 19, dtype=torch.uint8), "Q4_0")
     for row_bytes in (16, 18, 40, 56):
@@ -117,11 +117,6 @@ def test_a_packed_tensor_in_planes_and_back(kind):
     assert planes.in_planes() is planes and weight.as_in_file() is weight
     assert torch.equal(planes.as_in_file().blocks, weight.blocks)
     assert torch.equal(planes.dequantize(), weight.dequantize())
-
-
-def test_a_format_without_planes_stays():
-    weight = QuantizedTensor(blocks_for("MXFP4", 3, 64), "MXFP4")
-    assert weight.in_planes() is weight
 
 
 def test_planes_that_lie_apart_or_between_words_are_refused():

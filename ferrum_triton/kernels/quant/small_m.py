@@ -39,7 +39,7 @@ from ferrum_triton.kernels.quant.gemv_repacked import (
 )
 from ferrum_triton.kernels.quant.mma import codes_meta
 from ferrum_triton.kernels.quant.planes import fp16_pair, load_words, row_sizes, uses_ptx
-from ferrum_triton.kernels.quant.quad_weights import load_rows, minimum, weights
+from ferrum_triton.kernels.quant.quad_weights import block_scale, load_rows, minimum, weights
 from ferrum_triton.kernels.quant.thread_sums import summed_over_warps
 from ferrum_triton.kernels.rows import cdiv
 
@@ -216,11 +216,14 @@ def _minimum(row, J: tl.constexpr, LAYOUT: tl.constexpr):
 @triton.jit
 def _scaled(acc, total, low, row, LAYOUT: tl.constexpr):
     """One row's sums of two tokens: acc + d · total - m · low, where d is taken late."""
-    if LAYOUT.is_late:
+    SCALES: tl.constexpr = LAYOUT.scales
+    if LAYOUT.is_late and LAYOUT.mins:
         d, m = fp16_pair(row[3][0])
         total = (tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]))
-        if LAYOUT.mins:
-            total = (tl.fma(-m, low[0], total[0]), tl.fma(-m, low[1], total[1]))
+        total = (tl.fma(-m, low[0], total[0]), tl.fma(-m, low[1], total[1]))
+    elif LAYOUT.is_late:
+        d = block_scale(row, SCALES)
+        total = (tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]))
     return total
 
 
