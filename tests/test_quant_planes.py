@@ -9,7 +9,7 @@ import torch
 from ferrum_triton import InputError
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv
-from ferrum_triton.kernels.quant.int16 import int16_activations
+from ferrum_triton.kernels.quant.integer_activations import int16_activations
 from ferrum_triton.kernels.quant.products import gemv, gemv_heuristic
 from ferrum_triton.kernels.quant.products import product as chosen_product
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
@@ -205,7 +205,7 @@ def test_integers_of_16_bits(device, dtype):
     a = torch.randn(2, 320, generator=seeded(18)).to(dtype)
     a[0, 5], a[1, 40:64], a[1, 64:96] = 900.0, a[1, 40:64] * 2.0**-20, 0.0
     got = int16_activations(a.to(device))
-    info = got.info.cpu()
+    info = got.scales_and_sums.cpu()
     steps = info[..., 0].contiguous().view(torch.float32)
     integers = got.codes.cpu().view(torch.int16).unflatten(-1, (-1, 32))
     groups = a.float().unflatten(-1, (-1, 32))

@@ -29,14 +29,8 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import arrange
-from ferrum_triton.kernels.quant.gemv_repacked import (
-    STREAM,
-    Matrix,
-    Output,
-    Part,
-    part_of_grid,
-    store_each,
-)
+from ferrum_triton.kernels.quant.gemv_repacked import Output, Part, part_of_grid, store_each
+from ferrum_triton.kernels.quant.gemv_rows import STREAM, Matrix
 from ferrum_triton.kernels.quant.mma import codes_meta
 from ferrum_triton.kernels.quant.planes import fp16_pair, load_words, row_sizes, uses_ptx
 from ferrum_triton.kernels.quant.quad_weights import block_scale, load_rows, minimum, weights
