@@ -1,9 +1,9 @@
 """Activations by a block of rows of repacked weights: what a program of a GEMV computes.
 
 sums[row][token] = Σ over a thread's k of a[token, k] · W[row, k]. The threads of a program lie
-along K. Each takes one or two groups of 32 weights of every row of a block of rows, multiplies them by
-activations that are integers of 16 bits, or float32, and keeps float32 sums, which are to be added
-up over the threads. ``gemv_repacked`` launches it for tokens, ``moe.plane_gemv`` for experts.
+along K. Each takes one or two groups of 32 weights of every row of a block of rows, multiplies them
+by activations that are integers of 16 bits, or float32, and keeps float32 sums, which are to be
+added up over the threads. ``gemv_repacked`` launches it for tokens, ``moe.plane_gemv`` for experts.
 """
 
 from dataclasses import dataclass
