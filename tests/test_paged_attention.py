@@ -37,10 +37,11 @@ def varlen(backend, seed=0, dtype=torch.float32, **axes):
 
 
 @pytest.fixture
-def cut_fine(monkeypatch):
+def cut_fine():
     """Units of one tile, as many programs as there are tiles."""
     config = {"BLOCK_N": 16, "PROGRAMS": 1000, "LEAST_KEYS": 16, "num_warps": 4, "num_stages": 2}
-    monkeypatch.setattr("ferrum_triton.kernels.attention.paged.decode_launch", lambda *_: config)
+    with decode_config.decode_config.forced(config):
+        yield
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
@@ -131,7 +132,7 @@ def test_cutting_changes_rounding_only(backend_name, cut_fine):
 @pytest.mark.parametrize("backend_name", KERNELS)
 def test_batch_invariant_results_are_those_of_a_batch_of_one(backend_name, monkeypatch):
     monkeypatch.setattr(decode_config, "INVARIANT_KEYS", 32)
-    monkeypatch.setattr("ferrum_triton.kernels.attention.paged_decode.INVARIANT_KEYS", 32)
+    monkeypatch.setattr("ferrum_triton.kernels.attention.paged.INVARIANT_KEYS", 32)
     backend = get_backend(backend_name)
     call = decode(backend, max_len=200) | {"batch_invariant": True}
     together = backend.paged_decode_attention(**call)
@@ -310,7 +311,7 @@ def test_narrow_offsets_are_the_wide_ones(backend_name, layout, monkeypatch):
     backend = get_backend(backend_name)
     call = varlen(backend, dtype=torch.float16, layout=layout)
     want = backend.paged_varlen_attention(**call)
-    monkeypatch.setattr(paged_prefill, "_is_narrow", lambda _: False)
+    monkeypatch.setattr(paged_prefill, "is_narrow", lambda _: False)
     assert torch.equal(backend.paged_varlen_attention(**call), want)
 
 
