@@ -138,6 +138,7 @@ def _(make, num_tokens, num_groups, weight_dtype=torch.float32):
     },
     bench=[product_case(kind, 1, n, k) for kind in PLANE_FORMATS for n, k in SHAPES]
     + [product_case("Q4_K:planes", m, 28672, 4096) for m in (2, 4)],
+    after_norm="codes",
 )
 def gemv_quant_q8(
     codes: Tensor, info: Tensor, blocks: Tensor, kind: str, dtype: torch.dtype
