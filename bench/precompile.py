@@ -19,6 +19,8 @@ from ferrum_triton.kernels.jit import Launch
 
 # A function of a module with its arguments, so that another process can call it again.
 Recorder = Callable[[], list[Launch]]
+# Fewer launches are compiled sooner than other processes have started.
+FEWEST = 4
 
 
 def spare_processes() -> int:
@@ -28,8 +30,10 @@ def spare_processes() -> int:
 
 def compile_all(recorders: Sequence[Recorder], processes: int | None = None) -> list[str]:
     """Compile every launch once for the GPU of this machine; a line for each failure."""
+    if not torch.cuda.is_available():
+        return []
     jobs = different(recorders)
-    if not jobs or not torch.cuda.is_available():
+    if len(jobs) < FEWEST:
         return []
     count = min(processes or spare_processes(), len(jobs))
     context = multiprocessing.get_context("spawn")
