@@ -2,8 +2,7 @@
 
 An op declares ``after_norm``, the parameter of its activations. In a decoder a product follows a
 norm, so up to FEW_TOKENS of them are timed behind an rms_norm of as many rows and columns; the row
-is the time of the pair less the norm's own. Where activations are codes of eight bits the norm is
-followed by :func:`quantize_q8`, whose time is in the row too: it is the price of such a product.
+is the time of the pair less the norm's own.
 """
 
 from __future__ import annotations
@@ -70,24 +69,10 @@ def behind_norm(
     op: Op, call: Callable[..., Any], sets: Sequence[dict[str, Any]], backend: Backend
 ) -> tuple[list[Step], list[Step]]:
     """A call with each set, and the norm that writes its activations."""
-    products: list[Step] = []
-    norms: list[Step] = []
-    weight = None
+    weight = torch.ones_like(sets[0][op.after_norm].flatten(0, -2)[0])
+    norms = []
     for arguments in sets:
         rows: Tensor = arguments[op.after_norm].flatten(0, -2)
-        product = partial(call, **arguments)
-        if rows.is_floating_point():
-            out = rows
-        else:
-            out = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
-            product = partial(_quantized, product, backend, out, arguments)
-        x = torch.randn(rows.shape, device=rows.device).to(out.dtype)
-        weight = torch.ones_like(x[0]) if weight is None else weight
-        norms.append(partial(backend.rms_norm, x, weight, EPS, out=out))
-        products.append(product)
-    return products, norms
-
-
-def _quantized(product: Step, backend: Backend, a: Tensor, arguments: Mapping[str, Any]) -> Any:
-    backend.quantize_q8(a, out=(arguments["codes"], arguments["info"]))
-    return product()
+        x = torch.randn(rows.shape, device=rows.device).to(rows.dtype)
+        norms.append(partial(backend.rms_norm, x, weight, EPS, out=rows))
+    return [partial(call, **arguments) for arguments in sets], norms

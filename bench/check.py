@@ -3,12 +3,13 @@
     python -m bench.check RESULTS.json TARGETS.json
 
 Prints every target with its value, floor, goal, verdict and the age of its row, and counts them.
-Rows that no target names are listed where something is wrong with them. A row is
+Rows that no target names are counted by op where something is wrong with them. A row is
 
 * ``fresh`` if its fingerprint is that of the code today, ``stale`` if its kernel changed since,
 * ``unknown age`` without a fingerprint, or where no triton is installed to compute one,
 * ``dirty`` besides if its tree differed from its commit, and ``lacks op`` if git knows its commit
-  and the op is not defined there: the row was measured elsewhere than it says.
+  and the op is not defined there: the row was measured elsewhere than it says. ``op is gone`` marks
+  the row of an op that its commit had and the code today has not.
 
 The exit status is 1 if a measured case is below its floor; a case without a row is listed as not
 measured.
@@ -82,9 +83,12 @@ def age(row: dict[str, Any]) -> str:
     notes = [_age_by_code(row["id"], row.get("code"))]
     if row.get("dirty"):
         notes.append("dirty")
-    defined = ops_at(row["commit"])
-    if defined is not None and (op := _op_of(row["id"])) is not None and op not in defined:
-        notes.append("lacks op")
+    op, defined = _op_of(row["id"]), ops_at(row["commit"])
+    if defined is not None:
+        if op is not None and op not in defined:
+            notes.append("lacks op")
+        if op is None and row["id"].split("/")[0] in defined:
+            notes.append("op is gone")
     return ", ".join(notes)
 
 
@@ -136,9 +140,10 @@ def main() -> int:
             f"  {line.verdict}{mark}"
         )
     print(_counted(VERDICTS, Counter(line.verdict for line in lines)))
-    suspect = {name: found for name, found in others.items() if found not in ("fresh", AGES[2])}
-    for name, found in suspect.items():
-        print(f"row {name}: {found}")
+    suspect = Counter((name.split("/")[0], found) for name, found in others.items())
+    for (name, found), count in suspect.items():
+        if found not in ("fresh", "unknown age"):
+            print(f"{count} more rows of {name}: {found}")
     ages = [*(line.age for line in lines if line.age), *others.values()]
     print(f"rows: {_counted(AGES, Counter(found.split(', ')[0] for found in ages))}")
     return 1 if any(line.verdict == "below" for line in lines) else 0

@@ -4,7 +4,7 @@
 
 Every tile of TILES, GEMV_TILES, WALKS and QUADS is compiled first, in as many processes as there
 are processors, and those that spill are left out. The others are checked against float64 and timed
-with a cold cache. What :mod:`ferrum_triton.kernels.quant.plane_products` chooses was the fastest
+with a cold cache. What :mod:`ferrum_triton.kernels.quant.mma_config` chooses was the fastest
 here.
 """
 
@@ -18,59 +18,78 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
+from ferrum_triton.kernels.quant.gemv_quads import gemv_quads
+from ferrum_triton.kernels.quant.gemv_walk import Walk, gemv_walk
 from torch import Tensor
 
 from bench.timing import copies_of, device_us
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
-from ferrum_triton.kernels.quant.gemv_quads import gemv_quads
-from ferrum_triton.kernels.quant.gemv_walk import Walk, gemv_walk
 from ferrum_triton.kernels.quant.int16 import int16_activations
-from ferrum_triton.kernels.quant.mma import Config, mma_quant
-from ferrum_triton.kernels.quant.plane_products import spread_over
+from ferrum_triton.kernels.quant.mma import mma_quant
+from ferrum_triton.kernels.quant.mma_config import MmaConfig, with_splits
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import FORMATS, dequantize_blocks, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
-EARLY: dict[str, Any] = {"late": False, "words": 16}
-DESCRIBED: dict[str, Any] = {"described": True}
+EARLY: dict[str, Any] = {"scale_after": False, "words": 16}
+TMA: dict[str, Any] = {"use_tma": True}
 # By the fewest tokens they are timed for.
 TILES = {
     3: [
-        Config(64, 8, ahead=4),
-        Config(64, 8, stages=3, ahead=8),
-        Config(32, 8, warps=2, stages=3, ahead=4),
-        Config(64, 8, stages=3, ahead=4, **DESCRIBED),
+        MmaConfig(64, 8, prefetch_lines=4),
+        MmaConfig(64, 8, stages=3, prefetch_lines=8),
+        MmaConfig(32, 8, warps=2, stages=3, prefetch_lines=4),
+        MmaConfig(64, 8, stages=3, prefetch_lines=4, **TMA),
     ],
     9: [
-        Config(64, 16, parts=2, stages=3, registers=128, ahead=4),
-        Config(64, 16, stages=3, registers=128, ahead=4),
-        Config(64, 16, stages=3, ahead=4, **DESCRIBED),
+        MmaConfig(64, 16, parts=2, stages=3, maxnreg=128, prefetch_lines=4),
+        MmaConfig(64, 16, stages=3, maxnreg=128, prefetch_lines=4),
+        MmaConfig(64, 16, stages=3, prefetch_lines=4, **TMA),
     ],
     17: [
-        Config(64, 32, stages=3, late=False),
-        Config(64, 32, stages=3, ahead=4, **DESCRIBED),
-        Config(64, 32, stages=3, late=False, ahead=4, **DESCRIBED),
-        Config(64, 32, stages=2, late=False, registers=128, ahead=2, look=1, **DESCRIBED),
-        Config(128, 32, warps=8, stages=3, late=False, registers=128, **DESCRIBED),
+        MmaConfig(64, 32, stages=3, scale_after=False),
+        MmaConfig(64, 32, stages=3, prefetch_lines=4, **TMA),
+        MmaConfig(64, 32, stages=3, scale_after=False, prefetch_lines=4, **TMA),
+        MmaConfig(
+            64,
+            32,
+            stages=2,
+            scale_after=False,
+            maxnreg=128,
+            prefetch_lines=2,
+            prefetch_distance=1,
+            **TMA,
+        ),
+        MmaConfig(128, 32, warps=8, stages=3, scale_after=False, maxnreg=128, **TMA),
     ],
     33: [
-        Config(128, 64, warps=8, stages=3),
-        Config(128, 64, warps=8, stages=3, registers=128, **EARLY, **DESCRIBED),
-        Config(128, 64, warps=8, stages=2, late=False, registers=128, **DESCRIBED),
-        Config(128, 64, warps=8, stages=2, late=False, registers=128, ahead=2, look=1, **DESCRIBED),
-        Config(64, 64, stages=2, **DESCRIBED),
+        MmaConfig(128, 64, warps=8, stages=3),
+        MmaConfig(128, 64, warps=8, stages=3, maxnreg=128, **EARLY, **TMA),
+        MmaConfig(128, 64, warps=8, stages=2, scale_after=False, maxnreg=128, **TMA),
+        MmaConfig(
+            128,
+            64,
+            warps=8,
+            stages=2,
+            scale_after=False,
+            maxnreg=128,
+            prefetch_lines=2,
+            prefetch_distance=1,
+            **TMA,
+        ),
+        MmaConfig(64, 64, stages=2, **TMA),
     ],
     65: [
-        Config(64, 128, stages=3, **EARLY, **DESCRIBED),
-        Config(128, 128, warps=8, stages=3, **EARLY, **DESCRIBED),
-        Config(128, 64, warps=8, stages=2, late=False, registers=128, **DESCRIBED),
+        MmaConfig(64, 128, stages=3, **EARLY, **TMA),
+        MmaConfig(128, 128, warps=8, stages=3, **EARLY, **TMA),
+        MmaConfig(128, 64, warps=8, stages=2, scale_after=False, maxnreg=128, **TMA),
     ],
     129: [
-        Config(128, 256, warps=8, stages=3, **EARLY),
-        Config(128, 256, warps=8, stages=3, **EARLY, **DESCRIBED),
-        Config(64, 128, stages=3, **EARLY, **DESCRIBED),
+        MmaConfig(128, 256, warps=8, stages=3, **EARLY),
+        MmaConfig(128, 256, warps=8, stages=3, **EARLY, **TMA),
+        MmaConfig(64, 128, stages=3, **EARLY, **TMA),
     ],
 }
 
@@ -112,7 +131,7 @@ class Job(NamedTuple):
     n: int
     k: int
     m: int
-    tile: Config | Tile | Walk | Quads
+    tile: MmaConfig | Tile | Walk | Quads
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
@@ -122,13 +141,13 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         for shape in options.shapes:
             n, k = map(int, shape.split("x"))
             for m in options.tokens:
-                tiles: list[Config | Tile | Walk | Quads] = []
+                tiles: list[MmaConfig | Tile | Walk | Quads] = []
                 if m <= 4:
                     tiles += [*GEMV_TILES, *WALKS]
                 if 2 <= m <= 8:
                     tiles += QUADS
                 for tile in TILES[max(least for least in TILES if least <= m)] if m > 2 else []:
-                    splits = spread_over(tile, m, n, k).splits
+                    splits = with_splits(tile, m, n, k).splits
                     for each in {splits, max(splits // 2, 1)}:
                         tiles.append(tile._replace(splits=each))
                 listed += [Job(kind, n, k, m, tile) for tile in tiles]

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from ferrum_triton import InputError, get_backend
-from ferrum_triton.kernels import elementwise
+from ferrum_triton.kernels.gpu import gpu_of, gpu_of_capability
 from ferrum_triton.kernels.tuning import TUNABLES
 from ferrum_triton.ops.embedding import check_ids
 from ferrum_triton.registry import OPS
@@ -111,24 +111,25 @@ def test_every_candidate_computes_the_same(backend_name, name):
     backend, op, tunable = get_backend(backend_name), OPS[name], TUNABLES[name]
     arguments = sample(op, torch.float16, backend.device, 5, **TUNED[name])
     want, left = expected(op, arguments)
-    shape = [TUNED[name][dim] for dim in tunable.dims]
-    for config in (*tunable.candidates(*shape), tunable.heuristic(10**6, shape[1])):
+    gpu, shape = gpu_of(torch.device(backend.device)), [TUNED[name][dim] for dim in tunable.dims]
+    for config in (*tunable.candidates(gpu, *shape), tunable.heuristic(gpu, 10**6, shape[1])):
         with tunable.forced(config):
             got = as_tuple(getattr(backend, name)(**arguments))
         assert_call_matches(op, got, arguments, want, left)
 
 
 @pytest.mark.parametrize("name", ["silu_mul", "gelu", "scale_inplace", "add_bias", "add_inplace"])
-def test_blocks_of_a_large_tensor(backend, name, monkeypatch):
+def test_blocks_of_a_large_tensor(backend, name):
     """The configuration that only tensors of millions of elements get."""
-    large = elementwise.block_heuristic(4096, 4096)
-    assert large["BLOCK_C"] > elementwise.block_heuristic(1, 4096)["BLOCK_C"]
-    monkeypatch.setattr(elementwise, "block_heuristic", lambda *_: large)
+    tunable, gpu = TUNABLES[name], gpu_of_capability((9, 0))
+    large = tunable.heuristic(gpu, 4096, 4096)
+    assert large["BLOCK_C"] > tunable.heuristic(gpu, 1, 4096)["BLOCK_C"]
     op = OPS[name]
     axes = dict(zip(op.axes, (3, 2500), strict=False))
     arguments = sample(op, torch.float16, backend.device, 5, **axes)
     want, left = expected(op, arguments)
-    got = as_tuple(getattr(backend, name)(**arguments))
+    with tunable.forced(large):
+        got = as_tuple(getattr(backend, name)(**arguments))
     assert_call_matches(op, got, arguments, want, left)
 
 

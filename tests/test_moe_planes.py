@@ -12,10 +12,10 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from bench import moe_layer
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.moe.plane_gemm import MIXES, Mix, gemm_plane_pairs
+from ferrum_triton.kernels.moe.plane_config import MIXES, Mix
+from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
-from ferrum_triton.kernels.quant.mma import Config
-from ferrum_triton.kernels.quant.plane_products import OTHER_TILES
+from ferrum_triton.kernels.quant.mma_config import OTHER_TILES, MmaConfig
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.quant.kinds import format_of, quantize_rows
@@ -61,7 +61,7 @@ def test_every_mix_of_tiles_gives_the_products(mix, kind):
     assert_close(got, gated(a.double(), stack, up, ids, *[f"{kind}:planes"] * 2), scale=2)
 
 
-@pytest.mark.parametrize("config", [Config(64, 16), Config(64, 16, described=True)], ids=str)
+@pytest.mark.parametrize("config", [MmaConfig(64, 16), MmaConfig(64, 16, use_tma=True)], ids=str)
 def test_a_pair_in_two_buckets_has_either_row_or_zeros(config):
     """And none but it: buckets that hold more than all pairs are passed over."""
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ def test_experts_that_are_one_matrix():
     a = torch.randn(9, 256, generator=generator).half()
     ids = torch.tensor([[2, 0], [0, 2], [1, 1]]).repeat(3, 1)
     buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 3, 1, 1)
-    mix = Mix(Config(64, 16, described=True))
+    mix = Mix(MmaConfig(64, 16, use_tma=True))
     for gate, up in ((one, apart), (apart, one)):
         got = gemm_plane_pairs(a, gate, buckets, tpe, "Q4_K:planes", 2, up, mix=mix)
         gated = OPS["gemv_quant_moe_id_gate_up_silu"].reference
@@ -98,8 +98,8 @@ def test_experts_that_are_one_matrix():
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q3_K"])
 @pytest.mark.parametrize("num_rows", [128, 192])
-@pytest.mark.parametrize("described", [False, True])
-def test_a_program_takes_tiles_one_after_the_other(kind, num_rows, described):
+@pytest.mark.parametrize("use_tma", [False, True])
+def test_a_program_takes_tiles_one_after_the_other(kind, num_rows, use_tma):
     """Of gate and up and alone; pairs of no expert get zeros whatever lay there."""
     generator = torch.Generator().manual_seed(0)
     gate, up = (
@@ -112,7 +112,7 @@ def test_a_program_takes_tiles_one_after_the_other(kind, num_rows, described):
     ids = torch.tensor([[2, 0], [-1, 2], [3, 1]]).repeat(3, 1)
     buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 3, 1, 1)
     buckets[0, 1] = 99  # no pair: the one that was there gets zeros as well
-    mix = Mix(Config(64, 16, words=16, parts=2, late=False, described=described))
+    mix = Mix(MmaConfig(64, 16, words=16, parts=2, scale_after=False, use_tma=use_tma))
     for second in (None, up):
         out = torch.full((9, 2, num_rows), torch.nan, dtype=a.dtype)
         gemm_plane_pairs(a, gate, buckets, tpe, f"{kind}:planes", 2, second, out=out, mix=mix)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.gpu import gpu_of, gpu_of_capability
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.kernels.tuning import TUNABLES
 from ferrum_triton.registry import OPS, Case
@@ -187,7 +188,8 @@ def test_every_candidate_computes_the_same(backend_name, name, size):
         op, torch.float16, backend.device, 3, **dict(zip(tunable.dims, (7, size), strict=True))
     )
     want, left = expected(op, arguments)
-    configs = [*tunable.candidates(7, size), tunable.heuristic(10**6, size)]
+    gpu = gpu_of(torch.device(backend.device))
+    configs = [*tunable.candidates(gpu, 7, size), tunable.heuristic(gpu, 10**6, size)]
     assert any(config["BLOCK_T"] > 1 for config in configs)
     for config in configs:
         fresh = clone(arguments)
@@ -200,7 +202,7 @@ def test_every_candidate_computes_the_same(backend_name, name, size):
 @pytest.mark.parametrize("num_rows", [1, 100, 5000, 10**6])
 @pytest.mark.parametrize("num_cols", [1, 576, 4096, 16384, 65536])
 def test_heuristics_fit_the_row(name, num_rows, num_cols):
-    config = TUNABLES[name].heuristic(num_rows, num_cols)
+    config = TUNABLES[name].heuristic(gpu_of_capability((9, 0)), num_rows, num_cols)
     once = config.get("READS", 1) == 1
     assert (num_cols <= config["BLOCK_H"] or not once) and config["BLOCK_H"] < 2 * num_cols
     assert config["BLOCK_T"] == 1 or config["BLOCK_T"] * config["BLOCK_H"] <= 2048

@@ -7,16 +7,17 @@ import torch
 
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.fragments import CODES
-from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
-from ferrum_triton.kernels.quant.mma import Config, mma_quant
+from ferrum_triton.kernels.quant.mma import mma_quant
+from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.plane_rows import decode_planes, product_by_torch
+from ferrum_triton.kernels.quant.products import product
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from tests.test_quant_formats import assert_same_bits, random_blocks
 
 KINDS = pytest.mark.parametrize("kind", CODES)
-SMALL = Config(rows=32, tokens=16)
+SMALL = MmaConfig(rows=32, tokens=16)
 
 
 def seeded(seed):
@@ -62,12 +63,12 @@ def check(kind, m, n, k, config=SMALL, dtype=torch.float16, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("kind", "late"),
+    ("kind", "scale_after"),
     [(kind, late) for kind in CODES for late in (True, False) if late or CODES[kind].scales],
 )
-@pytest.mark.parametrize("described", [False, True])
-def test_products_agree_with_float64(kind, late, described):
-    check(kind, 3, 37, 512, SMALL._replace(late=late, described=described))
+@pytest.mark.parametrize("use_tma", [False, True])
+def test_products_agree_with_float64(kind, scale_after, use_tma):
+    check(kind, 3, 37, 512, SMALL._replace(scale_after=scale_after, use_tma=use_tma))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_products_agree_with_float64(kind, late, described):
 )
 def test_any_number_of_tokens_and_odd_rows(kind, m):
     check(kind, m, 33, 256, SMALL._replace(words=16), torch.bfloat16, seed=m)
-    config = SMALL._replace(words=16, late=False, described=True)
+    config = SMALL._replace(words=16, scale_after=False, use_tma=True)
     check(kind, m, 33, 256, config, torch.bfloat16, seed=m)
 
 
@@ -83,7 +84,7 @@ def test_any_number_of_tokens_and_odd_rows(kind, m):
 def test_the_same_planes_serve_few_and_many_tokens(kind):
     planes = planes_of(packed(kind, 9, 256), kind)
     a = torch.randn(2, 256, generator=seeded(2)).half()
-    few = gemv_planes(a, planes, f"{kind}:planes").double()
+    few = product(a, planes, f"{kind}:planes").double()
     many = multiply(a, planes, kind, SMALL).double()
     assert ((few - many).square().sum() / few.square().sum()).item() < 2e-6
 
@@ -96,16 +97,16 @@ def test_many_tokens(kind):
 @pytest.mark.parametrize("kind", [kind for kind in CODES if FORMATS[kind].block_size == 32])
 @pytest.mark.parametrize("k", (32, 288))
 def test_k_that_is_no_multiple_of_a_step(kind, k):
-    for described in (False, True):
-        check(kind, 2, 5, k, SMALL._replace(described=described))
-        check(kind, 2, 5, k, SMALL._replace(words=16, parts=2, described=described))
+    for use_tma in (False, True):
+        check(kind, 2, 5, k, SMALL._replace(use_tma=use_tma))
+        check(kind, 2, 5, k, SMALL._replace(words=16, parts=2, use_tma=use_tma))
 
 
 @pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q3_K", "Q8_0"))
 @pytest.mark.parametrize("splits", (2, 3, 8))
 def test_split_k_is_summed_in_order(kind, splits):
-    for described in (False, True):
-        check(kind, 3, 20, 1280, SMALL._replace(splits=splits, described=described))
+    for use_tma in (False, True):
+        check(kind, 3, 20, 1280, SMALL._replace(splits=splits, use_tma=use_tma))
 
 
 @pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q5_1"))
@@ -229,24 +230,29 @@ def test_ptx_unpacks_what_the_layout_says(kind):
                 if codes.scales in ("byte", "packed"):
                     scale -= 32
             got = run_ptx(codes.asm, 8, operands)
-            for product in range(8):
-                h, n, o = product >> 2, product >> 1 & 1, product & 1
+            for i in range(8):
+                h, n, o = i >> 2, i >> 1 & 1, i & 1
                 first = 16 * pair + 8 * h + 4 * n + o
                 want = (scale * q[[first, first + 2]]).half()
-                assert torch.equal(got[product], want), (pair, product)
+                assert torch.equal(got[i], want), (pair, i)
 
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [(kind, Config(64, 16)) for kind in CODES]
+    [(kind, MmaConfig(64, 16)) for kind in CODES]
     + [
-        (kind, Config(128, 64, words=16, late=False, warps=8))
+        (kind, MmaConfig(128, 64, words=16, scale_after=False, warps=8))
         for kind in ("Q4_K", "Q6_K", "Q3_K", "Q5_0")
     ]
-    + [("Q4_K", Config(64, 8)), ("Q6_K", Config(64, 8)), ("Q5_K", Config(64, 8))]
-    + [(kind, Config(64, 32, stages=3, described=True)) for kind in CODES]
+    + [("Q4_K", MmaConfig(64, 8)), ("Q6_K", MmaConfig(64, 8)), ("Q5_K", MmaConfig(64, 8))]
+    + [(kind, MmaConfig(64, 32, stages=3, use_tma=True)) for kind in CODES]
     + [
-        (kind, Config(128, 64, late=False, warps=8, stages=2, look=1, described=True))
+        (
+            kind,
+            MmaConfig(
+                128, 64, scale_after=False, warps=8, stages=2, prefetch_distance=1, use_tma=True
+            ),
+        )
         for kind in CODES
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
@@ -300,7 +306,7 @@ def test_compiled_elsewhere(kind, target):
     planes = to_planes(blocks, kind).to("meta")
     with record_launches(capability=TARGETS[target].capability) as launches:
         a = torch.empty(16, 512, dtype=torch.bfloat16, device="meta")
-        multiply(a, planes, kind, Config(64, 16, stages=2, splits=2))
+        multiply(a, planes, kind, MmaConfig(64, 16, stages=2, splits=2))
         decode_planes(torch.empty(64, 512, device="meta"), planes, None, f"{kind}:planes")
     for launch in launches:
         compiled = compile_launch(launch, TARGETS[target])

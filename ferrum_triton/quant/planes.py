@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
-from ferrum_triton.quant.layout import Integers, Run
+from ferrum_triton.quant.layout import Run
 
 ROW_ALIGN = 16
 SUFFIX = ":planes"
@@ -42,12 +43,24 @@ class PlaneFormat:
     """A block format whose rows are in planes.
 
     Attributes:
-        file: the format as a file has it.
-        plane_bytes: bytes of a block in each plane, in the order of the planes.
+        file: the format's description.
     """
 
     file: BlockFormat
-    plane_bytes: dict[str, int]
+
+    @cached_property
+    def plane_bytes(self) -> dict[str, int]:
+        """Bytes of a block in each plane, in the order of the planes."""
+        fmt = self.file
+        num_scales = len(fmt.scales) if fmt.scales else 0
+        sizes = {
+            "q": fmt.block_size * fmt.low_bits // 8,
+            "h": fmt.block_size * fmt.high_bits // 8,
+            "s": int(num_scales * {"": 0, "pair": 2, "packed": 0.5}.get(fmt.scale_code, 1)),
+            "t": num_scales // 4 if fmt.scale_code == "packed" else 0,
+            "d": 4 if fmt.has_minimum else 2,
+        }
+        return {plane: size for plane, size in sizes.items() if size}
 
     @property
     def name(self) -> str:
@@ -100,21 +113,8 @@ class PlaneFormat:
         return num_weights
 
 
-def _plane_bytes(fmt: BlockFormat) -> dict[str, int]:
-    sizes = {"q": fmt.block_size * fmt.q.low[0].bits // 8}
-    if fmt.q.high:
-        sizes["h"] = fmt.block_size * fmt.q.high.bits // 8
-    if fmt.name == "Q3_K":
-        sizes |= {"s": 8, "t": 4}
-    elif fmt.scales:
-        sizes["s"] = 16
-    return sizes | {"d": 4 if fmt.m else 2}
-
-
 PLANE_FORMATS: dict[str, PlaneFormat] = {
-    kind + SUFFIX: PlaneFormat(fmt, _plane_bytes(fmt))
-    for kind, fmt in FORMATS.items()
-    if fmt.values is None
+    kind + SUFFIX: PlaneFormat(fmt) for kind, fmt in FORMATS.items() if fmt.values is None
 }
 
 
@@ -173,7 +173,7 @@ def from_planes(planes: Tensor, kind: str, chunk_bytes: int = CHUNK_BYTES) -> Te
             name: plane[chunk][..., : num_blocks * form.plane_bytes[name]]
             for name, plane in stacked.items()
         }
-        _join(stored[chunk].unflatten(-1, (num_blocks, form.file.block_bytes)), each, form.file)
+        _join(stored[chunk].unflatten(-1, (num_blocks, form.file.block_bytes)), each, form)
     return blocks
 
 
@@ -209,20 +209,20 @@ def _plane(bits: int, num_weights: int) -> Run:
     return Run(0, bits, lanes=4, planes=planes, chunks=num_weights // (4 * planes))
 
 
-# Q3_K's sub-scales: neighbours share a byte, so that those of a run of weights lie in few bytes.
-_LOW_SCALES = Run(0, bits=4, lanes=1, planes=2, chunks=8)
-_HIGH_SCALES = Run(0, bits=2, lanes=1, planes=4, chunks=4)
-
-
-def _low_codes(integers: Integers, blocks: Tensor) -> Tensor:
-    return torch.cat([run.read(blocks) for run in integers.low], dim=-1)
-
-
-def _packed(codes: Tensor, run: Run, num_bytes: int) -> Tensor:
-    """uint8 [..., codes] -> uint8 [..., num_bytes]."""
-    out = codes.new_zeros(*codes.shape[:-1], num_bytes)
+def _packed(codes: Tensor, run: Run) -> Tensor:
+    """The low bits of uint8 [..., codes] as uint8 [..., bytes of the run]."""
+    out = codes.new_zeros(*codes.shape[:-1], run.chunks * run.lanes)
     run.write(out, codes)
     return out
+
+
+def _scale_runs(num_scales: int) -> tuple[Run, Run]:
+    """How packed scales lie in the planes s and t.
+
+    Neighbours share a byte, so that the scales of a run of weights lie in few bytes.
+    """
+    low = Run(0, bits=4, lanes=1, planes=2, chunks=num_scales // 2)
+    return low, Run(0, bits=2, lanes=1, planes=4, chunks=num_scales // 4)
 
 
 def _split(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
@@ -231,50 +231,67 @@ def _split(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
     A block is a whole number of words in every plane but one of single bits of 32 weights, where it
     is one: rows are the blocks' pieces end to end.
     """
-    sizes = _plane_bytes(fmt)
-    bits = fmt.q.low[0].bits
-    planes = {"q": _packed(_low_codes(fmt.q, blocks), _plane(bits, fmt.block_size), sizes["q"])}
+    codes = fmt.q.codes(blocks)
+    planes = {"q": _packed(codes, _plane(fmt.low_bits, fmt.block_size))}
+    if fmt.high_bits:
+        planes["h"] = _packed(codes >> fmt.low_bits, _plane(fmt.high_bits, fmt.block_size))
+    planes |= _split_scales(blocks, fmt)
     d = blocks[..., fmt.d.at : fmt.d.at + 2]
     planes["d"] = torch.cat([d, blocks[..., fmt.m.at : fmt.m.at + 2]], -1) if fmt.m else d
-    if fmt.q.high:
-        run = _plane(fmt.q.high.bits, fmt.block_size)
-        planes["h"] = _packed(fmt.q.high.read(blocks), run, sizes["h"])
-    if fmt.name == "Q3_K":
-        assert fmt.scales and fmt.scales.high
-        planes["s"] = _packed(_low_codes(fmt.scales, blocks), _LOW_SCALES, 8)
-        planes["t"] = _packed(fmt.scales.high.read(blocks), _HIGH_SCALES, 4)
-    elif fmt.name == "Q2_K":
-        planes["s"] = blocks[..., :16]
-    elif fmt.scales:
-        scales = fmt.scales.read(blocks).view(torch.uint8)
-        if fmt.mins:
-            scales = torch.stack([scales, fmt.mins.read(blocks)], -1).flatten(-2)
-        planes["s"] = scales
     return {name: plane.flatten(-2) for name, plane in planes.items()}
 
 
-def _join(blocks: Tensor, planes: dict[str, Tensor], fmt: BlockFormat) -> None:
+def _split_scales(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
+    """The planes s and t, of formats that have them."""
+    if fmt.scales is None:
+        return {}
+    if fmt.scale_code == "packed":
+        codes = fmt.scales.codes(blocks)
+        low, high = _scale_runs(len(fmt.scales))
+        return {"s": _packed(codes, low), "t": _packed(codes >> 4, high)}
+    scales = fmt.scales.read(blocks).view(torch.uint8)
+    if fmt.mins is not None:
+        mins = fmt.mins.read(blocks)
+        if fmt.scale_code == "nibbles":
+            scales = scales | mins << 4
+        else:
+            scales = torch.stack([scales, mins], -1).flatten(-2)
+    return {"s": scales}
+
+
+def _join(blocks: Tensor, planes: dict[str, Tensor], form: PlaneFormat) -> None:
     """What :func:`_split` took apart, into uint8 [..., blocks, block_bytes] of zeros."""
-    sizes, count = _plane_bytes(fmt), blocks.shape[-2]
-    each = {name: plane.unflatten(-1, (count, sizes[name])) for name, plane in planes.items()}
-    codes = _plane(fmt.q.low[0].bits, fmt.block_size).read(each["q"])
-    for run, part in zip(fmt.q.low, codes.split([len(run) for run in fmt.q.low], -1), strict=True):
-        run.write(blocks, part)
-    if fmt.q.high:
-        fmt.q.high.write(blocks, _plane(fmt.q.high.bits, fmt.block_size).read(each["h"]))
+    fmt, count = form.file, blocks.shape[-2]
+    each = {
+        name: plane.unflatten(-1, (count, form.plane_bytes[name])) for name, plane in planes.items()
+    }
+    codes = _plane(fmt.low_bits, fmt.block_size).read(each["q"])
+    if fmt.high_bits:
+        high = _plane(fmt.high_bits, fmt.block_size).read(each["h"])
+        codes = codes | high << fmt.low_bits
+    fmt.q.write_codes(blocks, codes)
+    _join_scales(blocks, each, fmt)
     blocks[..., fmt.d.at : fmt.d.at + 2] = each["d"][..., :2]
     if fmt.m:
         blocks[..., fmt.m.at : fmt.m.at + 2] = each["d"][..., 2:]
-    if fmt.name == "Q3_K":
-        assert fmt.scales and fmt.scales.high
-        fmt.scales.low[0].write(blocks, _LOW_SCALES.read(each["s"]))
-        fmt.scales.high.write(blocks, _HIGH_SCALES.read(each["t"]))
-    elif fmt.name == "Q2_K":
-        blocks[..., :16] = each["s"]
-    elif fmt.mins:
-        assert fmt.scales
-        scales, mins = each["s"].unflatten(-1, (-1, 2)).unbind(-1)
+
+
+def _join_scales(blocks: Tensor, planes: dict[str, Tensor], fmt: BlockFormat) -> None:
+    """What :func:`_split_scales` took apart."""
+    if fmt.scales is None:
+        return
+    stored = planes["s"]
+    if fmt.scale_code == "packed":
+        low, high = _scale_runs(len(fmt.scales))
+        fmt.scales.write_codes(blocks, low.read(stored) | high.read(planes["t"]) << 4)
+    elif fmt.scale_code == "nibbles":
+        assert fmt.mins
+        fmt.scales.write(blocks, stored & 15)
+        fmt.mins.write(blocks, stored >> 4)
+    elif fmt.scale_code == "pair":
+        assert fmt.mins
+        scales, mins = stored.unflatten(-1, (-1, 2)).unbind(-1)
         fmt.scales.write(blocks, scales)
         fmt.mins.write(blocks, mins)
-    elif fmt.scales:
-        fmt.scales.write(blocks, each["s"].view(torch.int8))
+    else:
+        fmt.scales.write(blocks, stored.view(torch.int8))

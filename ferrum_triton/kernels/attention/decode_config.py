@@ -1,10 +1,8 @@
 """How paged decode is cut and tiled."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
+from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.tuning import Config, Tunable
 
@@ -12,7 +10,9 @@ from ferrum_triton.kernels.tuning import Config, Tunable
 INVARIANT_KEYS = 1024
 
 
-def decode_heuristic(batch: int, num_kv_heads: int, capacity: int, key_bytes: int) -> Config:
+def decode_heuristic(
+    gpu: Gpu, batch: int, num_kv_heads: int, capacity: int, key_bytes: int
+) -> Config:
     """Tile, warps, loads in flight, programs to aim at and the least keys of a unit.
 
     Few warps and deep queues win, since a program waits for memory. Little work is a matter of
@@ -45,7 +45,9 @@ def _config(block_n: int, programs: int, least_keys: int, warps: int, stages: in
     }
 
 
-def decode_candidates(batch: int, num_kv_heads: int, capacity: int, key_bytes: int) -> list[Config]:
+def decode_candidates(
+    gpu: Gpu, batch: int, num_kv_heads: int, capacity: int, key_bytes: int
+) -> list[Config]:
     """Tiles of 16 to 128 keys, on one warp for every 16 to 32 of them."""
     tiles = ((16, 1, 6), (32, 2, 5), (64, 2, 5), (64, 4, 3), (64, 4, 5), (128, 4, 3))
     return [
@@ -56,18 +58,11 @@ def decode_candidates(batch: int, num_kv_heads: int, capacity: int, key_bytes: i
     ]
 
 
-def _case_shape(axes: Mapping[str, Any]) -> tuple[int, ...]:
-    cache = axes.get("cache_dtype") or torch.bfloat16
-    key_bytes = 2 * axes["head_dim"] * cache.itemsize
-    return axes["batch"], axes["num_kv_heads"], axes["max_len"], key_bytes
-
-
 decode_config = Tunable(
     "paged_decode_attention",
     ("batch", "num_kv_heads", "capacity", "key_bytes"),
     decode_heuristic,
     decode_candidates,
-    shape_of=_case_shape,
 )
 
 

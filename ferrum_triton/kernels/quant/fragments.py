@@ -18,11 +18,15 @@ time (``pack=2``), which in an operand's layout one thread holds side by side.
 """
 
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import triton
 import triton.language as tl
+
+from ferrum_triton.quant.formats import BlockFormat
+from ferrum_triton.quant.planes import PLANE_FORMATS, SUFFIX
 
 # An exponent whose float16 has a code's lowest bit at a place: 2^(10 - place).
 _MAGIC = {place: ((25 - place) << 10) * 0x10001 for place in range(7)}
@@ -147,52 +151,69 @@ def _plain(bits: int, offset: int) -> str:
 
 @dataclass(frozen=True)
 class Codes:
-    """What the kernels have to know of a format in planes.
+    """What the kernels have to know of a format in planes, from its description.
 
     Attributes:
-        bits: of a code. 4, 5 and 6 have a plane of four bits; 2 and 3 one of two; 8 one of bytes.
-            5 and 3 have a plane of one bit above it, 6 one of two.
-        offset: taken from every code. Codes of eight bits are signed instead.
-        scales: integer scales of sub-blocks: "pair" (a byte each of scale and min, per 32 weights),
-            "nibbles" (the same in one byte, per 16 weights), "byte" (signed, per 16 weights),
-            "packed" (Q3_K's of six bits, 32 taken from each) or "" of formats of 32 weights, which
-            have none.
-        mins: whether weights have an offset of their own.
+        format: the description.
     """
 
-    bits: int
-    offset: int
-    scales: str
-    mins: bool
+    format: BlockFormat
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code. Codes of eight bits are signed."""
+        return self.format.bits
+
+    @property
+    def offset(self) -> int:
+        """What is taken from every code."""
+        return self.format.offset
+
+    @property
+    def scales(self) -> str:
+        """Integer scales of sub-blocks, see :attr:`BlockFormat.scale_code`."""
+        return self.format.scale_code
+
+    @property
+    def mins(self) -> bool:
+        """Whether weights have an offset of their own."""
+        return self.format.has_minimum
+
+    @property
+    def _num_tiles(self) -> int:
+        """Operands of codes: words of the low bits, and words of the bits above."""
+        return 2 if self.format.high_bits or self.bits == 8 else 1
 
     @cached_property
     def asm(self) -> str:
         """PTX that unpacks two words."""
-        num_tiles = 1 if self.bits in (2, 4) else 2
         if self.scales:
-            return _scaled(self.bits, self.offset, self.scales, num_tiles)
+            return _scaled(self.bits, self.offset, self.scales, self._num_tiles)
         # 128 was added to signed bytes.
         return _plain(self.bits, 128 if self.bits == 8 else self.offset)
 
     @cached_property
     def constraints(self) -> str:
-        """Of its operands."""
-        tiles = (1 if self.bits in (2, 4) else 2) + bool(self.scales)
+        """Constraints of the PTX's operands."""
+        tiles = self._num_tiles + bool(self.scales)
         return ",".join(["=&r"] * 8 + ["r"] * (2 * tiles))
 
 
-CODES = {
-    "Q4_0": Codes(4, 8, "", mins=False),
-    "Q4_1": Codes(4, 0, "", mins=True),
-    "Q5_0": Codes(5, 16, "", mins=False),
-    "Q5_1": Codes(5, 0, "", mins=True),
-    "Q8_0": Codes(8, 0, "", mins=False),
-    "Q2_K": Codes(2, 0, "nibbles", mins=True),
-    "Q3_K": Codes(3, 4, "packed", mins=False),
-    "Q4_K": Codes(4, 0, "pair", mins=True),
-    "Q5_K": Codes(5, 0, "pair", mins=True),
-    "Q6_K": Codes(6, 32, "byte", mins=False),
-}
+class _CodesOf(Mapping[str, Codes]):
+    """:class:`Codes` of every format in planes, by the format's name."""
+
+    def __getitem__(self, kind: str) -> Codes:
+        return _codes_of(PLANE_FORMATS[kind + SUFFIX].file)
+
+    def __iter__(self) -> Iterator[str]:
+        return (form.file.name for form in PLANE_FORMATS.values())
+
+    def __len__(self) -> int:
+        return len(PLANE_FORMATS)
+
+
+_codes_of = lru_cache(maxsize=None)(Codes)
+CODES = _CodesOf()
 
 # $0 .. $7 = $8 .. $15 times $16, plus $17 or minus $17 · $18.
 TIMES = tl.constexpr("\n".join(f"mul.rn.f16x2 ${i}, ${8 + i}, $16;" for i in range(8)))

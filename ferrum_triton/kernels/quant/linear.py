@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.gemm import gemm_quant
-from ferrum_triton.kernels.quant.plane_products import are_few, product_of_few
+from ferrum_triton.kernels.quant.products import adds, product
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -51,8 +51,8 @@ def linear_quant(
     bias = None if bias is None else bias.contiguous()
     num_tokens, num_rows = a.shape[0], blocks.shape[0]
     y = a.new_empty((num_tokens, num_rows)) if out is None else out
-    if kind in PLANE_FORMATS and are_few(a, num_rows):
-        return product_of_few(a, blocks, kind, bias, residual, y)
+    if kind in PLANE_FORMATS and adds(a):
+        return product(a, blocks, kind, bias, residual, y)
     sums = torch.empty((num_tokens, num_rows), dtype=torch.float32, device=a.device)
     gemm_quant(a, blocks, kind, out=sums)
     if y.numel() == 0:

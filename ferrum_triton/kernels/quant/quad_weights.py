@@ -25,10 +25,11 @@ _EIGHT = tl.constexpr((tl.int32,) * 8)
 @triton.constexpr_function
 def thread_bytes(plane, bits, scales, mins):
     """Bytes of 64 weights in a plane; of ``"d"`` those of all 256 where d is theirs."""
+    low = 8 if bits == 8 else 4 if bits >= 4 else 2
     if plane == "q":
-        return 16 if bits < 4 else 64 if bits == 8 else 32
+        return 8 * low
     if plane == "h":
-        return {3: 8, 5: 8, 6: 16}.get(bits, 0)
+        return 8 * (bits - low)
     if plane == "s":
         return 0 if scales == "" else 2 if scales == "packed" else 4
     if plane == "t":
@@ -46,9 +47,9 @@ def _pointer(ptr, first, thread, block, ROW: tl.constexpr, EACH: tl.constexpr):
 def load_rows(
     planes_ptr, num_rows, row, thread, block, mask, Q: tl.constexpr, H: tl.constexpr,
     S: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
-    MINS: tl.constexpr, PTX: tl.constexpr, HINT: tl.constexpr,
+    MINS: tl.constexpr, PTX: tl.constexpr, HINT: tl.constexpr, ROWS: tl.constexpr = 2,
 ):  # fmt: skip
-    """Two rows of a thread, eight apart: tuples of words (q, h, scales, d).
+    """ROWS rows of a thread, eight apart: tuples of words (q, h, scales, d).
 
     Args:
         planes_ptr: of a matrix of num_rows rows, int64.
@@ -75,7 +76,7 @@ def load_rows(
     else:
         d_ptr = planes_ptr + row * D + block * D_EACH
     rows = ()
-    for r in tl.static_range(2):
+    for r in tl.static_range(ROWS):
         q = ()
         at = (q_ptr + 8 * r * Q).to(tl.pointer_type(tl.int32))
         for i in tl.static_range(Q_EACH // 16):
