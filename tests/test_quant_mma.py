@@ -38,7 +38,7 @@ def planes_of(blocks, kind):
     planes = to_planes(blocks, kind)
     num_blocks = blocks.shape[-1] // FORMATS[kind].block_bytes
     for name, plane in views(planes, kind).items():
-        plane[..., num_blocks * form_of(kind).plane_bytes[name] :] = 0xFF
+        plane[..., form_of(kind).used_bytes(name, num_blocks) :] = 0xFF
     return planes
 
 
@@ -220,14 +220,22 @@ def test_ptx_unpacks_what_the_layout_says(kind):
                 operands += [more[pair]] * 2
             elif codes.bits in (5, 3):
                 operands += [more[pair // 2] >> 4 * (pair % 2)] * 2
+            if fmt.values:
+                q = torch.tensor(fmt.values, dtype=torch.float64)[
+                    fmt.q.read(blocks).int()
+                ].flatten()
             scale = 1
-            if codes.scales:
+            if codes.scales == "power":
+                scale = 2.0 ** (pair - seed)
+                operands += [_word(torch.tensor([scale, scale]).half())]
+            elif codes.scales:
                 scale = (seed * 37 + pair * 11) % 63
                 if codes.scales == "nibbles":
                     scale %= 16
-                stored = scale - 32 & 0xFF if codes.scales == "byte" else scale
+                is_byte = codes.scales in ("byte", "byte32")
+                stored = scale - 32 & 0xFF if is_byte else scale
                 operands += [stored | 0x5A00] * 2  # what lies above the byte is not read
-                if codes.scales in ("byte", "packed"):
+                if is_byte or codes.scales == "packed":
                     scale -= 32
             got = run_ptx(codes.asm, 8, operands)
             for i in range(8):

@@ -9,7 +9,7 @@ import torch
 from ferrum_triton import InputError
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv
-from ferrum_triton.kernels.quant.int16 import int16_activations
+from ferrum_triton.kernels.quant.integer_activations import int16_activations
 from ferrum_triton.kernels.quant.products import gemv, gemv_heuristic
 from ferrum_triton.kernels.quant.products import product as chosen_product
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
@@ -99,9 +99,9 @@ def test_planes_take_little_more_than_the_file(kind):
     assert to_planes(blocks, kind).numel() <= 1.03 * blocks.numel()
 
 
-def test_formats_without_planes_are_refused():
+def test_what_is_no_row_of_a_format_is_refused():
     with pytest.raises(InputError, match="MXFP4"):
-        to_planes(torch.zeros(1, 17, dtype=torch.uint8), "MXFP4")
+        to_planes(torch.zeros(1, 17, dtype=torch.uint8), "IQ1_S")
     with pytest.raises(InputError):
         to_planes(torch.zeros(1, 19, dtype=torch.uint8), "Q4_0")
     for row_bytes in (16, 18, 40, 56):
@@ -117,11 +117,6 @@ def test_a_packed_tensor_in_planes_and_back(kind):
     assert planes.in_planes() is planes and weight.as_in_file() is weight
     assert torch.equal(planes.as_in_file().blocks, weight.blocks)
     assert torch.equal(planes.dequantize(), weight.dequantize())
-
-
-def test_a_format_without_planes_stays():
-    weight = QuantizedTensor(blocks_for("MXFP4", 3, 64), "MXFP4")
-    assert weight.in_planes() is weight
 
 
 def test_planes_that_lie_apart_or_between_words_are_refused():
@@ -210,7 +205,7 @@ def test_integers_of_16_bits(device, dtype):
     a = torch.randn(2, 320, generator=seeded(18)).to(dtype)
     a[0, 5], a[1, 40:64], a[1, 64:96] = 900.0, a[1, 40:64] * 2.0**-20, 0.0
     got = int16_activations(a.to(device))
-    info = got.info.cpu()
+    info = got.scales_and_sums.cpu()
     steps = info[..., 0].contiguous().view(torch.float32)
     integers = got.codes.cpu().view(torch.int16).unflatten(-1, (-1, 32))
     groups = a.float().unflatten(-1, (-1, 32))

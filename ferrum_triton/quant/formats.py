@@ -88,6 +88,11 @@ class BlockFormat:
         return self.q.signed
 
     @property
+    def bias(self) -> int:
+        """What makes the smallest value of the codebook 0."""
+        return -min(self.values) if self.values else 0
+
+    @property
     def has_minimum(self) -> bool:
         """Whether a block has m beside d."""
         return self.m is not None
@@ -114,14 +119,18 @@ class BlockFormat:
         * ``""``: there are none.
         * ``"pair"``: a scale and a minimum, a byte each.
         * ``"nibbles"``: a scale and a minimum of four bits in a byte, the scale lower.
-        * ``"byte"``: a scale as a signed byte.
+        * ``"byte"``: a scale for each 16 weights, as a signed byte.
+        * ``"byte32"``: the same for each 32.
+        * ``"power"``: d itself, the byte of a power of two, for each 32.
         * ``"packed"``: a scale of four low bits, two in a byte, and two high bits, four in a byte.
         """
         if self.scales is None:
-            return ""
+            return "power" if self.is_exponent else ""
         if self.mins is not None:
             return "nibbles" if self.scales.bits == self.mins.bits == 4 else "pair"
-        return "packed" if self.scales.bits == 6 and self.has_halves else "byte"
+        if not self.has_halves:
+            return "byte32"
+        return "packed" if self.scales.bits == 6 else "byte"
 
     def row_bytes(self, num_weights: int) -> int:
         """Bytes of a row of ``num_weights`` weights, a multiple of the block size."""

@@ -9,8 +9,11 @@ after the other. A plane has a row for each row of the matrix, K in its own orde
   4p + b, p = 0, 1, ..., the first lowest. So a shift and a mask give four neighbours as bytes.
 * ``s``: sub-scales as bytes. Q4_K, Q5_K: scale and minimum of each 32 weights, unpacked from six
   bits. Q6_K: one int8 for each 16. Q2_K: the file's byte for each 16. Q3_K: the low nibbles of two
-  sub-blocks in a byte, the first lower, and their upper two bits in ``t``, four in a byte.
-* ``d``: fp16 for each block, or two fp16 (d below, minimum above) where there are two.
+  sub-blocks in a byte, the first lower, and their upper two bits in ``t``, four in a byte. IQ4_XS:
+  one int8 for each 32. MXFP4: the exponent of each 32.
+* ``d``: fp16 for each block, or two fp16 (d below, minimum above) where there are two. MXFP4: the
+  largest exponent of each 256 weights, of blocks that are not all 0. It repeats what ``s`` says:
+  products in float16 take the others relative to it.
 
 Rows of planes are filled up to multiples of 16 bytes with zeros. The whole is uint8 [rows,
 row_bytes], contiguous; it has as many bytes a row as that, but its own rows mean nothing, so that
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import torch
@@ -33,6 +37,8 @@ from ferrum_triton.quant.formats import FORMATS, BlockFormat
 from ferrum_triton.quant.layout import Run
 
 ROW_ALIGN = 16
+# Weights that share a byte of the plane d where blocks are scaled by powers of two.
+LARGEST_OF = 256
 SUFFIX = ":planes"
 # Bytes of blocks repacked at a time: codes take up to eight times their room while they are moved.
 CHUNK_BYTES = 32 << 20
@@ -49,18 +55,26 @@ class PlaneFormat:
     file: BlockFormat
 
     @cached_property
-    def plane_bytes(self) -> dict[str, int]:
+    def plane_bytes(self) -> dict[str, Fraction]:
         """Bytes of a block in each plane, in the order of the planes."""
         fmt = self.file
-        num_scales = len(fmt.scales) if fmt.scales else 0
+        num_scales = fmt.block_size // fmt.sub_size
+        each = {"": (0, 0), "pair": (2, 0), "packed": (Fraction(1, 2), Fraction(1, 4))}
+        s, t = each.get(fmt.scale_code, (1, 0))
         sizes = {
-            "q": fmt.block_size * fmt.low_bits // 8,
-            "h": fmt.block_size * fmt.high_bits // 8,
-            "s": int(num_scales * {"": 0, "pair": 2, "packed": 0.5}.get(fmt.scale_code, 1)),
-            "t": num_scales // 4 if fmt.scale_code == "packed" else 0,
-            "d": 4 if fmt.has_minimum else 2,
+            "q": Fraction(fmt.block_size * fmt.low_bits, 8),
+            "h": Fraction(fmt.block_size * fmt.high_bits, 8),
+            "s": Fraction(s * num_scales),
+            "t": Fraction(t * num_scales),
+            "d": Fraction(4 if fmt.has_minimum else 2),
         }
+        if fmt.is_exponent:
+            sizes["d"] = Fraction(fmt.block_size, LARGEST_OF)
         return {plane: size for plane, size in sizes.items() if size}
+
+    def used_bytes(self, plane: str, num_blocks: int) -> int:
+        """Bytes of a row of so many blocks in a plane, before it is filled up."""
+        return math.ceil(num_blocks * self.plane_bytes[plane])
 
     @property
     def name(self) -> str:
@@ -72,15 +86,15 @@ class PlaneFormat:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all planes."""
-        return sum(self.plane_bytes.values())
+        """Whole bytes of a block in all planes."""
+        return math.floor(sum(self.plane_bytes.values()))
 
     def row_sizes(self, num_weights: int) -> dict[str, int]:
         """Bytes of a row of each plane, for rows of ``num_weights`` weights."""
         num_blocks = self.file.row_bytes(num_weights) // self.file.block_bytes
         return {
-            plane: -(-num_blocks * each // ROW_ALIGN) * ROW_ALIGN
-            for plane, each in self.plane_bytes.items()
+            plane: -(-self.used_bytes(plane, num_blocks) // ROW_ALIGN) * ROW_ALIGN
+            for plane in self.plane_bytes
         }
 
     def row_bytes(self, num_weights: int) -> int:
@@ -114,7 +128,7 @@ class PlaneFormat:
 
 
 PLANE_FORMATS: dict[str, PlaneFormat] = {
-    kind + SUFFIX: PlaneFormat(fmt) for kind, fmt in FORMATS.items() if fmt.values is None
+    kind + SUFFIX: PlaneFormat(fmt) for kind, fmt in FORMATS.items()
 }
 
 
@@ -170,7 +184,7 @@ def from_planes(planes: Tensor, kind: str, chunk_bytes: int = CHUNK_BYTES) -> Te
     stacked, stored = views(_stack(planes), kind), _stack(blocks)
     for chunk in _chunks(stored.shape, chunk_bytes):
         each = {
-            name: plane[chunk][..., : num_blocks * form.plane_bytes[name]]
+            name: plane[chunk][..., : form.used_bytes(name, num_blocks)]
             for name, plane in stacked.items()
         }
         _join(stored[chunk].unflatten(-1, (num_blocks, form.file.block_bytes)), each, form)
@@ -236,13 +250,36 @@ def _split(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
     if fmt.high_bits:
         planes["h"] = _packed(codes >> fmt.low_bits, _plane(fmt.high_bits, fmt.block_size))
     planes |= _split_scales(blocks, fmt)
+    if fmt.is_exponent:
+        planes["d"] = _largest_exponents(planes["s"], codes, fmt)
+        return {name: plane.flatten(-2) for name, plane in planes.items()}
     d = blocks[..., fmt.d.at : fmt.d.at + 2]
     planes["d"] = torch.cat([d, blocks[..., fmt.m.at : fmt.m.at + 2]], -1) if fmt.m else d
     return {name: plane.flatten(-2) for name, plane in planes.items()}
 
 
+def _largest_exponents(exponents: Tensor, codes: Tensor, fmt: BlockFormat) -> Tensor:
+    """The largest byte of each 256 weights, of blocks whose weights are not all 0.
+
+    Args:
+        exponents: uint8 [..., blocks, 1].
+        codes: uint8 [..., blocks, block_size].
+
+    Returns:
+        uint8 [..., blocks of 256 weights, 1].
+    """
+    assert fmt.values
+    zeros = torch.tensor([value == 0 for value in fmt.values], device=codes.device)
+    known = exponents.squeeze(-1).where(~zeros[codes.int()].all(-1), 0)
+    count = LARGEST_OF // fmt.block_size
+    known = torch.nn.functional.pad(known, (0, -known.shape[-1] % count))
+    return known.unflatten(-1, (-1, count)).amax(-1, keepdim=True)
+
+
 def _split_scales(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
     """The planes s and t, of formats that have them."""
+    if fmt.is_exponent:
+        return {"s": blocks[..., fmt.d.at : fmt.d.at + 1]}
     if fmt.scales is None:
         return {}
     if fmt.scale_code == "packed":
@@ -263,7 +300,9 @@ def _join(blocks: Tensor, planes: dict[str, Tensor], form: PlaneFormat) -> None:
     """What :func:`_split` took apart, into uint8 [..., blocks, block_bytes] of zeros."""
     fmt, count = form.file, blocks.shape[-2]
     each = {
-        name: plane.unflatten(-1, (count, form.plane_bytes[name])) for name, plane in planes.items()
+        name: plane.unflatten(-1, (count, int(form.plane_bytes[name])))
+        for name, plane in planes.items()
+        if form.plane_bytes[name] >= 1
     }
     codes = _plane(fmt.low_bits, fmt.block_size).read(each["q"])
     if fmt.high_bits:
@@ -271,6 +310,9 @@ def _join(blocks: Tensor, planes: dict[str, Tensor], form: PlaneFormat) -> None:
         codes = codes | high << fmt.low_bits
     fmt.q.write_codes(blocks, codes)
     _join_scales(blocks, each, fmt)
+    if fmt.is_exponent:
+        blocks[..., fmt.d.at : fmt.d.at + 1] = each["s"]
+        return
     blocks[..., fmt.d.at : fmt.d.at + 2] = each["d"][..., :2]
     if fmt.m:
         blocks[..., fmt.m.at : fmt.m.at + 2] = each["d"][..., 2:]

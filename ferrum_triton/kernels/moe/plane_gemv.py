@@ -16,14 +16,14 @@ from torch import Tensor
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.gemv_repacked import (
-    Activations,
+from ferrum_triton.kernels.quant.gemv_rows import (
     GemvPlan,
     Matrix,
     first_row,
     layout_of,
     row_sums,
 )
+from ferrum_triton.kernels.quant.integer_activations import Activations
 from ferrum_triton.kernels.quant.planes import is_aligned, span_of, uses_ptx
 from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2

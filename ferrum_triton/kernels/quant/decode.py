@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.quant.planes import described
+from ferrum_triton.kernels.quant.planes import described, halved_power
+from ferrum_triton.kernels.quant.words import value_of
 from ferrum_triton.quant.formats import FORMATS
 
 
@@ -135,7 +136,7 @@ def decode(block, s, lane, mask, PLANE: tl.constexpr, KIND: tl.constexpr, ALIGN:
     if VALUES is None:
         q = q.to(tl.float32)
     else:
-        q = _value(q, VALUES)
+        q = value_of(q, VALUES).to(tl.float32)
     step, low = _scales(block, mask, FORMAT, ALIGN)
     if SCALES is None:
         weights = step * q
@@ -155,10 +156,7 @@ def _scales(block, mask, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
     """d and m of each block, float32; without m 0."""
     low = 0.0
     if FORMAT.is_exponent:
-        e = tl.load(block + FORMAT.d.at, mask=mask, other=0).to(tl.int32)
-        # 2^(e - 128) as the bits of a float32, of which the first two are denormal.
-        bits = tl.where(e == 0, 1 << 21, tl.maximum((e - 1) << 23, 1 << 22))
-        d = bits.to(tl.float32, bitcast=True)
+        d = halved_power(tl.load(block + FORMAT.d.at, mask=mask, other=0))
     elif not FORMAT.has_minimum:
         d = _half_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
     elif FORMAT.m.at == FORMAT.d.at + 2:
@@ -285,19 +283,3 @@ def _two_halves(word):
 def _bits_at(ptr, mask, shift, BITS: tl.constexpr):
     """``BITS`` bits of the bytes at ``ptr``, above the lowest ``shift``, int32."""
     return (tl.load(ptr, mask=mask, other=0).to(tl.int32) >> shift) & ((1 << BITS) - 1)
-
-
-@triton.constexpr_function
-def table_word(values, i):
-    """Values 4 i to 4 i + 3 as the bytes of a word, 0 where there are none."""
-    some = [value % 256 for value in values[4 * i : 4 * i + 4]]
-    return int.from_bytes(bytes(some), "little")
-
-
-@triton.jit
-def _value(code, VALUES: tl.constexpr):
-    """What each code of up to four bits stands for, as float32."""
-    low = tl.where(code < 4, table_word(VALUES, 0), table_word(VALUES, 1))
-    high = tl.where(code < 12, table_word(VALUES, 2), table_word(VALUES, 3))
-    word = tl.where(code < 8, low, high)
-    return (word >> (8 * (code & 3)).to(word.dtype)).to(tl.int8).to(tl.float32)

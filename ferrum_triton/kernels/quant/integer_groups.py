@@ -14,6 +14,7 @@ from ferrum_triton.kernels.quant.planes import (
     described,
     eight_words,
     half_scales,
+    has_bytes,
     has_halves,
     has_minimum,
     merged,
@@ -47,7 +48,7 @@ def _dot_eight(acc, x, words, E: tl.constexpr, KIND: tl.constexpr, ASM: tl.const
     """acc + the products of a group's activations x with the integers of eight E."""
     for i in tl.static_range(2):
         word = words[i]
-        if described(KIND).low_bits != 8:
+        if not has_bytes(KIND):
             word = (word >> shift_of(E, i, KIND)) & (((1 << bits_of(KIND)) - 1) * ONES)
         acc = _dot_four(acc, x, word, 2 * E + i, ASM)
     return acc
@@ -103,17 +104,23 @@ def _group_value(total, first, dots, activations, raw, M: tl.constexpr, KIND: tl
             dot = tl.fma(factors[0].to(tl.float32), first[m].to(tl.float32), dot)
         elif CODE == "byte":
             dot = (factors[0] * first[m] + factors[1] * dots[m]).to(tl.float32)
+        elif CODE == "byte32":
+            dot = factors[0].to(tl.float32) * dots[m].to(tl.float32)
         elif CODE == "pair":
             dot = (factors[0] * dots[m]).to(tl.float32)
         else:
             dot = dots[m].to(tl.float32)
-        value = d[0] * dot
-        if CODE == "pair":
-            low = factors[1] * (lows[m] + highs[m])
-            value = tl.fma(-d[1], low.to(tl.float32), value)
-        elif has_minimum(KIND):
-            value = tl.fma(d[1], (lows[m] + highs[m]).to(tl.float32), value)
-        out += (tl.fma(steps[m], value, total[m]),)
+        if CODE == "power":
+            # By the powers first: their product is exact, and nothing between is beyond float32.
+            out += (tl.fma(steps[m] * d[0], dot, total[m]),)
+        else:
+            value = d[0] * dot
+            if CODE == "pair":
+                low = factors[1] * (lows[m] + highs[m])
+                value = tl.fma(-d[1], low.to(tl.float32), value)
+            elif has_minimum(KIND):
+                value = tl.fma(d[1], (lows[m] + highs[m]).to(tl.float32), value)
+            out += (tl.fma(steps[m], value, total[m]),)
     return out
 
 

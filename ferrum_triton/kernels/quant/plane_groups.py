@@ -112,9 +112,12 @@ def _group_value(total, dots, sums, raw, M: tl.constexpr, KIND: tl.constexpr):
     for m in tl.static_range(M):
         if CODE == "" and has_minimum(KIND):
             value = tl.fma(scales[1], sums[m], tl.fma(scales[0], dots[m], total[m]))
-        elif CODE == "":
+        elif CODE == "" or CODE == "power":
             # sums hold the offset as a factor.
             value = tl.fma(scales[0], dots[m] - sums[m], total[m])
+        elif CODE == "byte32":
+            scale = scales[0] * factors[0].to(tl.float32)
+            value = tl.fma(scale, dots[m] - sums[m], total[m])
         elif CODE == "pair":
             scale = scales[0] * factors[0].to(tl.float32)
             low = scales[1] * factors[1].to(tl.float32)

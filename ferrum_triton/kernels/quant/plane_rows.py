@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.fragments import spread
-from ferrum_triton.kernels.quant.planes import fp16_pair, row_sizes
+from ferrum_triton.kernels.quant.planes import fp16_pair, halved_power, row_sizes
+from ferrum_triton.kernels.quant.words import value_of
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.kinds import file_kind
@@ -45,14 +46,19 @@ def _integers(q_ptr, h_ptr, first, num_weights, FORMAT: tl.constexpr, BLOCK_K: t
     if HIGH > 0:
         more = h_ptr.to(tl.pointer_type(tl.int32))
         q = q | (_codes_of(more, first, num_weights * HIGH // 32, HIGH, BLOCK_K) << LOW)
-    return (q - FORMAT.offset).to(tl.float32)
+    VALUES: tl.constexpr = FORMAT.values
+    if VALUES is None:
+        q -= FORMAT.offset
+    else:
+        q = value_of(q, VALUES)
+    return q.to(tl.float32)
 
 
 @triton.jit
 def _sub_scales(s_ptr, t_ptr, sub, mask, FORMAT: tl.constexpr):
     """Scales and minimums of sub-blocks, int32 [rows, sub-blocks]; without minimums scales only."""
     CODE: tl.constexpr = FORMAT.scale_code
-    low = None
+    low = 0
     if CODE == "pair":
         pairs = s_ptr.to(tl.pointer_type(tl.int16))
         both = tl.load(pairs + sub, mask=mask, other=0).to(tl.int32)
@@ -60,7 +66,7 @@ def _sub_scales(s_ptr, t_ptr, sub, mask, FORMAT: tl.constexpr):
     elif CODE == "nibbles":
         both = tl.load(s_ptr + sub, mask=mask, other=0).to(tl.int32)
         scale, low = both & 15, (both >> 4) & 15
-    elif CODE == "byte":
+    elif CODE == "byte" or CODE == "byte32":
         signed = s_ptr.to(tl.pointer_type(tl.int8))
         scale = tl.load(signed + sub, mask=mask, other=0).to(tl.int32)
     else:
@@ -112,13 +118,19 @@ def _decode_planes_kernel(
 
     q = _integers(q_ptr, h_ptr, first, num_weights, FORMAT, BLOCK_K)
     block = first // FORMAT.block_size + tl.arange(0, BLOCK_K // FORMAT.block_size)[None, :]
-    d_ptr = d_ptr.to(tl.pointer_type(tl.int32 if FORMAT.has_minimum else tl.float16))
+    if FORMAT.is_exponent:
+        d_ptr = s_ptr
+    else:
+        D_TYPE: tl.constexpr = tl.int32 if FORMAT.has_minimum else tl.float16
+        d_ptr = d_ptr.to(tl.pointer_type(D_TYPE))
     d = tl.load(d_ptr + block, mask=block < num_weights // FORMAT.block_size, other=0)
     if FORMAT.has_minimum:
         d, m = fp16_pair(d)
+    elif FORMAT.is_exponent:
+        d = halved_power(d)
     else:
         d = d.to(tl.float32)
-    if FORMAT.scale_code == "":
+    if FORMAT.scales is None:
         w = spread(d, BLOCK_K) * q
         if FORMAT.has_minimum:
             w = w + spread(m, BLOCK_K)

@@ -15,6 +15,7 @@ the bytes of two words::
     Q2_K            w                  w                  4(e % 2) and 2 more, others
     Q5_0 .. Q6_K    low | high << 4    the same           0, others
     Q8_0            w ^ 0x80 each      the same           0, none
+    IQ4, MXFP4      table[w] each      the same           0, none
 """
 
 from functools import lru_cache
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.kernels.jit import can_overlap, capability
+from ferrum_triton.kernels.quant.words import looked_up
 from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
@@ -46,15 +48,22 @@ def described(kind):
 def shift_of(e, word, kind):
     """Bits below the integers in word 0 or 1 of eight ``e``."""
     fmt = described(kind)
-    if fmt.high_bits or fmt.low_bits == 8:
+    if fmt.high_bits or has_bytes(fmt):
         return 0
     return 4 * word if fmt.low_bits == 4 else 4 * (e % 2) + 2 * word
 
 
 @triton.constexpr_function
 def bits_of(kind):
-    """Bits of an integer."""
-    return described(kind).bits
+    """Bits of an integer that ``eight_words`` gives."""
+    return 8 if has_bytes(kind) else described(kind).bits
+
+
+@triton.constexpr_function
+def has_bytes(kind):
+    """Whether ``eight_words`` gives whole bytes, signed if asked for."""
+    fmt = described(kind)
+    return fmt.signed or fmt.values is not None
 
 
 @triton.constexpr_function
@@ -67,7 +76,7 @@ def place_of(e, i, kind):
 def offset_of(kind):
     """What formats without a minimum take from every integer ``eight_words`` gives; else 1."""
     fmt = described(kind)
-    return 128 if fmt.signed else fmt.offset or 1
+    return 128 if fmt.signed else fmt.bias or fmt.offset or 1
 
 
 @triton.constexpr_function
@@ -266,8 +275,10 @@ def eight_words(
 ):  # fmt: skip
     """The integers of eight E, four a word; ``shift_of`` bits lie below and foreign bits above.
 
-    SIGNED: leave Q8_0's as they are, two's complement; else they are 128 more.
+    Args:
+        SIGNED: leave bytes as they are, two's complement. Else they are ``offset_of`` more.
     """
+    VALUES: tl.constexpr = described(KIND).values
     LOW: tl.constexpr = described(KIND).low_bits
     HIGH: tl.constexpr = described(KIND).high_bits
     if LOW == 8:
@@ -275,6 +286,9 @@ def eight_words(
         if not SIGNED:
             flip: tl.constexpr = -0x7F7F7F80  # 0x80808080
             first, second = first ^ flip, second ^ flip
+    elif VALUES is not None:
+        BIAS: tl.constexpr = 0 if SIGNED else offset_of(KIND)
+        first, second = looked_up(q[E], VALUES, BIAS, ASM)
     elif HIGH == 0:
         first = q[E * LOW // 4]
         second = first
@@ -316,6 +330,10 @@ def load_scales(
     CODE: tl.constexpr = described(KIND).scale_code
     if CODE == "":
         raw = (load_one(d_ptr + at, mask),)
+    elif CODE == "power":
+        raw = (load_one(s_ptr + at, mask),)
+    elif CODE == "byte32":
+        raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
     elif CODE == "packed":
         raw = (
             load_narrow(d_ptr.to(tl.pointer_type(tl.uint16)) + at // 4, mask, ASM),
@@ -340,6 +358,14 @@ def fp16_pair(word):
     low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return low, high
+
+
+@triton.jit
+def halved_power(e):
+    """2^(e - 128) of a byte e, float32: 2^-128 and 2^-127 are denormal."""
+    e = e.to(tl.int32)
+    bits = tl.where(e == 0, 1 << 21, tl.maximum((e - 1) << 23, 1 << 22))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -376,6 +402,8 @@ def sub_scales(raw, KIND: tl.constexpr):
     if CODE == "pair":
         s = raw[1].to(tl.int32)
         integers = (s & 0xFF, s >> 8)
+    elif CODE == "byte32":
+        integers = (raw[1].to(tl.int8, bitcast=True).to(tl.int32),)
     elif CODE == "byte":
         s = raw[1].to(tl.int16, bitcast=True).to(tl.int32)
         integers = ((s << 24) >> 24, s >> 8)
@@ -399,6 +427,8 @@ def block_scales(raw, KIND: tl.constexpr):
     if has_minimum(KIND):
         d, m = fp16_pair(raw[0])
         scales = (d, m)
+    elif described(KIND).is_exponent:
+        scales = (halved_power(raw[0]),)
     elif described(KIND).scale_code == "packed":
         scales = (raw[0].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
     else:
@@ -432,7 +462,7 @@ def load_rows(
     s_ptr = planes_ptr + first * S
     planes_ptr += num_rows * S
     t_ptr = planes_ptr + first * T
-    planes_ptr += num_rows * T + first * D
+    planes_ptr += num_rows * T + first * D  # not read where d is in s
     D_BYTES: tl.constexpr = 4 if has_minimum(KIND) else 2
     if has_minimum(KIND):
         d_ptr = planes_ptr.to(tl.pointer_type(tl.int32))

@@ -13,12 +13,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ferrum_triton.kernels.gpu import Gpu, gpu_of
+from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv, persistent_threads
-from ferrum_triton.kernels.quant.int16 import int16_activations
+from ferrum_triton.kernels.quant.integer_activations import int16_activations
 from ferrum_triton.kernels.quant.mma import mma_quant
-from ferrum_triton.kernels.quant.mma_config import mma_heuristic
+from ferrum_triton.kernels.quant.mma_config import (
+    MmaConfig,
+    mma_candidates,
+    mma_fits,
+    mma_heuristic,
+)
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
 from ferrum_triton.kernels.quant.planes import span_of
 from ferrum_triton.kernels.quant.small_m import (
@@ -111,7 +116,9 @@ def heuristic(
         return gemv_heuristic(gpu, kind, num_tokens, num_rows, num_groups)
     if num_tokens <= FEW:
         return gemv_heuristic(gpu, kind, num_tokens, num_rows, num_groups)
-    return {"path": "decode" if num_tokens >= MANY else "mma"}
+    if num_tokens >= MANY:
+        return {"path": "decode"}
+    return mma(mma_heuristic(gpu, kind, num_tokens, num_rows, 32 * num_groups))
 
 
 def candidates(
@@ -121,7 +128,8 @@ def candidates(
     if bucket == "few":
         return [{"path": "small_m", "warps": warps} for warps in (1, 2, 4, 8)]
     if num_tokens > FEW:
-        return []
+        tiles = mma_candidates(gpu, kind, num_tokens, num_rows, 32 * num_groups)
+        return [*map(mma, tiles), {"path": "decode"}]
     late = num_rows < MANY_ROWS
     found: list[Config] = [
         gemv(rows, warps, prefetch=prefetch, late_trigger=late, prepared=False)
@@ -154,6 +162,16 @@ def candidates(
     ]
     shape = (kind, bucket, num_tokens, num_rows, num_groups)
     return [config for config in found if not fits(gpu, config, *shape)]
+
+
+def mma(config: MmaConfig) -> Config:
+    """A launch of tensor cores that W fills, rows first."""
+    return {"path": "mma", **config._asdict()}
+
+
+def mma_config(config: Config) -> MmaConfig:
+    """The tile of a launch choice of path ``"mma"``."""
+    return MmaConfig(**{name: config[name] for name in MmaConfig._fields})
 
 
 def gemv(
@@ -219,7 +237,9 @@ def fits(
     if path == "small_m":
         takes = FEWEST_TOKENS <= num_tokens <= MOST_TOKENS and num_groups % 8 == 0
         return "" if ptx and takes and num_rows >= 16 else "small_m takes 3 to 8 tokens by blocks"
-    return "" if path in ("mma", "decode") else f"there is no path {path!r}"
+    if path == "mma":
+        return mma_fits(gpu, mma_config(config), kind)
+    return "" if path == "decode" else f"there is no path {path!r}"
 
 
 def bucket_of(num_tokens: int) -> str:
@@ -271,10 +291,7 @@ def product(
         return launch_gemv(x, parts, config, y, bias=bias, residual=residual)
     if config["path"] == "decode":
         return product_by_torch(a, planes, kind, out=y)
-    num_tokens, num_weights = a.shape
-    gpu, name = gpu_of(a.device), file_kind(kind)
-    tile = mma_heuristic(gpu, name, num_tokens, planes.shape[0], num_weights)
-    return mma_quant(a, planes, kind, tile, out=y)
+    return mma_quant(a, planes, kind, mma_config(config), out=y)
 
 
 def adds(a: Tensor) -> bool:

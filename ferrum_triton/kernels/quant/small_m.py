@@ -29,17 +29,11 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import arrange
-from ferrum_triton.kernels.quant.gemv_repacked import (
-    STREAM,
-    Matrix,
-    Output,
-    Part,
-    part_of_grid,
-    store_each,
-)
+from ferrum_triton.kernels.quant.gemv_repacked import Output, Part, part_of_grid, store_each
+from ferrum_triton.kernels.quant.gemv_rows import STREAM, Matrix
 from ferrum_triton.kernels.quant.mma import codes_meta
 from ferrum_triton.kernels.quant.planes import fp16_pair, load_words, row_sizes, uses_ptx
-from ferrum_triton.kernels.quant.quad_weights import load_rows, minimum, weights
+from ferrum_triton.kernels.quant.quad_weights import block_scale, load_rows, minimum, weights
 from ferrum_triton.kernels.quant.thread_sums import summed_over_warps
 from ferrum_triton.kernels.rows import cdiv
 
@@ -216,11 +210,14 @@ def _minimum(row, J: tl.constexpr, LAYOUT: tl.constexpr):
 @triton.jit
 def _scaled(acc, total, low, row, LAYOUT: tl.constexpr):
     """One row's sums of two tokens: acc + d · total - m · low, where d is taken late."""
-    if LAYOUT.is_late:
+    SCALES: tl.constexpr = LAYOUT.scales
+    if LAYOUT.is_late and LAYOUT.mins:
         d, m = fp16_pair(row[3][0])
         total = (tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]))
-        if LAYOUT.mins:
-            total = (tl.fma(-m, low[0], total[0]), tl.fma(-m, low[1], total[1]))
+        total = (tl.fma(-m, low[0], total[0]), tl.fma(-m, low[1], total[1]))
+    elif LAYOUT.is_late:
+        d = block_scale(row, SCALES)
+        total = (tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]))
     return total
 
 
