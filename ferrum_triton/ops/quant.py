@@ -23,6 +23,8 @@ SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
 OTHER_SHAPES = [(n, k) for n in (1024, 2560, 29568) for k in (3584, 5120, 8192)] + [
     (n, 4096) for n in (6144, 8192, 14336)
 ]
+# Products of an MLP in Qwen3-8B, Qwen3-32B and Llama-3-70B, up and down.
+MODEL_SHAPES = ((12288, 4096), (4096, 12288), (25600, 5120), (5120, 25600), (8192, 28672))
 
 
 def case_name(kind: str) -> str:
@@ -196,7 +198,13 @@ def wide_product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     },
     bench=[product_case(kind, 1, n, k) for kind in PLANE_FORMATS for n, k in SHAPES]
     + [product_case("Q4_K:planes", 1, n, k) for n, k in OTHER_SHAPES]
-    + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (1, 4)],
+    + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (1, 4)]
+    + [
+        product_case(f"{kind}:planes", m, n, k)
+        for n, k in MODEL_SHAPES
+        for kind, m in (("Q4_K", 1), ("Q6_K", 1), ("Q4_K", 2), ("Q4_K", 5))
+    ],
+    after_norm="a",
 )
 def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for few rows of a, where reading W takes the time.
@@ -242,9 +250,14 @@ def _(make, kind, m, n, num_blocks):
         "n": (1, 5, 70),
         "num_blocks": (1, 2, 5),
     },
-    bench=[product_case("Q4_K:planes", m, 28672, 4096) for m in (2, 4, 8, 16, 32, 64, 256, 4096)]
+    bench=[
+        product_case("Q4_K:planes", m, 28672, 4096)
+        for m in (2, 3, 4, 8, 16, 32, 64, 128, 256, 4096)
+    ]
+    + [product_case("Q4_K:planes", m, 4096, 14336) for m in (4, 8, 16, 32, 64, 128, 256)]
     + [product_case("Q6_K:planes", m, 28672, 4096) for m in (8, 64, 4096)]
     + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)],
+    after_norm="a",
 )
 def gemm_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for any number of rows of a.
@@ -304,6 +317,7 @@ def _ended_case(m: int, k: int) -> Case:
         "ends": ("both", "bias", "residual", "none"),
     },
     bench=[_ended_case(m, k) for m in (1, 4, 16) for k in (4096, 14336)],
+    after_norm="a",
 )
 def linear_quant(
     a: Tensor,

@@ -54,6 +54,7 @@ def _gate_up_case(gate: str, up: str, m: int) -> Case:
         _gate_up_case("Q3_K:planes", "Q5_K:planes", 2),
         _gate_up_case("Q8_0:planes", "Q8_0:planes", 1),
     ],
+    after_norm="a",
 )
 def gemv_quant_gate_up_silu(
     a: Tensor,
@@ -143,6 +144,7 @@ def _qkv_case(q: str, k: str | None, v: str, m: int) -> Case:
         _qkv_case("Q4_K:planes", "Q5_K:planes", "Q6_K:planes", 1),
         _qkv_case("Q3_K:planes", "Q2_K:planes", "Q5_K:planes", 2),
     ],
+    after_norm="a",
 )
 def gemv_quant_qkv(
     a: Tensor,
