@@ -23,8 +23,15 @@ SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
 OTHER_SHAPES = [(n, k) for n in (1024, 2560, 29568) for k in (3584, 5120, 8192)] + [
     (n, 4096) for n in (6144, 8192, 14336)
 ]
-# Products of an MLP in Qwen3-8B, Qwen3-32B and Llama-3-70B, up and down.
-MODEL_SHAPES = ((12288, 4096), (4096, 12288), (25600, 5120), (5120, 25600), (8192, 28672))
+# Products of an MLP in Qwen3-8B, Qwen3-32B and Llama-3-70B, up and down, and of attention.
+MODEL_SHAPES = (
+    (5120, 5120),
+    (12288, 4096),
+    (4096, 12288),
+    (25600, 5120),
+    (5120, 25600),
+    (8192, 28672),
+)
 
 
 def case_name(kind: str) -> str:
@@ -255,6 +262,7 @@ def _(make, kind, m, n, num_blocks):
         for m in (2, 3, 4, 8, 16, 32, 64, 128, 256, 4096)
     ]
     + [product_case("Q4_K:planes", m, 4096, 14336) for m in (4, 8, 16, 32, 64, 128, 256)]
+    + [product_case(kind, 2, 4096, 14336) for kind in PLANE_FORMATS]
     + [product_case("Q6_K:planes", m, 28672, 4096) for m in (8, 64, 4096)]
     + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)],
     after_norm="a",
