@@ -18,6 +18,7 @@ from ferrum_triton.kernels.quant.gemv_walk import gemv_walk, walk_of
 from ferrum_triton.kernels.quant.int16 import int16_activations
 from ferrum_triton.kernels.quant.mma import mma_quant
 from ferrum_triton.kernels.quant.mma_config import MmaConfig, mma_heuristic
+from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
 from ferrum_triton.ops.quant import MAX_GEMV_ROWS
 from ferrum_triton.quant.kinds import file_kind
@@ -62,12 +63,24 @@ def product_of_few(
     return gemv_planes(x, planes, kind, bias=bias, residual=residual, out=out)
 
 
-def product_of_planes(a: Tensor, planes: Tensor, kind: str, out: Tensor | None) -> Tensor:
-    """y[m, n] = Σₖ a[m, k] · W[n, k] for W's rows in planes."""
+def product_of_planes(
+    a: Tensor,
+    planes: Tensor,
+    kind: str,
+    out: Tensor | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual for W's rows in planes."""
     if are_few(a, planes.shape[0]):
-        return product_of_few(a, planes, kind, out=out)
+        return product_of_few(a, planes, kind, bias, residual, out)
     num_tokens, num_weights = a.shape
     if a.dtype == torch.float32 or num_tokens >= MANY:
-        return product_by_torch(a, planes, kind, out=out)
+        if bias is None and residual is None:
+            return product_by_torch(a, planes, kind, out=out)
+        y = a.new_empty((num_tokens, planes.shape[0])) if out is None else out
+        sums = torch.empty(y.shape, dtype=torch.float32, device=a.device)
+        product_by_torch(a, planes, kind, out=sums)
+        return add_partials(y, sums[None], bias, residual)
     config = choose_config(file_kind(kind), num_tokens, planes.shape[0], num_weights, a.device)
-    return mma_quant(a, planes, kind, config, out=out)
+    return mma_quant(a, planes, kind, config, bias=bias, residual=residual, out=out)
