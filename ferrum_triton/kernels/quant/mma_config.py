@@ -58,9 +58,16 @@ MAX_TOKENS = 128
 # The fastest of bench.quant_tiles at n 28672 and k 4096, or nearly, by the most tokens they are
 # for.
 _WIDE = MmaConfig(
-    128, 64, scale_after=False, warps=8, stages=2, maxnreg=128, prefetch_lines=2, use_tma=True,
+    128,
+    64,
+    scale_after=False,
+    warps=8,
+    stages=2,
+    maxnreg=128,
+    prefetch_lines=2,
+    use_tma=True,
     prefetch_distance=1,
-)  # fmt: skip
+)
 HOPPER_TILES = {
     8: MmaConfig(64, 8, prefetch_lines=4),
     16: MmaConfig(64, 16, parts=2, stages=3, maxnreg=128, prefetch_lines=4),
