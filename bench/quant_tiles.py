@@ -18,13 +18,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
+from ferrum_triton.kernels.quant.gemv_quads import gemv_quads
+from ferrum_triton.kernels.quant.gemv_walk import Walk, gemv_walk
 from torch import Tensor
 
 from bench.timing import copies_of, device_us
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
-from ferrum_triton.kernels.quant.gemv_quads import gemv_quads
-from ferrum_triton.kernels.quant.gemv_walk import Walk, gemv_walk
 from ferrum_triton.kernels.quant.int16 import int16_activations
 from ferrum_triton.kernels.quant.mma import mma_quant
 from ferrum_triton.kernels.quant.mma_config import MmaConfig, with_splits

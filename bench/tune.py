@@ -1,124 +1,301 @@
-"""Times an op's candidate configurations on this GPU and writes the winners down.
+"""Times the candidate launches of ops on this GPU and writes the best ones down.
 
-    python -m bench.tune OP [OP ...] [--case SUBSTRING] [--out DIRECTORY]
+    python -m bench.tune [OP ...] [--case TEXT] [--again] [--ship | --out DIRECTORY]
 
-For each bench case every candidate is compiled; what does not compile, spills or wants more shared
-memory than there is, is dropped. The others are checked against the reference and timed with a cold
-cache. A winner is written only if it beats the heuristic by more than the noise, in a second
-measurement of both.
+Every shape that a bench case asks a launch choice for is one measurement. Each candidate is
+compiled; what does not compile, spills or takes more shared memory than there is, is dropped. The
+others are checked against the reference and timed with a cold cache. The best one and the
+heuristic's are timed again, and a gain within the noise leaves the heuristic's in place. A table is
+written after each shape, so a run that was stopped goes on where it was: shapes measured with the
+same GPU, torch and triton are skipped.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
 from bench.results import environment
 from bench.run import check
+from bench.shipped import compile_refusal, first_line, picks_of
 from bench.timing import copies_of, device_us
 from ferrum_triton import OPS, FerrumError, get_backend
+from ferrum_triton.kernels import tables
 from ferrum_triton.kernels.gpu import Gpu, gpu_of
-from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.resources import TARGETS, compile_launch
-from ferrum_triton.kernels.tuning import TUNABLES, Config
+from ferrum_triton.kernels.parameters import Config, Dim
+from ferrum_triton.kernels.resources import TARGETS, Target
+from ferrum_triton.kernels.tables import BadTable, Row
+from ferrum_triton.kernels.tuning import TUNABLES, Tunable
 from ferrum_triton.registry import Case, Op
 from ferrum_triton.testing import TensorFactory
 
-TUNED = Path(__file__).parent.parent / "ferrum_triton" / "tuned"
-
-# A gain smaller than this is noise, and not worth an entry.
+# A gain smaller than this is noise, even if times agree better.
 LEAST_GAIN = 0.02
+# What a measurement was made with, as far as another need not be made.
+VERSIONS = ("torch", "triton", "gpu")
 
 
-def main() -> None:
-    get_backend("cuda")
+@dataclass(frozen=True)
+class Machine:
+    """What is measured on.
+
+    Attributes:
+        backend: name of the backend whose ops are called.
+        gpu: the GPU that launches are chosen for.
+        target: the GPU as the compiler knows it.
+    """
+
+    backend: str
+    gpu: Gpu
+    target: Target
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shape of one launch choice.
+
+    Attributes:
+        tunable: the choice.
+        shape: the shape.
+        calls: the bench cases that ask for it; their times are added.
+    """
+
+    tunable: Tunable
+    shape: tuple[Dim, ...]
+    calls: tuple[tuple[Op, Case], ...]
+
+    def __str__(self) -> str:
+        dims = zip(self.tunable.dims, self.shape, strict=True)
+        return f"{self.tunable.op} {' '.join(f'{name}={value}' for name, value in dims)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ops", nargs="+", choices=sorted(TUNABLES), metavar="OP")
-    parser.add_argument("--case", default="", help="only cases whose id contains this")
-    parser.add_argument("--out", type=Path, default=TUNED)
+    parser.add_argument("ops", nargs="*", metavar="OP", help="(default: all with a choice)")
+    parser.add_argument("--case", default="", help="only cases whose op/id contains this")
+    parser.add_argument("--again", action="store_true", help="measure what has been measured too")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--ship", action="store_true", help="write to the package's own tables")
+    place.add_argument("--out", type=Path, help="write there (default: this user's tables)")
     parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
-    options = parser.parse_args()
-    arch = this_gpu().arch
-    for name in options.ops:
-        entries = [
-            entry
-            for case in OPS[name].bench
-            if options.case in case.id and (entry := tune(OPS[name], case)) is not None
-        ]
-        if entries:
-            file = options.out / name / f"{arch}.json"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            table = {"measured": environment(options.commit), "rows": entries}
-            file.write_text(json.dumps(table, indent=1) + "\n")
-            print(f"wrote {file.name} of {name} with {len(entries)} entries")
+    options = parser.parse_args(arguments)
+    machine = this_machine()
+    if unknown := set(options.ops) - set(TUNABLES):
+        known = ", ".join(sorted(TUNABLES))
+        parser.error(f"no launch choice: {', '.join(sorted(unknown))}; there are {known}")
+    out = tables.SHIPPED if options.ship else options.out or tables.user_directory()
+    if out is None:
+        parser.error("there is no home directory to write to; name one with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        parser.error(f"{out} cannot be written")
+
+    versions = environment(options.commit)
+    print(f"finding shapes for {machine.gpu.arch}; tables go to {out}", flush=True)
+    jobs = find_jobs(set(options.ops) or set(TUNABLES), options.case, machine.gpu)
+    move_bad_tables(jobs, out, machine.gpu)
+    run_jobs(jobs, machine, out, versions, options.again)
 
 
-def this_gpu() -> Gpu:
-    """The GPU measured on."""
-    return gpu_of(torch.device("cuda", torch.cuda.current_device()))
+def this_machine() -> Machine:
+    """The current CUDA device."""
+    get_backend("cuda")
+    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    return Machine("cuda", gpu, target_of(gpu))
 
 
-def tune(op: Op, case: Case) -> dict[str, Any] | None:
-    """The winner's entry for one case, or None if nothing beats the heuristic."""
-    tunable = TUNABLES[op.name]
-    door = getattr(get_backend("cuda"), op.name)
-    arguments = op.make_sample(TensorFactory(case.dtype, "cuda"), **case.axes)
-    shape = [*tunable.shape_of(case.axes)]
-    gpu = this_gpu()
-    default = dict(tunable.heuristic(gpu, *shape))
+def target_of(gpu: Gpu) -> Target:
+    """What to compile for, on GPUs without an entry in ``TARGETS`` too."""
+    if gpu.arch in TARGETS:
+        return TARGETS[gpu.arch]
+    if gpu.capability == (0, 0):
+        return Target(GPUTarget("hip", gpu.arch, gpu.warp_size), gpu.shared_limit, gpu.capability)
+    number = int(gpu.arch.removeprefix("sm_"))
+    return Target(GPUTarget("cuda", number, gpu.warp_size), gpu.shared_limit, gpu.capability)
 
-    times: list[tuple[float, Config]] = []
-    sets: list[dict[str, Any]] = []
-    for candidate in [default, *tunable.candidates(gpu, *shape)]:
-        with tunable.forced(candidate):
-            if reason := too_large(op, case):
-                print(f"  {dict(candidate)}: dropped, {reason}")
+
+def find_jobs(names: set[str], text: str, gpu: Gpu) -> list[Job]:
+    """The shapes that bench cases ask the named choices for."""
+    found: dict[tuple[str, tuple[Dim, ...]], list[tuple[Op, Case]]] = {}
+    for op in OPS.values():
+        for case in op.bench if "triton" in op.impls else ():
+            if text not in f"{op.name}/{case.id}":
                 continue
-            try:
-                outputs = check(op, door, arguments)
-            except FerrumError as error:
-                print(f"  {dict(candidate)}: dropped, {str(error).splitlines()[0][:80]}")
-                continue
-            sets = sets or copies_of(arguments, op.bytes_moved(arguments, outputs))
-            times.append((device_us(door, sets), candidate))
-    times.sort(key=lambda entry: entry[0])
-    for us, candidate in times[:4]:
-        print(f"  {us:9.2f} us {dict(candidate)}")
-    best = dict(times[0][1])
-    again = {}
-    for label, candidate in (("default", default), ("best", best)):
-        with tunable.forced(candidate):
-            again[label] = device_us(door, sets)
-    gain = again["default"] / again["best"] - 1
-    verdict = "kept" if gain > LEAST_GAIN else "within noise"
-    print(f"{op.name}/{case.id}: {again['default']:.2f} -> {again['best']:.2f} us, {verdict}")
-    if gain <= LEAST_GAIN:
-        return None
-    measured = dict(zip(tunable.dims, shape, strict=True))
-    return {"shape": measured, "config": best, "us": again["best"], "default_us": again["default"]}
+            for pick in picks_of(op, case, gpu.capability):
+                if pick.tunable.op in names:
+                    found.setdefault((pick.tunable.op, pick.shape), []).append((op, case))
+    return [Job(TUNABLES[name], shape, tuple(calls)) for (name, shape), calls in found.items()]
 
 
-def too_large(op: Op, case: Case) -> str | None:
-    """Why the launches of a case cannot be worth timing, from compiling them; None if they can."""
-    target = TARGETS[this_gpu().arch]
-    sample = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
-    with record_launches(target.capability) as launches:
-        op.impls["triton"](**sample)
-    for launch in launches:
+def move_bad_tables(jobs: Sequence[Job], out: Path, gpu: Gpu) -> None:
+    """Put aside what is in a table's place and is none, rather than write over it."""
+    for tunable in dict.fromkeys(job.tunable for job in jobs):
+        file = tables.table_file(out, tunable.op, gpu.arch)
         try:
-            used = compile_launch(launch, target)
-        except (TritonError, RuntimeError) as error:
-            return f"{launch.kernel.name} does not compile: {str(error).splitlines()[0][:80]}"
-        if used.spilled:
-            return f"{launch.kernel.name} spills {used.spilled} bytes"
-        if used.shared > target.shared_limit:
-            return f"{launch.kernel.name} wants {used.shared} bytes of shared memory"
-    return None
+            tables.read_rows(file, tunable.op, gpu.arch, tunable.dims)
+        except BadTable as error:
+            aside = file.with_name(f"{file.name}.bad")
+            file.replace(aside)
+            print(f"{file}: {error}; moved to {aside.name}")
+
+
+def run_jobs(
+    jobs: Sequence[Job], machine: Machine, out: Path, versions: dict[str, str], again: bool
+) -> None:
+    """Measure each shape, and write its table before the next."""
+    gpu = machine.gpu
+    work = [len(candidates_of(job, gpu)) for job in jobs]
+    start, done, skipped = time.monotonic(), 0, 0
+    for i, job in enumerate(jobs):
+        tunable = job.tunable
+        file = tables.table_file(out, tunable.op, gpu.arch)
+        rows = {row.shape: row for row in tunable.read(file, gpu)}
+        if not again and is_measured(rows.get(job.shape), versions):
+            skipped += 1
+            continue
+        elapsed = time.monotonic() - start
+        left = f", about {spell(elapsed / done * sum(work[i:]))} left" if done else ""
+        print(f"[{i + 1}/{len(jobs)}] {job}, {work[i]} candidates, {spell(elapsed)}{left}")
+        try:
+            row = tune(job, machine, versions)
+        except torch.OutOfMemoryError:
+            print("  left out: its tensors do not fit this GPU's memory")
+            row = None
+        done += work[i]
+        if row is not None:
+            rows[job.shape] = row
+            tables.write_rows(file, tunable.op, gpu.arch, tunable.dims, rows.values())
+    print(f"{len(jobs) - skipped} shapes in {spell(time.monotonic() - start)}, {skipped} skipped")
+
+
+def is_measured(row: Row | None, versions: dict[str, str]) -> bool:
+    """Whether ``row`` was measured with the versions there are."""
+    return row is not None and all(
+        row.measured.get(name) == versions.get(name) for name in VERSIONS
+    )
+
+
+def spell(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def candidates_of(job: Job, gpu: Gpu) -> list[Config]:
+    """The heuristic's configuration, what tables say, and the candidates: each once."""
+    tunable, shape = job.tunable, job.shape
+    measured = [
+        row.config
+        for row in tunable.rows(gpu, with_users=True)
+        if tunable.distance(row.shape, shape) == 0
+    ]
+    every = [tunable.heuristic(gpu, *shape), *measured, *tunable.candidates(gpu, *shape)]
+    return list({tuple(sorted(config.items())): config for config in every}.values())
+
+
+def tune(job: Job, machine: Machine, versions: dict[str, str]) -> Row | None:
+    """The best configuration for one shape; None if nothing could be measured."""
+    bench = Bench(job, machine)
+    default, *others = candidates_of(job, machine.gpu)
+    times = []
+    for candidate in (default, *others):
+        us = bench.time_checked(candidate, must_run=candidate is default)
+        if us is not None:
+            times.append((us, candidate))
+    if not times:
+        print("  nothing runs")
+        return None
+    for us, candidate in sorted(times, key=lambda pair: pair[0])[:4]:
+        print(f"  {us:9.2f} us {dict(candidate)}")
+    us, best = min(times, key=lambda pair: pair[0])
+    us_again = bench.time(best)
+    default_us = default_again = next((us for us, c in times if c is default), None)
+    gain = "the heuristic's does not run"
+    if default_us is not None:
+        default_again = bench.time(default)
+        noise = max(LEAST_GAIN, apart(us, us_again), apart(default_us, default_again))
+        is_faster = default_again / us_again - 1 > noise
+        gain = f"{default_again / us_again - 1:+.1%}, noise {noise:.1%}"
+        if not is_faster:
+            best, us_again = default, default_again
+    verdict = "the heuristic stays" if best is default else "kept"
+    print(f"  {gain}: {verdict}, {us_again:.2f} us {dict(best)}", flush=True)
+    cases = f" --case {job.calls[0][0].name}/{job.calls[0][1].id}"
+    command = {"command": f"python -m bench.tune {job.tunable.op}{cases}"}
+    slower = None if default_again is None else round(default_again, 3)
+    return Row(job.shape, dict(best), round(us_again, 3), slower, command | versions)
+
+
+def apart(a: float, b: float) -> float:
+    """How far two measurements of the same disagree, as a share of the smaller."""
+    return max(a, b) / min(a, b) - 1
+
+
+class Bench:
+    """The calls of one job, ready to be timed with any configuration."""
+
+    def __init__(self, job: Job, machine: Machine) -> None:
+        self.job, self.machine = job, machine
+        backend = get_backend(machine.backend)
+        self.calls = [getattr(backend, op.name) for op, _ in job.calls]
+        self.arguments = [
+            op.make_sample(TensorFactory(case.dtype, backend.device), **case.axes)
+            for op, case in job.calls
+        ]
+        self.sets: list[list[dict[str, Any]]] = []
+
+    def time_checked(self, candidate: Config, must_run: bool = False) -> float | None:
+        """Microseconds with ``candidate``; None, and a line why, if it is dropped.
+
+        Args:
+            candidate: the configuration.
+            must_run: whether it is timed although it spills, since that is what runs now.
+        """
+        job = self.job
+        reason = job.tunable.refusal(self.machine.gpu, candidate, *job.shape)
+        try:
+            with job.tunable.forced(candidate):
+                reason = reason or ("" if must_run else self._unfit()) or self._wrong()
+            if not reason:
+                return self.time(candidate)
+        except Exception as error:
+            error.add_note(f"while {job} was timed with {dict(candidate)}")
+            raise
+        print(f"  {dict(candidate)}: dropped, {reason}")
+        return None
+
+    def _unfit(self) -> str:
+        """Why the compiled launches cannot be worth timing, or ""."""
+        reasons = (compile_refusal(op, case, self.machine.target) for op, case in self.job.calls)
+        return next(filter(None, reasons), "")
+
+    def _wrong(self) -> str:
+        """Why the calls do not compute what the references do, or ""."""
+        for (op, _), call, arguments in zip(
+            self.job.calls, self.calls, self.arguments, strict=True
+        ):
+            try:
+                outputs = check(op, call, arguments)
+            except (FerrumError, TritonError) as error:
+                return first_line(error)
+            if len(self.sets) < len(self.calls):
+                self.sets.append(copies_of(arguments, op.bytes_moved(arguments, outputs)))
+        return ""
+
+    def time(self, candidate: Config) -> float:
+        """Microseconds of one call of each case."""
+        with self.job.tunable.forced(candidate):
+            pairs = zip(self.calls, self.sets, strict=True)
+            return sum(device_us(call, sets) for call, sets in pairs)
 
 
 if __name__ == "__main__":

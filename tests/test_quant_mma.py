@@ -8,7 +8,6 @@ import torch
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.fragments import CODES
-from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
 from ferrum_triton.kernels.quant.mma import mma_gate_up, mma_qkv, mma_quant
 from ferrum_triton.kernels.quant.mma_config import (
     MmaConfig,
@@ -17,6 +16,7 @@ from ferrum_triton.kernels.quant.mma_config import (
     mma_heuristic,
 )
 from ferrum_triton.kernels.quant.plane_rows import decode_planes, product_by_torch
+from ferrum_triton.kernels.quant.products import MANY, product
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
@@ -45,7 +45,7 @@ def planes_of(blocks, kind):
     planes = to_planes(blocks, kind)
     num_blocks = blocks.shape[-1] // FORMATS[kind].block_bytes
     for name, plane in views(planes, kind).items():
-        plane[..., num_blocks * form_of(kind).plane_bytes[name] :] = 0xFF
+        plane[..., form_of(kind).used_bytes(name, num_blocks) :] = 0xFF
     return planes
 
 
@@ -91,7 +91,7 @@ def test_any_number_of_tokens_and_odd_rows(kind, m):
 def test_the_same_planes_serve_few_and_many_tokens(kind):
     planes = planes_of(packed(kind, 9, 256), kind)
     a = torch.randn(2, 256, generator=seeded(2)).half()
-    few = gemv_planes(a, planes, f"{kind}:planes").double()
+    few = product(a, planes, f"{kind}:planes").double()
     many = multiply(a, planes, kind, SMALL).double()
     assert ((few - many).square().sum() / few.square().sum()).item() < 2e-6
 
@@ -164,6 +164,16 @@ def test_bias_and_residual_are_added_before_the_one_rounding(splits, ends):
     want = a.double() @ dequantize_blocks(blocks, FORMATS["Q4_K"]).double().T
     want += (0 if bias is None else bias) + (0 if residual is None else residual)
     torch.testing.assert_close(got.double(), want, rtol=4e-3, atol=2e-3)
+
+
+def test_so_many_tokens_that_weights_are_decoded_are_rounded_once_too():
+    blocks = packed("Q4_K", 5, 256)
+    a = torch.randn(MANY, 256, generator=seeded(1)).bfloat16()
+    residual = torch.randn(MANY, 5, generator=seeded(3)).bfloat16()
+    got = product(a, planes_of(blocks, "Q4_K"), "Q4_K:planes", residual=residual)
+    want = a.double() @ dequantize_blocks(blocks, FORMATS["Q4_K"]).double().T + residual.double()
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=4e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", ("Q4_K", "Q3_K", "Q5_0"))
@@ -314,21 +324,29 @@ def test_ptx_unpacks_what_the_layout_says(kind):
                 operands += [more[pair]] * 2
             elif codes.bits in (5, 3):
                 operands += [more[pair // 2] >> 4 * (pair % 2)] * 2
+            if fmt.values:
+                q = torch.tensor(fmt.values, dtype=torch.float64)[
+                    fmt.q.read(blocks).int()
+                ].flatten()
             scale = 1
-            if codes.scales:
+            if codes.scales == "power":
+                scale = 2.0 ** (pair - seed)
+                operands += [_word(torch.tensor([scale, scale]).half())]
+            elif codes.scales:
                 scale = (seed * 37 + pair * 11) % 63
                 if codes.scales == "nibbles":
                     scale %= 16
-                stored = scale - 32 & 0xFF if codes.scales == "byte" else scale
+                is_byte = codes.scales in ("byte", "byte32")
+                stored = scale - 32 & 0xFF if is_byte else scale
                 operands += [stored | 0x5A00] * 2  # what lies above the byte is not read
-                if codes.scales in ("byte", "packed"):
+                if is_byte or codes.scales == "packed":
                     scale -= 32
             got = run_ptx(codes.asm, 8, operands)
-            for product in range(8):
-                h, n, o = product >> 2, product >> 1 & 1, product & 1
+            for i in range(8):
+                h, n, o = i >> 2, i >> 1 & 1, i & 1
                 first = 16 * pair + 8 * h + 4 * n + o
                 want = (scale * q[[first, first + 2]]).half()
-                assert torch.equal(got[product], want), (pair, product)
+                assert torch.equal(got[i], want), (pair, i)
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,14 @@ class Gpu:
     arch: str
 
     @property
+    def warp_size(self) -> int:
+        """Threads of a warp."""
+        return 64 if self.arch.startswith("gfx9") else 32
+
+    @property
     def max_warps(self) -> int:
-        """Warps of the largest program, of 1024 threads: AMD's have 64 threads each."""
-        return 16 if self.arch.startswith("gfx") else 32
+        """Warps of the largest program, which has 1024 threads."""
+        return 1024 // self.warp_size
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -63,8 +68,16 @@ def gpu_of(device: torch.device) -> Gpu:
 @functools.cache
 def gpu_of_capability(found: tuple[int, int]) -> Gpu:
     """The GPU that meta tensors stand for while launches are recorded for a capability."""
-    arch = AMD_ARCH if found == (0, 0) else arch_of(found)
-    return Gpu(found, shared_limit(arch), META_PROCESSORS, arch)
+    return gpu_of_arch(AMD_ARCH if found == (0, 0) else arch_of(found))
+
+
+@functools.cache
+def gpu_of_arch(arch: str) -> Gpu:
+    """A GPU of an architecture, where there is no device to ask."""
+    number = arch.removeprefix("sm_")
+    found = (int(number[:-1]), int(number[-1])) if number.isdecimal() else (0, 0)
+    shared = SHARED_LIMITS.get(arch, LEAST_SHARED_LIMIT)
+    return Gpu(found, shared, META_PROCESSORS, arch)
 
 
 @functools.cache
@@ -84,8 +97,3 @@ def _gpu_of(device: torch.device) -> Gpu:
 def arch_of(found: tuple[int, int]) -> str:
     """The name of an NVIDIA architecture: ``"sm_90"`` of (9, 0)."""
     return f"sm_{found[0]}{found[1]}"
-
-
-def shared_limit(arch: str) -> int:
-    """Bytes of shared memory a program may use on an architecture."""
-    return SHARED_LIMITS.get(arch, LEAST_SHARED_LIMIT)

@@ -1,40 +1,51 @@
 """Launch choices: measured rows of a table, and a plain heuristic where none is near.
 
-A :class:`Tunable` belongs to one op. Its candidates are what ``python -m bench.tune`` times on a
-GPU; the winners go to ``ferrum_triton/tuned/<op>/<arch>.json``, which is read here.
+A :class:`Tunable` chooses the launches of one op. ``python -m bench.tune`` times its candidates on
+a GPU; the best go to a table file, which :mod:`ferrum_triton.kernels.tables` reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import resources
-from typing import Any
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import triton
 
+from ferrum_triton.kernels import tables
 from ferrum_triton.kernels.gpu import Gpu, gpu_of
-
-Dim = int | str | bool
-Config = Mapping[str, int | str | bool]
-"""Constexprs and compiler options of a launch, e.g. ``{"BLOCK_H": 4096, "num_warps": 8}``.
-
-An op that has several kernels names the one to launch under ``"path"``.
-"""
+from ferrum_triton.kernels.parameters import OPTIONS, Config, Dim, Parameter, gpu_refusal, one_of
+from ferrum_triton.kernels.tables import BadTable, Row, quoted
 
 TUNABLES: dict[str, Tunable] = {}
 
-# The ratio an integer of a measured shape may have to the one asked for.
+# The ratio that an integer of a measured shape may have to the one asked for.
 MAX_RATIO = 2.0
 MAX_PICKED = 4096
 
 
-def fits_any(gpu: Gpu, config: Config, *shape: Dim) -> str:
-    """The check of a choice whose every configuration can be launched."""
-    return ""
+@dataclass(frozen=True)
+class Pick:
+    """One choice that was made.
+
+    Attributes:
+        tunable: the choice of the op.
+        shape: the dimensions asked for.
+        config: the configuration.
+        row: the row of a table that gave the configuration; None where the heuristic did.
+    """
+
+    tunable: Tunable
+    shape: tuple[Dim, ...]
+    config: Config
+    row: Row | None
+
+
+_picks: ContextVar[list[Pick] | None] = ContextVar("ferrum_picks", default=None)
 
 
 class Tunable:
@@ -44,11 +55,17 @@ class Tunable:
         op: the op's name.
         dims: names of the dimensions a configuration depends on. An integer is measured by its
             ratio to another; a string or a bool has to be equal.
-        heuristic: GPU and dimensions to a configuration, where nothing was measured.
-        candidates: GPU and dimensions to the configurations worth timing.
-        shape_of: axes of a bench case to dimensions, where these are not axes by name.
-        fits: GPU, configuration and dimensions to the reason why it cannot be launched, "" if it
-            can. Rows of tables pass it for the shape asked for.
+        heuristic: a function of the GPU and the dimensions; it gives the configuration where
+            nothing was measured.
+        candidates: a function of the GPU and the dimensions; it gives the configurations worth
+            timing.
+        fits: a function of the GPU, a configuration and the dimensions; it gives the reason why
+            the configuration cannot be launched, "" if it can. A row serves only shapes it fits.
+        within: the largest ratio of a measured integer to the one asked for, by dimension; 2 where
+            none is given, 1 where it has to be equal.
+        parameters: the values that a row of a table may give each parameter. A parameter that is
+            not declared may have the values of the heuristic and the candidates. Compiler options
+            are declared already.
     """
 
     def __init__(
@@ -57,14 +74,17 @@ class Tunable:
         dims: Sequence[str],
         heuristic: Callable[..., Config],
         candidates: Callable[..., Sequence[Config]],
-        shape_of: Callable[[Mapping[str, Any]], Sequence[Dim]] | None = None,
         fits: Callable[..., str] | None = None,
+        within: Mapping[str, float] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
         self.op, self.dims = op, tuple(dims)
         self.heuristic, self.candidates = heuristic, candidates
-        self.shape_of = shape_of or (lambda axes: [axes[name] for name in self.dims])
-        self.fits = fits or fits_any
+        self.fits = fits or (lambda gpu, config, *shape: "")
+        self.ratios = [(within or {}).get(name, MAX_RATIO) for name in self.dims]
+        self.parameters = OPTIONS | dict(parameters or {})
         self._picked: dict[tuple, Config] = {}
+        self._tables: dict[tuple[Gpu, bool], list[Row]] = {}
         self._forced: Config | None = None
         TUNABLES[op] = self
 
@@ -81,16 +101,102 @@ class Tunable:
         if found is None:
             if len(self._picked) >= MAX_PICKED:
                 self._picked.clear()
-            found = self._picked[key] = self._choose(gpu, shape)
+            pick = self._choose(gpu, shape, with_users=device.type == "cuda")
+            found = self._picked[key] = pick.config
+            if (picks := _picks.get()) is not None:
+                picks.append(pick)
         return found
 
-    def _choose(self, gpu: Gpu, shape: tuple[Dim, ...]) -> Config:
+    def _choose(self, gpu: Gpu, shape: tuple[Dim, ...], with_users: bool) -> Pick:
         if self._forced is not None:
-            return self._forced
-        config = nearest(read_table(self.op, gpu.arch), self.dims, shape)
-        if config is not None and not self.fits(gpu, config, *shape):
-            return config
-        return self.heuristic(gpu, *shape)
+            return Pick(self, shape, self._forced, None)
+        near = [
+            (away, row)
+            for row in self.rows(gpu, with_users)
+            if (away := self.distance(row.shape, shape)) < math.inf
+        ]
+        for _, row in sorted(near, key=lambda pair: pair[0]):
+            if not self.refusal(gpu, row.config, *shape):
+                return Pick(self, shape, row.config, row)
+        return Pick(self, shape, self.heuristic(gpu, *shape), None)
+
+    def distance(self, measured: Sequence[Dim], asked: Sequence[Dim]) -> float:
+        """The sum of the dimensions' distances, in powers of e; infinite where one is too far."""
+        total = 0.0
+        for a, b, most in zip(measured, asked, self.ratios, strict=True):
+            if type(a) is int and type(b) is int:
+                low, high = sorted((max(a, 1), max(b, 1)))
+                if high > most * low:
+                    return math.inf
+                total += math.log(high / low)
+            elif a != b or type(a) is not type(b):
+                return math.inf
+        return total
+
+    def refusal(self, gpu: Gpu, config: Config, *shape: Dim) -> str:
+        """Why ``config`` cannot be launched on a GPU for a shape, or ""."""
+        for name, value in config.items():
+            if name in self.parameters and (reason := self.parameters[name].refusal(value)):
+                return f"{name} is {quoted(value)}, {reason}"
+        return gpu_refusal(gpu, config) or self.fits(gpu, config, *shape)
+
+    def rows(self, gpu: Gpu, with_users: bool = False) -> list[Row]:
+        """The rows measured on a GPU's architecture that can be launched, read once.
+
+        Args:
+            gpu: the GPU.
+            with_users: whether the user's own tables are read too, before those shipped.
+        """
+        key = (gpu, with_users)
+        if key not in self._tables:
+            directories = [tables.user_directory()] if with_users else []
+            self._tables[key] = [
+                row
+                for directory in (*directories, tables.SHIPPED)
+                if directory is not None
+                for row in self.read(tables.table_file(directory, self.op, gpu.arch), gpu)
+            ]
+        return self._tables[key]
+
+    def read(self, file: Path, gpu: Gpu) -> list[Row]:
+        """The rows of a table that can be launched for the shapes they were measured for.
+
+        What is wrong with the others is logged in one line a file.
+        """
+        try:
+            numbered, reasons = tables.read_rows(file, self.op, gpu.arch, self.dims)
+        except BadTable as error:
+            tables.tell(file, f"ignored, {error}")
+            return []
+        rows = []
+        for number, row in numbered:
+            try:
+                reason = self.outdated(gpu, row) or self.refusal(gpu, row.config, *row.shape)
+            except Exception as error:  # a heuristic has no answer for a shape that cannot be
+                reason = f"its shape is not one of {self.op}'s: {quoted(str(error))}"
+            if reason:
+                reasons.append(f"row {number}: {reason}")
+            else:
+                rows.append(row)
+        if reasons:
+            total = len(rows) + len(reasons)
+            tables.tell(file, f"{len(reasons)} of {total} rows ignored; the first, {reasons[0]}")
+        return rows
+
+    def outdated(self, gpu: Gpu, row: Row) -> str:
+        """Why ``row`` is not a configuration of this version of the op, or ""."""
+        known = [self.heuristic(gpu, *row.shape), *self.candidates(gpu, *row.shape)]
+        same_path = [config for config in known if config.get("path") == row.config.get("path")]
+        if not same_path:
+            return f"its path is {quoted(row.config.get('path'))}, which {self.op} has not"
+        if not any(config.keys() == row.config.keys() for config in same_path):
+            names = sorted({quoted(n) for n in row.config.keys() ^ same_path[0].keys()})
+            return f"its parameters are of another version: {', '.join(names)[:80]}"
+        for name, value in row.config.items():
+            values = dict.fromkeys(config[name] for config in same_path if name in config)
+            if name not in self.parameters and (reason := one_of(*values).refusal(value)):
+                return f"{name} is {quoted(value)}, {reason}"
+        return ""
 
     @contextlib.contextmanager
     def forced(self, config: Config) -> Iterator[None]:
@@ -102,6 +208,11 @@ class Tunable:
         finally:
             self._forced = before
             self._picked.clear()
+
+    def forget(self) -> None:
+        """Choose anew, from the tables as they are now."""
+        self._picked.clear()
+        self._tables.clear()
 
     def triton_configs(self, gpu: Gpu, *shape: Dim) -> list[triton.Config]:
         """The candidates for a shape, as ``triton.autotune`` takes them."""
@@ -115,31 +226,14 @@ class Tunable:
         ]
 
 
-def read_table(op: str, arch: str) -> list[dict[str, Any]]:
-    """The measured rows of an op, none where nothing was measured."""
-    file = resources.files("ferrum_triton").joinpath("tuned", op, f"{arch}.json")
-    return json.loads(file.read_text())["rows"] if file.is_file() else []
-
-
-def nearest(
-    table: Sequence[Mapping[str, Any]], dims: Sequence[str], shape: Sequence[Dim]
-) -> Config | None:
-    """The configuration measured nearest to ``shape``, or None where none is near enough."""
-    best, least = None, math.inf
-    for row in table:
-        away = distance([row["shape"][name] for name in dims], shape)
-        if away < least:
-            best, least = row["config"], away
-    return best
-
-
-def distance(measured: Sequence[Dim], asked: Sequence[Dim]) -> float:
-    """The sum of the dimensions' distances, in powers of e; infinite where one is too far."""
-    total = 0.0
-    for a, b in zip(measured, asked, strict=True):
-        if type(a) is int and type(b) is int:
-            low, high = sorted((max(a, 1), max(b, 1)))
-            total += math.log(high / low) if high <= MAX_RATIO * low else math.inf
-        elif a != b or type(a) is not type(b):
-            return math.inf
-    return total
+@contextlib.contextmanager
+def record_picks() -> Iterator[list[Pick]]:
+    """Collect the choices made inside the block, each shape's once."""
+    for tunable in TUNABLES.values():
+        tunable._picked.clear()
+    picks: list[Pick] = []
+    token = _picks.set(picks)
+    try:
+        yield picks
+    finally:
+        _picks.reset(token)

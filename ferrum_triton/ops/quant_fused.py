@@ -20,9 +20,6 @@ from ferrum_triton.quant.kinds import KINDS, format_of
 from ferrum_triton.registry import Case, op
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-# Rows of a up to which rows in planes are multiplied in one launch.
-FEW = 2
-
 SIZES = {"m": (0, 1, 2, 3, 8), "num_blocks": (1, 3)}
 
 
@@ -68,8 +65,8 @@ def gemv_quant_gate_up_silu(
 ) -> Tensor:
     """y = silu(a · Gᵀ) · (a · Uᵀ) for few rows of a.
 
-    Both products are those of :func:`gemv_quant`, in float32 until the one rounding at the end. Up
-    to 2 rows by weights in planes are one launch.
+    Both products are those of :func:`gemv_quant`, in float32 until the one rounding at the end. By
+    weights in planes they are one launch.
 
     Args:
         a: [m, K] with m <= 8, finite.
@@ -158,7 +155,7 @@ def gemv_quant_qkv(
 ) -> Tensor:
     """y = a · [Q; K; V]ᵀ for few rows of a and three matrices over one K, of any formats.
 
-    The products are those of :func:`gemv_quant`. Up to 2 rows by weights in planes are one launch.
+    The products are those of :func:`gemv_quant`. By weights in planes they are one launch.
 
     Args:
         a: [m, K] with m <= 8, finite.

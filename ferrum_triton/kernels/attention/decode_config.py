@@ -1,8 +1,5 @@
 """How paged decode is cut and tiled."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from ferrum_triton.kernels.gpu import Gpu
@@ -61,18 +58,11 @@ def decode_candidates(
     ]
 
 
-def _case_shape(axes: Mapping[str, Any]) -> tuple[int, ...]:
-    cache = axes.get("cache_dtype") or torch.bfloat16
-    key_bytes = 2 * axes["head_dim"] * cache.itemsize
-    return axes["batch"], axes["num_kv_heads"], axes["max_len"], key_bytes
-
-
 decode_config = Tunable(
     "paged_decode_attention",
     ("batch", "num_kv_heads", "capacity", "key_bytes"),
     decode_heuristic,
     decode_candidates,
-    shape_of=_case_shape,
 )
 
 

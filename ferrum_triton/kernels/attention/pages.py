@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ferrum_triton.kernels.attention.codes import add_values, dot_keys
 from ferrum_triton.kernels.attention.softmax import LOG2_E, soft_cap
+from ferrum_triton.kernels.heads import in_pieces
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.kv_pool import FORMATS
-from ferrum_triton.kernels.rope import in_pieces
 from ferrum_triton.ops.kv_pool import pool_strides, scale_strides, token_view
 
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ferrum_triton.kernels.attention.pages import capped
 from ferrum_triton.kernels.attention.softmax import fold_tile
-from ferrum_triton.kernels.rope import in_pieces
+from ferrum_triton.kernels.heads import in_pieces
 
 
 @triton.jit

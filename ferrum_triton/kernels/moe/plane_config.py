@@ -5,9 +5,8 @@ The functions are pure: they take a GPU's facts and a product's sizes, and ask n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.quant.mma_config import (
@@ -155,22 +154,12 @@ def tiles_each(tiles: int, steps: int, tokens: int) -> int:
     return max(each for each in few if tiles % each == 0)
 
 
-def _sizes(axes: Mapping[str, Any]) -> tuple[int, int]:
-    """Pairs and experts of a bench case."""
-    return axes["num_tokens"] * axes["top_k"], axes["num_experts"]
-
-
-def _kinds(axes: Mapping[str, Any]) -> set[str]:
-    return {axes[name] for name in ("kind", "gate_kind", "up_kind") if name in axes}
-
-
 def _path_tunable(op: str) -> Tunable:
     return Tunable(
         op,
         ("num_pairs", "num_experts", "in_planes"),
         path_heuristic,
         path_candidates,
-        lambda axes: [*_sizes(axes), _kinds(axes) <= PLANE_FORMATS.keys()],
     )
 
 
@@ -180,7 +169,6 @@ def _tiles_tunable(op: str, is_gated: bool) -> Tunable:
         ("num_pairs", "num_experts", "kind"),
         partial(mix_heuristic, is_gated=is_gated),
         mix_candidates,
-        lambda axes: [*_sizes(axes), min(_kinds(axes))],
         mix_fits,
     )
 

@@ -1,7 +1,7 @@
 """Many activations by blocks as a file has them: one program per tile of the product.
 
 Chosen for more rows than :mod:`ferrum_triton.kernels.quant.gemv` takes; rows in planes go to
-:mod:`ferrum_triton.kernels.quant.plane_products`. The weights are the tensor cores' first operand,
+:mod:`ferrum_triton.kernels.quant.products`. The weights are the tensor cores' first operand,
 which may come from registers, where decoding leaves them; the product is computed transposed. A
 step of K takes whole groups, plane by plane: the order of K within a sum is free as long as the
 activations are read in the same one.
@@ -19,8 +19,8 @@ from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
 from ferrum_triton.kernels.quant.gemv import gemv_quant
-from ferrum_triton.kernels.quant.plane_products import product_of_planes
 from ferrum_triton.kernels.quant.planes import uses_ptx
+from ferrum_triton.kernels.quant.products import product
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tensor_cores import settled
 from ferrum_triton.ops import quant as ops
@@ -144,7 +144,7 @@ def _gemm_quant_kernel(
 @ops.gemm_quant.impl("triton")
 def gemm_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
     if kind in PLANE_FORMATS:
-        return product_of_planes(a, blocks, kind, out)
+        return product(a, blocks, kind, out=out)
     num_tokens, num_rows = a.shape[0], blocks.shape[0]
     if num_tokens <= ops.MAX_GEMV_ROWS:
         return gemv_quant(a, blocks, kind, out=out)

@@ -32,6 +32,10 @@ class Int16Activations:
     dtype: torch.dtype
 
     @property
+    def num_tokens(self) -> int:
+        return self.codes.shape[0]
+
+    @property
     def num_weights(self) -> int:
         return self.codes.shape[1] * 2
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.quant.gemm import gemm_quant
 from ferrum_triton.kernels.quant.partials import add_partials
-from ferrum_triton.kernels.quant.plane_products import product_of_planes
+from ferrum_triton.kernels.quant.products import product
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
@@ -29,7 +29,7 @@ def linear_quant(
     bias = None if bias is None else bias.contiguous()
     y = a.new_empty((a.shape[0], blocks.shape[0])) if out is None else out
     if kind in PLANE_FORMATS:
-        return product_of_planes(a, blocks, kind, y, bias, residual)
+        return product(a, blocks, kind, bias, residual, y)
     sums = torch.empty(y.shape, dtype=torch.float32, device=a.device)
     gemm_quant(a, blocks, kind, out=sums)
     return add_partials(y, sums[None], bias, residual)

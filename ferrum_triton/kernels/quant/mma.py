@@ -1,6 +1,6 @@
 """Activations by weights in planes, on tensor cores: one program per tile of the product.
 
-Chosen for more tokens than :mod:`ferrum_triton.kernels.quant.gemv_quads` takes, up to where a
+Chosen for more tokens than :mod:`ferrum_triton.kernels.quant.small_m` takes, up to where a
 decoded matrix and cuBLAS win. Rows of W [n, k] are in planes (:mod:`ferrum_triton.quant.planes`),
 and K is taken in the steps of :mod:`ferrum_triton.kernels.quant.mma_steps`.
 

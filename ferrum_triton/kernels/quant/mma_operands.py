@@ -71,7 +71,8 @@ def _tile_of(kind: str, config: MmaConfig, whole: bool, has_ptx: bool) -> Tile:
         tokens=config.tokens,
         words=config.words,
         parts=max(config.parts, halves_of(kind)),
-        scale_after=config.scale_after and codes.scales != "",
+        # Powers of two of MXFP4 are beyond float16 before the product.
+        scale_after=codes.scales == "power" or (config.scale_after and codes.scales != ""),
         whole=whole,
     )
 
@@ -94,14 +95,21 @@ def h_columns(tile):
 @triton.constexpr_function
 def s_columns(tile):
     """Scales of its sub-blocks, of the kind of ``Codes.scales``."""
-    by_scales = {"": 0, "pair": tile.words // 4, "packed": tile.words // 4}
-    return by_scales.get(tile.codes.scales, tile.words // 2)
+    if tile.codes.scales == "":
+        return 0
+    return tile.words // (2 if tile.codes.scales in ("byte", "nibbles") else 4)
 
 
 @triton.constexpr_function
 def d_columns(tile):
     """Blocks of 32 weights in a step, of formats that have no others."""
     return 0 if tile.codes.scales else tile.words // 4
+
+
+@triton.constexpr_function
+def d_unit(tile):
+    """Entries of d, or of d and m, in 16 bytes: exponents of MXFP4 are bytes."""
+    return 16 if tile.codes.scales == "power" else 4 if tile.codes.mins else 8
 
 
 @triton.constexpr_function
@@ -223,7 +231,7 @@ def pointers(
     if SCALES != "":
         if SCALES == "pair":
             s = s_ptr.to(tl.pointer_type(tl.int16)) + row * rows.s * 8
-        elif SCALES == "byte":
+        elif SCALES == "byte" or SCALES == "byte32":
             s = s_ptr.to(tl.pointer_type(tl.int8)) + row * rows.s * 16
         else:
             s = s_ptr + row * rows.s * 16
@@ -231,8 +239,13 @@ def pointers(
     if SCALES == "packed":
         # Two sub-blocks a column; the upper bits of all 16 of a block are in a word.
         t = (t_ptr + row * rows.t * 4)[:, None]
-    D_TYPE: tl.constexpr = tl.int32 if TILE.codes.mins else tl.float16
-    d = planes_ptr.to(tl.pointer_type(D_TYPE)) + row * rows.d * (4 if TILE.codes.mins else 8)
+    if SCALES == "power":
+        d = planes_ptr
+    elif TILE.codes.mins:
+        d = planes_ptr.to(tl.pointer_type(tl.int32))
+    else:
+        d = planes_ptr.to(tl.pointer_type(tl.float16))
+    d += row * rows.d * d_unit(TILE)
     # Element p W + w of a step is product p of word w.
     x = (x_ptr + token * stride_x_token)[:, None]
     x += tl.arange(0, 8 * TILE.words // TILE.parts)[None, :]
@@ -255,7 +268,7 @@ def block_scales(operands, place, TILE: tl.constexpr):
     d, m = 0.0, 0.0
     if TILE.scale_after:
         # Too narrow for the compiler's pipeline where no product depends on them.
-        skipped = place.rows * operands.rows.d * (4 if TILE.codes.mins else 8)
+        skipped = place.rows * operands.rows.d * d_unit(TILE)
         d = tl.load(operands.at.d + (skipped + place.step * TILE.words // 32))
         if TILE.codes.mins:
             d, m = halves(d)

@@ -10,6 +10,8 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.quant.fragments import (
     all_end_to_end,
     end_to_end,
+    largest_power,
+    relative_power,
     second_bytes,
     spread,
     times,
@@ -80,6 +82,8 @@ def add_step(acc, scales, operands, place, next_place, num_words, TILE: tl.const
     scale = step.scale.to(tl.int32) if TILE.codes.scales != "" else step.scale
     upper = upper_scales(operands, place, TILE) if TILE.codes.scales == "packed" else 0
     low = scale
+    if TILE.codes.scales == "power":
+        scale = relative_power(scale, scales.d.to(tl.int32)[:, None])
     if TILE.codes.scales == "nibbles":
         scale, low = scale & 15, scale << 4  # a min as the low bits of the second byte
     # Here, not before: the loop's copies are asked for first.
@@ -109,7 +113,11 @@ def add_step(acc, scales, operands, place, next_place, num_words, TILE: tl.const
             product = tl.dot(end_to_end(t, 4), tl.trans(step.x_second), product)
 
     if TILE.scale_after:
-        acc += product * scales.d.to(tl.float32)[:, None]
+        if TILE.codes.scales == "power":
+            factor = largest_power(scales.d)
+        else:
+            factor = scales.d.to(tl.float32)
+        acc += product * factor[:, None]
         if TILE.codes.mins:
             mins = second_bytes(low, W, ASM)
             acc -= tl.dot(mins, tl.trans(step.sums)) * scales.m.to(tl.float32)[:, None]
