@@ -11,8 +11,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from bench import moe_layer
 from ferrum_triton import get_backend
+from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.moe.plane_config import MIXES, Mix
+from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, MIXES, TILES, Mix
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.quant.mma_config import OTHER_TILES, MmaConfig
@@ -121,6 +122,41 @@ def test_a_program_takes_tiles_one_after_the_other(kind, num_rows, use_tma):
         want = OPS[name].reference(*args, *[f"{kind}:planes"] * (len(args) - 3), 2)
         assert (want == 0).all(-1).sum() == 7  # three of expert -1, three of 3, and that one
         assert_close(out, want, scale=2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype", "is_sorted"),
+    [
+        (1, torch.bfloat16, False),
+        (16, torch.bfloat16, False),
+        (17, torch.bfloat16, True),
+        (512, torch.bfloat16, True),
+        (512, torch.float32, False),
+    ],
+)
+def test_pairs_are_sorted_by_expert_where_experts_have_several(num_tokens, dtype, is_sorted):
+    stack = empty_stack("Q4_K:planes", 128, 64, 512)
+    ids = empty(num_tokens, 8, dtype=torch.int32)
+    a = empty(num_tokens, 512, dtype=dtype)
+    kinds = ["Q4_K:planes"] * 2
+    for name, stacks in (("", [stack]), ("_gate_up_silu", [stack, stack])):
+        with record_launches((9, 0)) as launches:
+            OPS[f"gemv_quant_moe_id{name}"].impls["triton"](a, *stacks, ids, *kinds[: len(stacks)])
+        names = {launch.kernel.name for launch in launches}
+        assert ("_plane_tiles_kernel" in names) == is_sorted
+        assert ("_plane_pairs_kernel" in names) != is_sorted
+
+
+@pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+def test_mixes_fit_their_gpu(capability):
+    gpu = gpu_of_capability(capability)
+    for tunable in (TILES, GATE_UP_TILES):
+        for kind in PLANE_FORMATS:
+            for num_pairs in (8, 512, 2048, 32768):
+                shape = num_pairs, 128, kind
+                assert tunable.fits(gpu, tunable.heuristic(gpu, *shape), *shape) == ""
+                for config in tunable.candidates(gpu, *shape):
+                    assert Mix.of(config).flat() == config
 
 
 def test_a_token_meets_other_experts_in_every_call():

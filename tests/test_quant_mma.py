@@ -5,13 +5,20 @@ import re
 import pytest
 import torch
 
+from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.fragments import CODES
-from ferrum_triton.kernels.quant.mma import mma_quant
-from ferrum_triton.kernels.quant.mma_config import MmaConfig
+from ferrum_triton.kernels.quant.mma import mma_gate_up, mma_qkv, mma_quant
+from ferrum_triton.kernels.quant.mma_config import (
+    MmaConfig,
+    mma_candidates,
+    mma_fits,
+    mma_heuristic,
+)
 from ferrum_triton.kernels.quant.plane_rows import decode_planes, product_by_torch
-from ferrum_triton.kernels.quant.products import product
+from ferrum_triton.kernels.quant.products import MANY, product
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from tests.test_quant_formats import assert_same_bits, random_blocks
@@ -141,6 +148,103 @@ def test_any_codes_and_scales_are_exact_before_d(kind):
     a = torch.eye(256, dtype=torch.float16)[::5]
     got = multiply(a, planes_of(blocks, kind), kind, SMALL)
     assert torch.equal(got.double(), a.double() @ dequantize_blocks(blocks, fmt).double().T)
+
+
+@pytest.mark.parametrize("splits", (1, 3))
+@pytest.mark.parametrize("ends", ("bias", "residual", "both"))
+def test_bias_and_residual_are_added_before_the_one_rounding(splits, ends):
+    blocks = packed("Q4_K", 37, 768)
+    a = torch.randn(5, 768, generator=seeded(1)).bfloat16()
+    bias = torch.randn(37, generator=seeded(2)) if ends != "residual" else None
+    residual = torch.randn(5, 40, generator=seeded(3))[:, :37] if ends != "bias" else None
+    config = SMALL._replace(splits=splits, use_tma=splits == 1)
+    got = mma_quant(
+        a, planes_of(blocks, "Q4_K"), "Q4_K:planes", config, bias=bias, residual=residual
+    )
+    want = a.double() @ dequantize_blocks(blocks, FORMATS["Q4_K"]).double().T
+    want += (0 if bias is None else bias) + (0 if residual is None else residual)
+    torch.testing.assert_close(got.double(), want, rtol=4e-3, atol=2e-3)
+
+
+def test_so_many_tokens_that_weights_are_decoded_are_rounded_once_too():
+    blocks = packed("Q4_K", 5, 256)
+    a = torch.randn(MANY, 256, generator=seeded(1)).bfloat16()
+    residual = torch.randn(MANY, 5, generator=seeded(3)).bfloat16()
+    got = product(a, planes_of(blocks, "Q4_K"), "Q4_K:planes", residual=residual)
+    want = a.double() @ dequantize_blocks(blocks, FORMATS["Q4_K"]).double().T + residual.double()
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=4e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ("Q4_K", "Q3_K", "Q5_0"))
+@pytest.mark.parametrize("activation", ("silu", "gelu_tanh"))
+@pytest.mark.parametrize("splits", (1, 2))
+@pytest.mark.parametrize("use_tma", (False, True))
+def test_gate_and_up_in_one_launch(kind, activation, splits, use_tma):
+    gate, up = packed(kind, 37, 512), packed(kind, 37, 512, seed=7)
+    a = torch.randn(9, 512, generator=seeded(1)).half()
+    planes = planes_of(gate, kind), planes_of(up, kind)
+    config = SMALL._replace(splits=splits, use_tma=use_tma)
+    got = mma_gate_up(a, *planes, f"{kind}:planes", config, activation)
+    products = [a.double() @ dequantize_blocks(w, FORMATS[kind]).double().T for w in (gate, up)]
+    function = torch.nn.functional.silu if activation == "silu" else gelu_tanh
+    want = function(products[0]) * products[1]
+    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kinds", (("Q4_K",) * 3, ("Q4_K", "Q6_K"), ("Q5_K", "Q5_K", "Q6_K")))
+@pytest.mark.parametrize("splits", (1, 2))
+@pytest.mark.parametrize("use_tma", (False, True))
+def test_matrices_side_by_side(kinds, splits, use_tma):
+    """In one launch if all are of one kind; tiles of rows end with their matrix."""
+    blocks = [packed(kind, n, 512, seed=n) for kind, n in zip(kinds, (70, 33, 5), strict=False)]
+    planes = [planes_of(w, kind) for w, kind in zip(blocks, kinds, strict=True)]
+    a = torch.randn(9, 512, generator=seeded(1)).half()
+    config = SMALL._replace(splits=splits, use_tma=use_tma)
+    got = mma_qkv(a, planes, [f"{kind}:planes" for kind in kinds], [config] * len(kinds))
+    want = torch.cat(
+        [
+            a.double() @ dequantize_blocks(w, FORMATS[kind]).double().T
+            for w, kind in zip(blocks, kinds, strict=True)
+        ],
+        dim=1,
+    )
+    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q5_K", "Q3_K"))
+@pytest.mark.parametrize("num_tokens", (16, 32, 64))
+def test_several_matrices_compiled_for_hopper(kind, num_tokens):
+    """No spills in the tiles that one matrix takes."""
+    kind, k = f"{kind}:planes", 4096
+    a = torch.empty(num_tokens, k, dtype=torch.bfloat16, device="meta")
+    row_bytes = PLANE_FORMATS[kind].row_bytes(k)
+    q, key, value = (
+        torch.empty(n, row_bytes, dtype=torch.uint8, device="meta") for n in (4096, 1024, 1024)
+    )
+    gpu = gpu_of_capability((9, 0))
+    config = mma_heuristic(gpu, kind, num_tokens, 6144, k)
+    with record_launches(capability=(9, 0)) as launches:
+        mma_qkv(a, [q, key, value], [kind] * 3, [config] * 3)
+        mma_gate_up(a, q, q, kind, config._replace(splits=1))
+    for launch in launches:
+        compiled = compile_launch(launch, TARGETS["sm_90"])
+        assert compiled.spilled == 0, launch.kernel.name
+        assert compiled.shared <= TARGETS["sm_90"].shared_limit
+
+
+def test_tiles_fit_every_gpu():
+    for arch, capability in (("sm_80", (8, 0)), ("sm_86", (8, 6)), ("sm_120", (12, 0))):
+        gpu = gpu_of_capability(capability)
+        assert gpu.arch == arch
+        for kind in CODES:
+            for num_tokens in (9, 32, 64, 300):
+                config = mma_heuristic(gpu, f"{kind}:planes", num_tokens, 4096, 4096)
+                assert mma_fits(gpu, config, kind) == ""
+                assert all(
+                    mma_fits(gpu, each, kind) == ""
+                    for each in mma_candidates(gpu, kind, num_tokens, 4096, 4096)
+                )
 
 
 # What the interpreter cannot run: the PTX, by a model of the few instructions it has, against the

@@ -32,9 +32,14 @@ TILE_LANES, GATE_UP_LANES, NUM_WARPS = 2048, 1024, 4
 
 @triton.jit
 def row_products(
-    a_row, rows, has_row, num_groups, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr,
+    a_row,
+    rows,
+    has_row,
+    num_groups,
+    LAYOUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
-):  # fmt: skip
+):
     """One activation row by some rows of W, float32 [BLOCK_N].
 
     Args:

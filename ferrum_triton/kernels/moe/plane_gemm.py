@@ -79,9 +79,17 @@ class Buckets:
 
 @triton.jit
 def _store_tile(
-    result, acc, factor_ptr, table, pairs_ptr, n, left, first_place, BUCKETS: tl.constexpr,
+    result,
+    acc,
+    factor_ptr,
+    table,
+    pairs_ptr,
+    n,
+    left,
+    first_place,
+    BUCKETS: tl.constexpr,
     SORTED: tl.constexpr,
-):  # fmt: skip
+):
     """Write a tile's rows ``n`` of y.
 
     Args:

@@ -58,9 +58,16 @@ MAX_TOKENS = 128
 # The fastest of bench.quant_tiles at n 28672 and k 4096, or nearly, by the most tokens they are
 # for.
 _WIDE = MmaConfig(
-    128, 64, scale_after=False, warps=8, stages=2, maxnreg=128, prefetch_lines=2, use_tma=True,
+    128,
+    64,
+    scale_after=False,
+    warps=8,
+    stages=2,
+    maxnreg=128,
+    prefetch_lines=2,
+    use_tma=True,
     prefetch_distance=1,
-)  # fmt: skip
+)
 HOPPER_TILES = {
     8: MmaConfig(64, 8, prefetch_lines=4),
     16: MmaConfig(64, 16, parts=2, stages=3, maxnreg=128, prefetch_lines=4),
@@ -144,17 +151,26 @@ def mma_fits(gpu: Gpu, config: MmaConfig, kind: str) -> str:
         return "tensor descriptors are of capability 9.0 and up"
     if config.tokens < least_tokens(file_kind(kind)):
         return f"tiles of {kind} have {least_tokens(file_kind(kind))} tokens at least"
-    wanted = shared_bytes(config, kind)
+    wanted = shared_bytes(gpu, config, kind)
     if wanted > gpu.shared_limit:
         return f"{wanted} bytes of shared memory, of {gpu.shared_limit}"
     return ""
 
 
-def shared_bytes(config: MmaConfig, kind: str) -> int:
-    """Shared memory of a tile, in bytes, at most: a pipeline of whole steps."""
-    step = 8 * config.words
-    weights = config.rows * PLANE_FORMATS[f"{file_kind(kind)}:planes"].row_bytes(256) * step // 256
-    return config.stages * (weights + config.tokens * (2 * step + 2 * config.words))
+def shared_bytes(gpu: Gpu, config: MmaConfig, kind: str) -> int:
+    """Shared memory of a tile's pipeline, in bytes: the steps that are in it.
+
+    The compiler keeps one step less than there are stages; one more of the tokens where tensor
+    cores read them from shared memory, as Hopper's do, and on AMD one more of all.
+    """
+    form = PLANE_FORMATS[f"{file_kind(kind)}:planes"]
+    weights, sums = 8 * config.words, config.words if config.scale_after else 0
+    row = sum(form.plane_bytes.get(plane, 0) for plane in "qhs") * weights / form.block_size
+    weight_steps = config.stages - (gpu.capability >= (8, 0))
+    token_steps = config.stages if has_hopper_tiles(gpu) else weight_steps
+    return int(
+        weight_steps * config.rows * row + token_steps * 2 * config.tokens * (weights + sums)
+    )
 
 
 def least_tokens(kind: str) -> int:

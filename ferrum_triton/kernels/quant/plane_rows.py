@@ -195,5 +195,11 @@ def product_by_torch(
         last = min(first + rows, num_rows)
         some = weights[: last - first]
         decode_planes(some, planes, None, kind, first)
-        torch.mm(a, some.T, out=y[:, first:last])
+        part = y[:, first:last]
+        if y.dtype == a.dtype:
+            torch.mm(a, some.T, out=part)
+        elif a.is_cuda:  # float32 sums, unrounded; torch's mm takes out_dtype or out, not both
+            part.copy_(torch.mm(a, some.T, out_dtype=y.dtype))
+        else:
+            part.copy_(a.to(y.dtype) @ some.to(y.dtype).T)
     return y

@@ -24,6 +24,7 @@ from ferrum_triton.kernels.quant.mma_config import (
     mma_fits,
     mma_heuristic,
 )
+from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
 from ferrum_triton.kernels.quant.planes import span_of
 from ferrum_triton.kernels.quant.small_m import (
@@ -276,10 +277,7 @@ def product(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual for W's rows in planes.
-
-    Only up to eight tokens take a bias and a residual: see :func:`adds`.
-    """
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual for W's rows in planes, rounded once."""
     y = a.new_empty((a.shape[0], planes.shape[0])) if out is None else out
     if y.numel() == 0:
         return y
@@ -290,13 +288,12 @@ def product(
         x = int16_activations(a) if config.get("prepared") else a
         return launch_gemv(x, parts, config, y, bias=bias, residual=residual)
     if config["path"] == "decode":
-        return product_by_torch(a, planes, kind, out=y)
-    return mma_quant(a, planes, kind, mma_config(config), out=y)
-
-
-def adds(a: Tensor) -> bool:
-    """Whether :func:`product` takes a bias and a residual for activations ``a``."""
-    return a.shape[0] <= MAX_GEMV_ROWS
+        if bias is None and residual is None:
+            return product_by_torch(a, planes, kind, out=y)
+        sums = torch.empty(y.shape, dtype=torch.float32, device=a.device)
+        product_by_torch(a, planes, kind, out=sums)
+        return add_partials(y, sums[None], bias, residual)
+    return mma_quant(a, planes, kind, mma_config(config), bias=bias, residual=residual, out=y)
 
 
 def side_by_side(a: Tensor, parts: Sequence[tuple[Tensor, str]], out: Tensor) -> bool:

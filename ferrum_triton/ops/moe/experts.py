@@ -109,7 +109,8 @@ def gemv_quant_moe_id(a: Tensor, blocks: Tensor, ids: Tensor, kind: str) -> Tens
     """y[t, s, n] = Σₖ a[t, s, k] · W[ids[t, s]][n, k], for few tokens.
 
     W is decoded exactly and the products are summed in float32, whatever a's dtype. Only the
-    experts that ids names are read.
+    experts that ids names are read. Over planes, where an expert has more than about one pair of
+    16-bit activations, pairs are sorted by expert and taken as in :func:`gemm_quant_moe_id`.
 
     Args:
         a: [num_tokens, K], a token's row for all its slots, as for gate and up; or
