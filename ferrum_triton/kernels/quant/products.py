@@ -17,7 +17,7 @@ from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv, persistent_threads
 from ferrum_triton.kernels.quant.integer_activations import int16_activations
-from ferrum_triton.kernels.quant.mma import mma_quant
+from ferrum_triton.kernels.quant.mma import mma_gate_up, mma_qkv, mma_quant
 from ferrum_triton.kernels.quant.mma_config import (
     MmaConfig,
     mma_candidates,
@@ -297,31 +297,44 @@ def product(
 
 
 def side_by_side(a: Tensor, parts: Sequence[tuple[Tensor, str]], out: Tensor) -> bool:
-    """Try y = a · [W₁; W₂; W₃]ᵀ in one launch, for up to eight tokens; False if it cannot be."""
+    """Try y = a · [W₁; W₂; W₃]ᵀ with ``a`` arranged once; False if it cannot be.
+
+    Matrices of one kind are one launch, and so are those of any kinds for up to eight tokens.
+    """
     counts = [planes.shape[0] for planes, _ in parts]
-    fewest = min(count for count in counts if count)
-    if takes_small_m(a, fewest):
+    if takes_small_m(a, min(count for count in counts if count)):
         config = pick(a, parts[0][1], sum(counts))
         small_m_product(a, parts, config.get("warps", 2), out)
         return True
-    if a.shape[0] > FEW:
+    if a.shape[0] <= FEW:
+        config = _plain(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts))
+        launch_gemv(a, parts, config, out)
+        return True
+    kinds = [kind for _, kind in parts]
+    rows = [sum(counts)] * len(parts) if len(set(kinds)) == 1 else counts
+    configs = [pick(a, kind, max(n, 1)) for kind, n in zip(kinds, rows, strict=True)]
+    if any(config["path"] != "mma" for config in configs):
         return False
-    launch_gemv(a, parts, _plain(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts)), out)
+    mma_qkv(a, [planes for planes, _ in parts], kinds, [*map(mma_config, configs)], out=out)
     return True
 
 
 def gate_up(a: Tensor, parts: Sequence[tuple[Tensor, str]], activation: str, out: Tensor) -> bool:
     """Try y = act(a · Gᵀ) · (a · Uᵀ) in one launch; False if it cannot be."""
-    num_rows = 2 * parts[0][0].shape[0]
-    config = pick(a, parts[0][1], num_rows)
+    (gate, kind), (up, up_kind) = parts
+    num_rows = 2 * gate.shape[0]
+    config = pick(a, kind, num_rows)
     if takes_small_m(a, num_rows):
         small_m_product(a, parts, config.get("warps", 2), out, activation=activation)
         return True
-    if a.shape[0] > FEW:
+    if a.shape[0] <= FEW:
+        config = _plain(config, a, parts, num_rows)
+        config = {**config, "rows": max(config["rows"] // 2, 1)}
+        launch_gemv(a, parts, config, out, activation=activation)
+        return True
+    if config["path"] != "mma" or kind != up_kind:
         return False
-    config = _plain(config, a, parts, num_rows)
-    config = {**config, "rows": max(config["rows"] // 2, 1)}
-    launch_gemv(a, parts, config, out, activation=activation)
+    mma_gate_up(a, gate, up, kind, mma_config(config), activation, out=out)
     return True
 
 
