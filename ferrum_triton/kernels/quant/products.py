@@ -43,8 +43,8 @@ FEW, MANY = 2, 512
 # Weights from which on two tokens become integers in a launch of their own: 25600x5120 by two
 # tokens of Q4_K takes 23.5 us so and 24.6 otherwise, 4096x12288 10.4 and 11.0.
 MANY_WEIGHTS = 1 << 25
-# Rows of W from which on they are many.
-MANY_ROWS = 16384
+# Rows of W from which on they are many, and groups of 32 in one from more than which on it is long.
+MANY_ROWS, LONG_GROUPS = 16384, 256
 # The least share of a persistent program's threads that has weights of a row.
 LEAST_FULL = 0.6
 
@@ -131,36 +131,46 @@ def candidates(
     if num_tokens > FEW:
         tiles = mma_candidates(gpu, kind, num_tokens, num_rows, 32 * num_groups)
         return [*map(mma, tiles), {"path": "decode"}]
-    late = num_rows < MANY_ROWS
-    found: list[Config] = [
-        gemv(rows, warps, prefetch=prefetch, late_trigger=late, prepared=False)
-        for rows, warps, prefetch in (
-            (4, 2, True),
-            (4, 4, False),
-            (8, 1, False),
-            (8, 2, False),
-            (8, 2, True),
-            (8, 4, False),
-            (16, 4, False),
-        )
-    ]
-    if num_tokens == 2:
-        found += [gemv(rows, warps, prepared=True) for rows, warps in ((8, 1), (8, 2), (8, 4))]
-    found += [
-        persistent(rows, ctas, deferred, ordered, maxnreg, late)
-        for rows, ctas, deferred, ordered, maxnreg, late in (
-            (4, 1, False, False, 0, False),
-            (4, 1, True, True, 0, False),
-            (8, 1, True, True, 0, False),
-            (4, 2, False, False, 0, False),
-            (4, 2, True, False, 128, True),
-            (4, 2, True, True, 128, True),
-            (8, 2, False, False, 0, False),
-            (4, 4, True, False, 64, False),
-            (8, 4, False, False, 0, False),
-            (8, 10, False, False, 0, False),
-        )
-    ]
+    late, is_long = num_rows < MANY_ROWS, num_groups > LONG_GROUPS
+    if num_tokens == 1 and is_long:
+        found = [
+            gemv(4, 2, prefetch=True, late_trigger=late),
+            gemv(8, 2, prefetch=True, late_trigger=late),
+            gemv(8, 4, late_trigger=late),
+            persistent(4, 1),
+            persistent(4, 1, deferred=True, ordered=True),
+            persistent(8, 1, deferred=True, ordered=True),
+            persistent(4, 2, deferred=True, ordered=True, maxnreg=128, late_trigger=True),
+        ]
+    elif num_tokens == 1:
+        found = [
+            gemv(8, 2, late_trigger=late),
+            gemv(8, 4, late_trigger=late),
+            gemv(16, 4, late_trigger=late),
+            persistent(4, 2, deferred=True, maxnreg=128, late_trigger=True),
+            persistent(4, 4, deferred=True, maxnreg=64),
+            persistent(8, 4),
+            persistent(8, 10),
+        ]
+    elif is_long:
+        found = [
+            gemv(8, 4),
+            gemv(8, 2, prepared=True),
+            gemv(8, 4, prepared=True),
+            persistent(4, 2),
+            persistent(4, 1, deferred=True, ordered=True, late_trigger=True),
+            persistent(8, 1, deferred=True, ordered=True, late_trigger=True),
+            persistent(4, 2, deferred=True, ordered=True, maxnreg=128),
+        ]
+    else:
+        found = [
+            gemv(8, 4),
+            gemv(16, 4),
+            gemv(8, 1, prepared=True),
+            gemv(8, 4, prepared=True),
+            persistent(4, 2, deferred=True),
+            persistent(8, 4),
+        ]
     shape = (kind, bucket, num_tokens, num_rows, num_groups)
     return [config for config in found if not fits(gpu, config, *shape)]
 
