@@ -220,7 +220,9 @@ def test_ptx_unpacks_what_the_layout_says(kind):
             elif codes.bits in (5, 3):
                 operands += [more[pair // 2] >> 4 * (pair % 2)] * 2
             if fmt.values:
-                q = torch.tensor(fmt.values, dtype=torch.float64)[fmt.q.read(blocks).int()].flatten()
+                q = torch.tensor(fmt.values, dtype=torch.float64)[
+                    fmt.q.read(blocks).int()
+                ].flatten()
             scale = 1
             if codes.scales == "power":
                 scale = 2.0 ** (pair - seed)

@@ -67,7 +67,10 @@ MIXES = {
 # Of gate and up, whose tiles have half as many rows of each.
 _GATED_MIXES = {4: Mix(Config(128, 8, stages=3, registers=168))}
 # Of kinds that would spill.
-_MIXES_OF = {"Q3_K": {8: Mix(Config(64, 16, stages=3, registers=168, described=True))}}
+_MIXES_OF = {
+    "Q3_K": {8: Mix(Config(64, 16, stages=3, registers=168, described=True))},
+    "MXFP4": {256: MIXES[128]},
+}
 # Steps of its loop that a program has at most, unless a tile has more: by the pairs of a tile.
 STEPS = {8: 32, 16: 16, 32: 16, 64: 32}
 # Rows of the result that a program looks after which no tile may write.

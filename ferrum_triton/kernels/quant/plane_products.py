@@ -48,6 +48,8 @@ _TILES_OF = {
     # Those above would spill.
     "Q3_K": {64: _WIDE._replace(words=16, stages=3, look=0)},
     "Q5_K": {64: _WIDE._replace(look=0)},
+    # Of powers of two a step has a sum of its own.
+    "MXFP4": {64: Config(64, 64, words=16, stages=3, described=True), 256: _TILES[128]},
 }
 MOST = 128  # in a tile of more than 256
 # Of GPUs before Hopper and of AMD's, where those spill or do not compile.
