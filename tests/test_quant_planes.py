@@ -2,23 +2,38 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from ferrum_triton import InputError
 from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant.gemm import gemm_quant
+from ferrum_triton.kernels.quant.gemv import gemv_quant
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv
 from ferrum_triton.kernels.quant.integer_activations import int16_activations
-from ferrum_triton.kernels.quant.products import gemv, gemv_heuristic
+from ferrum_triton.kernels.quant.mma_config import MmaConfig
+from ferrum_triton.kernels.quant.products import gemv, gemv_heuristic, mma, products
 from ferrum_triton.kernels.quant.products import product as chosen_product
+from ferrum_triton.kernels.quant.rows import dequantize
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
-from ferrum_triton.quant import FORMATS, QuantizedTensor, dequantize_blocks, from_planes, to_planes
-from ferrum_triton.quant.planes import PLANE_FORMATS, views
+from ferrum_triton.quant import (
+    FORMATS,
+    BlockFormat,
+    QuantizedTensor,
+    dequantize_blocks,
+    from_planes,
+    quantize_blocks,
+    to_planes,
+)
+from ferrum_triton.quant.layout import Half, Integers, Run
+from ferrum_triton.quant.planes import PLANE_FORMATS, SUFFIX, PlaneFormat, views
 from ferrum_triton.testing import assert_close
 from tests.test_quant_formats import random_blocks
 from tests.test_quant_ops import packed, seeded
 
+SMALL_M = {"path": "small_m", "warps": 2}
 KINDS = pytest.mark.parametrize("kind", [fmt.file.name for fmt in PLANE_FORMATS.values()])
 
 
@@ -281,6 +296,93 @@ def test_nothing_to_multiply(device, m, n, k):
     planes = to_planes(torch.zeros(n, k // 256 * 144, dtype=torch.uint8), "Q4_K").to(device)
     got = chosen_product(torch.ones(m, k, device=device), planes, "Q4_K:planes")
     assert torch.equal(got.cpu(), torch.zeros(m, n))
+
+
+def exponents(kind, num_rows, k, e):
+    """Random codes, and blocks whose exponents are ``e`` in turn."""
+    blocks = random_blocks(FORMATS[kind], num_rows, k // 32, seed=31).unflatten(-1, (-1, 17))
+    blocks[..., 0] = torch.tensor(e, dtype=torch.uint8).repeat(k // 32 // len(e))
+    return blocks.flatten(-2)
+
+
+@pytest.mark.parametrize("e", [0, 1, 220])
+def test_powers_of_two_of_any_size(device, e):
+    """Far beyond float16's range, and down to float32's smallest numbers."""
+    blocks = exponents("MXFP4", 16, 256, [e])
+    planes = to_planes(blocks, "MXFP4").to(device)
+    a = torch.randn(3, 256, generator=seeded(32)).bfloat16()
+    weights = dequantize_blocks(blocks, FORMATS["MXFP4"]).double()
+    want, size = a.double() @ weights.T, a.double().abs() @ weights.abs().T
+    out = torch.empty(3, 16, device=device)
+    for config in (gemv(4, 2, prepared=True), SMALL_M, mma(MmaConfig(32, 16))):
+        with products.forced(config):
+            got = chosen_product(a.to(device), planes, "MXFP4:planes", out=out).cpu()
+        assert ((got - want).abs() <= 1e-5 * size + 2.0**-149).all()
+
+
+def test_powers_of_two_far_from_the_largest(device):
+    """Weights are exact down to 2^-29 of the largest power, and blocks of zeros do not count."""
+    blocks = exponents("MXFP4", 16, 256, [120, 110, 100, 95, 92, 91, 200, 112])
+    blocks.unflatten(-1, (-1, 17))[:, 6, 1:] = 0x80  # 0 and -0
+    planes = to_planes(blocks, "MXFP4").to(device)
+    assert torch.equal(from_planes(planes.cpu(), "MXFP4"), blocks)
+    a = torch.eye(256, dtype=torch.float16)[16::32].to(device)
+    want = a.cpu().double() @ dequantize_blocks(blocks, FORMATS["MXFP4"]).double().T
+    out = torch.empty(8, 16, device=device)
+    for config in (SMALL_M, mma(MmaConfig(32, 16))):
+        with products.forced(config):
+            got = chosen_product(a, planes, "MXFP4:planes", out=out)
+        assert torch.equal(got.cpu().double(), want)
+
+
+def described_in_contributing():
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    return eval(re.search(r"```py\n(.*?)```", text, re.S)[1])
+
+
+MADE_UP = (
+    described_in_contributing(),
+    # Five bits in an odd number of bytes.
+    BlockFormat(
+        "M5",
+        1003,
+        32,
+        23,
+        d=Half(1),
+        q=Integers((Run(3, 4, lanes=16, planes=2),), high=Run(19, 1, lanes=4, planes=8), offset=13),
+    ),
+    # Sub-blocks of 32 weights, and a codebook.
+    BlockFormat(
+        "M4_X",
+        1005,
+        256,
+        138,
+        d=Half(0),
+        scales=Integers((Run(2, 8, lanes=8),), signed=True),
+        q=Integers((Run(10, 4, lanes=16, planes=2, chunks=8),)),
+        values=(-54, -41, -31, -23, -16, -11, -7, -3, 0, 4, 8, 12, 18, 25, 34, 46),
+    ),
+)
+
+
+@pytest.mark.parametrize("fmt", MADE_UP, ids=lambda fmt: fmt.name)
+def test_a_description_is_all_that_a_format_takes(fmt, monkeypatch):
+    """One that no other file knows of is encoded, laid out, decoded and multiplied by."""
+    kind = fmt.name + SUFFIX
+    monkeypatch.setitem(FORMATS, fmt.name, fmt)
+    monkeypatch.setitem(PLANE_FORMATS, kind, PlaneFormat(fmt))
+    weights = torch.randn(17, 256, generator=seeded(33)) / 16
+    weight = QuantizedTensor(quantize_blocks(weights, fmt), fmt.name)
+    decoded = weight.dequantize()
+    assert (decoded - weights).norm() < 0.25 * weights.norm()
+    planes = weight.in_planes()
+    assert torch.equal(planes.as_in_file().blocks, weight.blocks)
+    a = torch.randn(20, 256, generator=seeded(34)).half()
+    want = a.double() @ decoded.double().T
+    for stored in (weight, planes):
+        assert torch.equal(dequantize(stored.blocks, stored.kind, torch.float32), decoded)
+        for x, multiply in ((a[:1], gemv_quant), (a[:1].float(), gemv_quant), (a, gemm_quant)):
+            assert_close(multiply(x, stored.blocks, stored.kind), want[: len(x)])
 
 
 def launch_for(kind):

@@ -37,7 +37,10 @@ from ferrum_triton.quant.formats import FORMATS, BlockFormat
 from ferrum_triton.quant.layout import Run
 
 ROW_ALIGN = 16
-# Weights that share a byte of the plane d where blocks are scaled by powers of two.
+# Low bits of an integer and the bits apart from them, as kernels unpack them.
+CODE_BITS = ((2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (8, 0))
+# Weights of a block with sub-blocks, and weights that share a byte of the plane d where blocks are
+# scaled by powers of two.
 LARGEST_OF = 256
 SUFFIX = ":planes"
 # Bytes of blocks repacked at a time: codes take up to eight times their room while they are moved.
@@ -50,9 +53,25 @@ class PlaneFormat:
 
     Attributes:
         file: the format's description.
+
+    Raises:
+        InputError: kernels do not know such a format.
     """
 
     file: BlockFormat
+
+    def __post_init__(self) -> None:
+        fmt = self.file
+        if (
+            (fmt.low_bits, fmt.high_bits) not in CODE_BITS
+            or fmt.block_size != (LARGEST_OF if fmt.scales else 32)
+            or fmt.sub_size not in (16, 32)
+            or (fmt.low_bits == 2 and not fmt.has_halves)
+            or (fmt.values is None and fmt.is_exponent)
+            or (fmt.values is not None and (fmt.bits, fmt.has_minimum) != (4, False))
+        ):
+            advice = "CONTRIBUTING lists what kernels know of a format."
+            raise InputError("PlaneFormat", "file", fmt.name, "a format with planes", advice)
 
     @cached_property
     def plane_bytes(self) -> dict[str, Fraction]:

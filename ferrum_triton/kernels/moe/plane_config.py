@@ -71,7 +71,10 @@ MIXES = {
 # Of gate and up, whose tiles have half as many rows of each.
 _GATED_MIXES = {4: Mix(MmaConfig(128, 8, stages=3, maxnreg=168))}
 # Of kinds that would spill.
-_MIXES_OF = {"Q3_K": {8: Mix(MmaConfig(64, 16, stages=3, maxnreg=168, use_tma=True))}}
+_MIXES_OF = {
+    "Q3_K": {8: Mix(MmaConfig(64, 16, stages=3, maxnreg=168, use_tma=True))},
+    "MXFP4": {256: MIXES[128]},
+}
 # Pairs up to which programs are few, whatever the number of experts.
 FEW_PAIRS = 16
 # Steps of its loop that a program has at most, unless a tile has more: by the pairs of a tile.

@@ -219,14 +219,19 @@ def _place(index, lane, RUN: tl.constexpr, LANES: tl.constexpr):
     """Byte of a block, and bits of that byte below, of value ``index + lane`` of a run."""
     CHUNK: tl.constexpr = RUN.lanes * RUN.planes
     LINE: tl.constexpr = RUN.lanes
-    byte = RUN.at + _quotient(index, CHUNK) * LINE
     if LINE >= LANES:  # lanes that follow each other are bytes that do
         # As a multiple of LANES, by which the compiler sees how wide loads may be.
+        byte = RUN.at + _quotient(index, CHUNK) * LINE
         byte = byte + _remainder(_quotient(index, LANES), LINE // LANES) * LANES + lane
         plane = _remainder(_quotient(index, LINE), RUN.planes)
+    elif CHUNK <= LANES:  # whole chunks; of divisions the compiler sees which lanes share a byte
+        byte = RUN.at + _quotient(index, CHUNK) * LINE
+        byte = byte + lane // CHUNK * LINE + lane % LINE
+        plane = lane // LINE % RUN.planes
     else:
-        byte = byte + _quotient(lane, CHUNK) * LINE + _remainder(lane, LINE)
-        plane = _remainder(_quotient(lane, LINE), RUN.planes)
+        index = index + lane
+        byte = RUN.at + _quotient(index, CHUNK) * LINE + _remainder(index, LINE)
+        plane = _remainder(_quotient(index, LINE), RUN.planes)
     return byte, plane * RUN.bits + RUN.shift
 
 

@@ -81,6 +81,8 @@ HOPPER_TILES_OF = {
     # Those above would spill.
     "Q3_K": {64: _WIDE._replace(words=16, stages=3, prefetch_distance=0)},
     "Q5_K": {64: _WIDE._replace(prefetch_distance=0)},
+    # Of powers of two a step has a sum of its own.
+    "MXFP4": {64: MmaConfig(64, 64, words=16, stages=3, use_tma=True), 256: HOPPER_TILES[128]},
 }
 # Tiles of GPUs before Hopper, of GeForce Blackwell and of AMD's, where those spill, do not compile
 # or want more shared memory than there is.
