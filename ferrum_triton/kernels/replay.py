@@ -10,6 +10,7 @@ rehearsal cannot follow, goes the ordinary way for ever.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,13 @@ def can_replay(op: Op) -> bool:
     )
 
 
+def _in_key(op: Op) -> frozenset[str]:
+    """The scalars whose values a door's key has: all but integers that may change at every call."""
+    parameters = op.signature.parameters
+    changing = {name for name, p in parameters.items() if p.annotation in (int, int | None)}
+    return frozenset(parameters.keys() - changing | {*op.static})
+
+
 def address_name(name: str) -> str:
     """What the address of a tensor is called in generated source."""
     return f"_at_{name}"
@@ -80,7 +88,7 @@ class Trial:
         by_value: frozenset[str] = frozenset(),
     ) -> None:
         self._op, self._launcher, self._table, self._key = op, launcher, table, key
-        self._by_value = by_value | {*op.static}
+        self._by_value = by_value | _in_key(op)
         self._names = [*op.signature.parameters, *(["out"] if op.has_out else [])]
         self._calls = 0
 
@@ -99,10 +107,12 @@ class Trial:
             return self._launcher(**arguments)
         with note_launches(runs=True) as launches:
             result = self._launcher(**arguments)
-        agrees = _agrees(recipe, launches, arguments, result)
-        self._decide(
-            _build(self._op, self._launcher, recipe, launches, arguments) if agrees else False
-        )
+        replay: Callable[..., Any] | bool = False
+        # A call that was made does not fail for the sake of those to come.
+        with contextlib.suppress(Exception):
+            if _agrees(recipe, launches, arguments, result):
+                replay = _build(self._op, self._launcher, recipe, launches, arguments)
+        self._decide(replay)
         return result
 
     def _decide(self, replay: Callable[..., Any] | bool) -> None:
@@ -117,7 +127,7 @@ class _ByValue:
     def __init__(self, op: Op, launcher: Callable[..., Any], names: frozenset[str]) -> None:
         self._op, self._launcher, self._names = op, launcher, names
         parameters = list(op.signature.parameters)
-        self._places = [parameters.index(name) for name in sorted(names - {*op.static})]
+        self._places = [parameters.index(name) for name in sorted(names - _in_key(op))]
         self._table = ReplayTable()
 
     def __call__(self, *values: Any) -> Any:
@@ -214,10 +224,7 @@ def _build(
     if not launches:
         return False
     writer = (_GpuWriter if launches[0].args[0].is_cuda else _CpuWriter)(op, recipe, arguments)
-    try:
-        return writer.write(launcher, launches)
-    except NotReplayable:
-        return False
+    return writer.write(launcher, launches)
 
 
 class _Writer:
