@@ -18,6 +18,7 @@ import triton
 
 from ferrum_triton.kernels import tables
 from ferrum_triton.kernels.gpu import Gpu, gpu_of
+from ferrum_triton.kernels.jit import forget_replays
 from ferrum_triton.kernels.parameters import OPTIONS, Config, Dim, Parameter, gpu_refusal, one_of
 from ferrum_triton.kernels.tables import BadTable, Row, quoted
 
@@ -202,17 +203,22 @@ class Tunable:
     def forced(self, config: Config) -> Iterator[None]:
         """Use ``config`` for every shape inside the block: how candidates are timed."""
         before, self._forced = self._forced, config
-        self._picked.clear()
+        self._choose_anew()
         try:
             yield
         finally:
             self._forced = before
-            self._picked.clear()
+            self._choose_anew()
 
     def forget(self) -> None:
         """Choose anew, from the tables as they are now."""
-        self._picked.clear()
         self._tables.clear()
+        self._choose_anew()
+
+    def _choose_anew(self) -> None:
+        """Forget what was chosen, and the calls whose launches were chosen so."""
+        self._picked.clear()
+        forget_replays()
 
     def triton_configs(self, gpu: Gpu, *shape: Dim) -> list[triton.Config]:
         """The candidates for a shape, as ``triton.autotune`` takes them."""
