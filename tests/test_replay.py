@@ -98,6 +98,14 @@ def test_integers_may_change_from_call_to_call():
         door(caches[0], caches[1], new, new, 8)
 
 
+def test_truth_values_are_no_integers_that_may_change():
+    op = OPS["kv_cache_append_head_major"]
+    arguments = sample(op, torch.float32, "cpu", 0, **typical_axes(op))
+    assert rehearse(op.impls["triton"], arguments, frozenset()).steps
+    with pytest.raises(NotReplayable, match="bool"):
+        rehearse(op.impls["triton"], arguments | {"cache_len": True}, frozenset())
+
+
 def test_integers_that_launchers_look_at_have_replays_of_their_own():
     op = OPS["copy_slice"]
     door = door_of(op)
@@ -205,6 +213,19 @@ def test_what_observes_launches_sees_them():
     with record_launches() as recorded:
         door(x, weight)
     assert len(recorded) == 1
+
+
+def test_scratch_memory_may_be_empty():
+    def launcher(x, *, out=None):
+        y = OPS["gelu"].impls["triton"](x, out=out)
+        _add_length_kernel.launch((1,), x.new_empty(0), y, 0, 1, BLOCK=8)
+        return y
+
+    door = door_of(OPS["gelu"], launcher=launcher)
+    x = torch.randn(8)
+    for _ in range(3):
+        assert torch.equal(door(x), OPS["gelu"].impls["triton"](x))
+    assert kinds_of(door) == [True]
 
 
 def test_replays_are_forgotten_when_asked():

@@ -205,7 +205,7 @@ def rehearse(
     Args:
         launcher: an implementation of an op.
         arguments: those of a call, ``out`` among them if the op has one.
-        by_value: integers the recipe may depend on; on others it may not.
+        by_value: names of scalars the recipe may depend on; others are integers it only hands on.
 
     Raises:
         ScalarUsed: it depends on another integer.
@@ -219,7 +219,9 @@ def rehearse(
             value = rehearsal.argument(name, value)
         elif isinstance(value, tuple):
             value = tuple(rehearsal.argument(f"{name}{i}", v) for i, v in enumerate(value))
-        elif type(value) is int and name not in by_value:
+        elif value is not None and name not in by_value:
+            if type(value) is not int:
+                raise NotReplayable(f"{name} is a {type(value)}")
             value = Scalar(name)
         stand_ins[name] = value
     with note_launches(runs=False) as launches, rehearsal:

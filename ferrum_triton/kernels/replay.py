@@ -57,19 +57,15 @@ def _in_key(op: Op) -> frozenset[str]:
     return frozenset(parameters.keys() - changing | {*op.static})
 
 
-def address_name(name: str) -> str:
-    """What the address of a tensor is called in generated source."""
-    return f"_at_{name}"
-
-
 def arguments_of(op: Op) -> list[str]:
     """What a replay of ``op`` is called with: all parameters, then addresses of the tensors.
 
-    An address is 0 where there is no tensor. Of several outputs there are none.
+    The address of x is named ``_at_x``, and is 0 where there is no tensor. Of several outputs there
+    are none.
     """
     outs = ["out"] if op.has_out else []
     tensors = [*op.contract.specs, *(outs if op.num_outputs == 1 else [])]
-    return [*op.signature.parameters, *outs, *map(address_name, tensors)]
+    return [*op.signature.parameters, *outs, *(f"_at_{name}" for name in tensors)]
 
 
 class Trial:
@@ -276,7 +272,7 @@ class _Writer:
         for i, made in enumerate(recipe.allocations):
             if i not in self.scratch:
                 self.allocate(f"_new{i}", made)
-        if self.scratch_size:
+        if self.scratch:
             self.allocate("_scratch", Allocation((self.scratch_size,), (1,), torch.uint8))
         made_launches = iter(launches)
         for step in recipe.steps:
