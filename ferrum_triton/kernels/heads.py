@@ -16,28 +16,33 @@ import triton.language as tl
 from ferrum_triton.kernels.rows import next_power_of_2
 from ferrum_triton.ops import rope as ops
 
-# What a kernel's MODE may be.
+# Modes of a tile that device functions ask for.
 COPY = tl.constexpr(ops.COPY)
 NORM_ROPE = tl.constexpr(ops.NORM_ROPE)
 
 
 @dataclass(frozen=True)
 class HeadTile:
-    """What a program of a QKV kernel holds: some heads of some tokens.
+    """What a program of a QKV kernel holds, some heads of some tokens, and how it prepares them.
 
     Attributes:
         tokens: tokens of the tile.
         heads: heads of the tile, which divide the numbers of query heads and of KV heads.
         half: rotary pairs of a head.
         rest: dimensions of a head past its pairs, which pass through.
-        interleaved: whether the pairs are (2i, 2i + 1) rather than (i, i + half).
+        mode: what is done to queries and keys, a ``qk_mode`` of :mod:`ferrum_triton.ops.rope`.
     """
 
     tokens: int
     heads: int
     half: int
     rest: int
-    interleaved: bool
+    mode: int
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the pairs are (2i, 2i + 1) rather than (i, i + half)."""
+        return self.mode == ops.ROPE_INTERLEAVED
 
     @property
     def block_half(self) -> int:
@@ -88,8 +93,7 @@ def head_tile(
     tokens = min(next_power_of_2(max(fill, 1)), most)
     # A copy rotates nothing; any split into halves will do, and this one is the widest.
     half = head_dim // 2 if qk_mode == ops.COPY else rotary_half
-    interleaved = qk_mode == ops.ROPE_INTERLEAVED
-    tile = HeadTile(tokens, heads, half, head_dim - 2 * half, interleaved)
+    tile = HeadTile(tokens, heads, half, head_dim - 2 * half, qk_mode)
     return tile, min(max(tokens * elements // 256, 1), 4)
 
 
@@ -217,16 +221,15 @@ def prepare_heads(
     positions_ptr,  # [num_tokens] or None
     tables,
     eps,
-    MODE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Heads normalised and rotated as MODE says; values stay as they are."""
-    if MODE == NORM_ROPE:
+    """Heads normalised and rotated as the tile's mode says; values stay as they are."""
+    if TILE.mode == NORM_ROPE:
         if group.is_query:
             heads = normalize_heads(heads, q_weight_ptr, eps, TILE)
         elif not group.is_value:
             heads = normalize_heads(heads, k_weight_ptr, eps, TILE)
-    if MODE != COPY:
+    if TILE.mode != COPY:
         if not group.is_value:
             if positions_ptr is not None:
                 position = tl.load(positions_ptr + group.token, mask=in_batch, other=-1)

@@ -71,7 +71,6 @@ def _paged_qkv_norm_rope_kernel(
     num_blocks,
     max_positions,
     eps,
-    MODE: tl.constexpr,
     FORMAT: tl.constexpr,  # a PoolFormat
     ONE_SEQUENCE: tl.constexpr,  # every token is of the one sequence, else each of its own
     BLOCK_S: tl.constexpr,
@@ -110,7 +109,6 @@ def _paged_qkv_norm_rope_kernel(
         positions_ptr=positions_ptr,
         tables=tables,
         eps=eps,
-        MODE=MODE,
         TILE=TILE,
     )
 
@@ -248,7 +246,6 @@ def split_qkv_norm_rope_into_paged_cache(
         num_tokens=num_tokens,
         max_positions=cos.shape[0],
         eps=float(eps),
-        MODE=qk_mode,
         FORMAT=pool_format(k_cache.dtype, layout, k_cache.shape[-1]),
         TILE=tile,
         num_warps=num_warps,

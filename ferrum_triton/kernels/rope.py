@@ -51,7 +51,6 @@ def _qkv_norm_rope_kernel(
     pos_offset,
     cache_len,
     eps,
-    MODE: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -77,7 +76,6 @@ def _qkv_norm_rope_kernel(
         positions_ptr=positions_ptr,
         tables=tables,
         eps=eps,
-        MODE=MODE,
         TILE=TILE,
     )
 
@@ -185,7 +183,6 @@ def _launch_qkv(
         pos_offset=pos_offset,
         cache_len=cache_len,
         eps=float(eps),
-        MODE=qk_mode,
         TILE=tile,
         num_warps=num_warps,
     )
