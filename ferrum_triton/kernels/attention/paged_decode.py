@@ -64,19 +64,11 @@ class Units:
     after_prefill: bool
 
 
-@kernel(
-    dynamic=(
-        "num_seqs",
-        "capacity",
-        "num_blocks",
-        "q_len",
-        "sliding_window",
-        "shares",
-        "least_tiles",
-        "scale",
-        "softcap",
-    )
-)
+# Scalars that change from call to call.
+DYNAMIC = "num_seqs capacity num_blocks q_len sliding_window shares least_tiles scale softcap"
+
+
+@kernel(dynamic=DYNAMIC.split())
 def _paged_decode_kernel(
     out_ptr,  # [num_seqs, q_len, num_heads, head_dim], or [num_tokens, ...] with cu_seqlens_q
     lse_ptr,  # as out without its last dimension, or None
