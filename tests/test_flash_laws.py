@@ -51,6 +51,16 @@ def test_future_tokens_cannot_change_the_past(backend_name):
 
 
 @on_backends
+def test_lengths_past_the_capacity_are_all_it_holds(backend_name):
+    """Those of 64 bits too, whose lower half is a small number."""
+    backend = get_backend(backend_name)
+    q, k, v = draw(backend, 3, 40)
+    want = backend.flash_attention(q, k, v)
+    lens = torch.tensor([2**40 + 3], device=q.device)
+    assert_close(backend.flash_attention(q, k, v, kv_lens=lens), want.double())
+
+
+@on_backends
 @pytest.mark.parametrize("window", [1, 7, 40])
 def test_window_edges_are_exact(backend_name, window):
     """The oldest key of the window counts, the one before it does not."""

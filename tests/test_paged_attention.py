@@ -143,6 +143,18 @@ def test_batch_invariant_results_are_those_of_a_batch_of_one(backend_name, monke
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
+def test_lengths_past_the_table_are_all_it_holds(backend_name):
+    """Those of 64 bits too, whose lower half is a small number."""
+    backend = get_backend(backend_name)
+    call = decode(backend)
+    capacity = call["block_tables"].shape[1] * 8
+    call["block_tables"].clamp_(min=0)
+    lens = torch.tensor([2**40 + 3, capacity, 7], device=backend.device)
+    want = backend.paged_decode_attention(**clone(call) | {"kv_lens": lens.clamp(max=capacity)})
+    assert torch.equal(backend.paged_decode_attention(**call | {"kv_lens": lens}), want)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
 def test_a_window_ends_where_it_says(backend_name):
     """The value of the oldest key inside counts, that of the one before does not."""
     backend = get_backend(backend_name)

@@ -108,7 +108,7 @@ def _flash_attention_kernel(
     q_head = head * GROUP + m % VARIANT.rows_per_query if VARIANT.packed else head + m * 0
 
     if kv_lens_ptr is not None:
-        kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch).to(tl.int32), 0), kv_len)
+        kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), kv_len).to(tl.int32)
     first_position = pos_offset if VARIANT.has_pos_offset else kv_len - q_len
     span = keys_seen(first_row, first_position, q_len, kv_len, sliding_window, split, VARIANT)
 

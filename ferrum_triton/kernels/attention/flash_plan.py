@@ -114,8 +114,8 @@ def _plan(
     use_tma: bool,
     one_loop: bool,
 ) -> FlashPlan:
-    tile = flash_config.pick(device, rows, head_dim, dtype == torch.float32, one_loop, has_window)
-    block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
+    picked = flash_config.pick(device, rows, head_dim, dtype == torch.float32, one_loop, has_window)
+    block_m, block_n = picked["BLOCK_M"], picked["BLOCK_N"]
     programs = kv_heads * blocks_per_head * cdiv(rows, block_m)
 
     # Four programs on each SM where rows are few and memory is what counts; where a block fills
@@ -129,7 +129,7 @@ def _plan(
     room = max(CACHED_BYTES // max(2 * most_keys * head_dim * dtype.itemsize, 1), 1)
     together = next(n for n in range(min(room, kv_heads), 0, -1) if kv_heads % n == 0)
     return FlashPlan(
-        tile,
+        picked,
         packed=packed,
         use_tma=use_tma,
         one_loop=one_loop,
@@ -145,17 +145,17 @@ def flash_heuristic(
     """Tiles that spill nowhere: large ones where tensor maps and 227 KB of shared memory are."""
     if gpu.arch == INTERPRETER:
         # Tiles small enough that small samples have whole and crossed ones.
-        return _tile(16, 16, 1, 1)
+        return tile(16, 16, 1, 1)
     if is_float32:
-        return _tile(16, 32, 8, 1) if head_dim > 64 else _tile(16, 32, 4, 2)
+        return tile(16, 32, 8, 1) if head_dim > 64 else tile(16, 32, 4, 2)
     if gpu.capability[0] in LARGE:
         return _large_tile(gpu.capability[0] == 9, rows, head_dim, one_loop, has_window)
     # What fits 99 KB of shared memory (sm_86, sm_89, sm_120) and the 64 KB of gfx942.
     if rows <= 16:
-        return _tile(16, 64, 4, 2 if head_dim > 128 else 3)
+        return tile(16, 64, 4, 2 if head_dim > 128 else 3)
     if head_dim > 128:
-        return _tile(64, 32, 8, 1)
-    return _tile(64, 64, 4, 2) if rows <= 64 else _tile(128, 64, 8, 2)
+        return tile(64, 32, 8, 1)
+    return tile(64, 64, 4, 2) if rows <= 64 else tile(128, 64, 8, 2)
 
 
 def _large_tile(
@@ -164,21 +164,22 @@ def _large_tile(
     if rows <= 64:
         block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
         stages = 4 if rows <= 32 else 3
-        return _tile(block_m, 32, 4, 3) if head_dim > 128 else _tile(block_m, 64, 4, stages)
+        return tile(block_m, 32, 4, 3) if head_dim > 128 else tile(block_m, 64, 4, stages)
     if head_dim > 128:
         # With two products for the scores the larger tile spills on Blackwell.
-        return _tile(128, 64, 8, 2) if is_hopper or head_dim > 192 else _tile(64, 64, 4, 2)
+        return tile(128, 64, 8, 2) if is_hopper or head_dim > 192 else tile(64, 64, 4, 2)
     if rows < 2048 or not one_loop or head_dim <= 64:
-        return _tile(128, 64, 8, 3)
+        return tile(128, 64, 8, 3)
     if has_window and not is_hopper:
-        return _tile(64, 64, 4, 3)  # what does not spill there
+        return tile(64, 64, 4, 3)  # what does not spill there
     if rows >= 4096 or has_window:
-        return _tile(128, 128, 8, 3)
+        return tile(128, 128, 8, 3)
     # Two blocks to an SM hide each other's latencies.
-    return _tile(128, 64, 4, 2)
+    return tile(128, 64, 4, 2)
 
 
-def _tile(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
+def tile(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
+    """The configuration of a block of block_m rows and tiles of block_n keys."""
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -191,7 +192,7 @@ def flash_candidates(gpu: Gpu, rows: int, *_: Dim) -> list[Config]:
     """Blocks of up to 128 rows, on one warp for every 16 or 32 of them."""
     blocks = (16,) if rows <= 16 else (32, 64) if rows <= 64 else (64, 128)
     return [
-        _tile(block_m, block_n, num_warps, num_stages)
+        tile(block_m, block_n, num_warps, num_stages)
         for block_m in blocks
         for block_n in (32, 64, 128)
         for num_warps in (4, 8)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ferrum_triton.kernels.attention.flash_plan import can_describe
+from ferrum_triton.kernels.attention.flash_plan import can_describe, tile
 from ferrum_triton.kernels.attention.merge import merge_parts, strides_of
 from ferrum_triton.kernels.attention.mla_tiles import Latents, Queries, attend_pointers, attend_tma
 from ferrum_triton.kernels.attention.softmax import LOG2_E, finish, first_state, store_rows
@@ -192,14 +192,18 @@ def mla_heuristic(gpu: Gpu, rows: int, block_size: int, dtype: str, has_tma: boo
     if dtype == "float32" or gpu.capability[0] not in (9, 10):
         # Tensor maps only in the interpreter, so that tests see them.
         use_tma = has_tma and gpu.arch == INTERPRETER and block_size % 16 == 0
-        return _config(16, 16, 4, 2, use_tma)
+        return _config(16, 16, 4, 2, use_tma=use_tma)
     if dtype == "8 bits":
         return _config(16 if rows <= 16 else 32, 32, 8, 3)
     is_hopper = gpu.capability[0] == 9
     spread = block_size % 64 != 0
     if has_tma and not spread and is_hopper:
         # Half of 64 rows may be empty: these products are still faster than those of 32 rows.
-        return _config(16, 64, 8, 3, True) if rows <= 16 else _config(64, 64, 8, 2, True)
+        return (
+            _config(16, 64, 8, 3, use_tma=True)
+            if rows <= 16
+            else _config(64, 64, 8, 2, use_tma=True)
+        )
     if rows <= 16:
         return _config(16, 64, 8, 5 if spread else 3)
     if rows <= 32 or not is_hopper:
@@ -209,22 +213,14 @@ def mla_heuristic(gpu: Gpu, rows: int, block_size: int, dtype: str, has_tma: boo
     return _config(64, 64, 8, 2) if block_size else _config(64, 32, 8, 3)
 
 
-def _config(
-    block_m: int, block_n: int, num_warps: int, num_stages: int, use_tma: bool = False
-) -> Config:
-    return {
-        "path": "tma" if use_tma else "pointers",
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
+def _config(*sizes: int, use_tma: bool = False) -> Config:
+    return {"path": "tma" if use_tma else "pointers", **tile(*sizes)}
 
 
 def mla_candidates(gpu: Gpu, *shape: Dim) -> list[Config]:
     """Blocks of 16 to 64 rows and tiles of 16 to 64 keys, each way of loading them."""
     configs = [
-        _config(block_m, block_n, num_warps, num_stages, use_tma)
+        _config(block_m, block_n, num_warps, num_stages, use_tma=use_tma)
         for block_m in (16, 32, 64)
         for block_n in (16, 32, 64)
         for num_warps in (4, 8)

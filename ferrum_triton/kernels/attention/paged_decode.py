@@ -38,7 +38,7 @@ from ferrum_triton.kernels.attention.plan import (
     units_of_sequences,
 )
 from ferrum_triton.kernels.attention.softmax import LOG2_E, Softmax, finish, first_state, store_rows
-from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.jit import OPTIONS, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config
@@ -64,19 +64,11 @@ class Units:
     after_prefill: bool
 
 
-@kernel(
-    dynamic=(
-        "num_seqs",
-        "capacity",
-        "num_blocks",
-        "q_len",
-        "sliding_window",
-        "shares",
-        "least_tiles",
-        "scale",
-        "softcap",
-    )
-)
+# Scalars that change from call to call.
+DYNAMIC = "num_seqs capacity num_blocks q_len sliding_window shares least_tiles scale softcap"
+
+
+@kernel(dynamic=DYNAMIC.split())
 def _paged_decode_kernel(
     out_ptr,  # [num_seqs, q_len, num_heads, head_dim], or [num_tokens, ...] with cu_seqlens_q
     lse_ptr,  # as out without its last dimension, or None
@@ -335,8 +327,7 @@ def launch_decode(
         POOL=pool.layout,
         ATTENTION=call.attention(block_m, block_n),
         UNITS=Units(max_q, batch_invariant, next_power_of_2(num_seqs), after_prefill),
-        num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
+        **{option: config[option] for option in OPTIONS if option in config},
     )
     if parts is not None:
         # Units of one sequence, at most.

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ferrum_triton.kernels.attention.flash_plan import LARGE
+from ferrum_triton.kernels.attention.flash_plan import LARGE, tile
 from ferrum_triton.kernels.attention.paged_decode import Call
 from ferrum_triton.kernels.attention.pages import (
     Pool,
@@ -141,17 +141,7 @@ def attend_tiles(
     return state
 
 
-@kernel(
-    dynamic=(
-        "num_seqs",
-        "capacity",
-        "num_blocks",
-        "sliding_window",
-        "block_cost",
-        "scale",
-        "softcap",
-    )
-)
+@kernel(dynamic="num_seqs capacity num_blocks sliding_window block_cost scale softcap".split())
 def _paged_prefill_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
     lse_ptr,  # [num_tokens, num_heads] or None
@@ -309,26 +299,17 @@ def prefill_heuristic(gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool
         is_simple: no window, over a pool of floats whose vectors are contiguous.
     """
     if is_float32:
-        return _config(32, 32, 4, 1)
+        return tile(32, 32, 4, 1)
     if head_dim > 128 or gpu.capability[0] not in LARGE:
-        return _config(64, 32, 4, 2)
+        return tile(64, 32, 4, 2)
     block_n = 128 if is_simple and gpu.capability[0] == 9 else 64
-    return _config(128, block_n, 8, 3)
-
-
-def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
+    return tile(128, block_n, 8, 3)
 
 
 def prefill_candidates(gpu: Gpu, head_dim: int, *_: Dim) -> list[Config]:
     """Blocks of 64 and 128 rows, on one warp for every 16 of them."""
     return [
-        _config(block_m, block_n, block_m // 16, num_stages)
+        tile(block_m, block_n, block_m // 16, num_stages)
         for block_m in (64, 128)
         for block_n in (32, 64, 128)
         for num_stages in (2, 3)

@@ -48,14 +48,16 @@ def sequence_lengths(batch, seq, MAX_Q: tl.constexpr):
     known = seq < batch.num_seqs
     if batch.cu_seqlens_q_ptr is None:
         queries = tl.zeros_like(seq) + batch.q_len
-        keys = tl.load(batch.kv_lens_ptr + seq, mask=known, other=0).to(tl.int32)
+        keys = tl.load(batch.kv_lens_ptr + seq, mask=known, other=0)
     else:
         first = tl.load(batch.cu_seqlens_q_ptr + seq, mask=known, other=0).to(tl.int32)
         queries = tl.load(batch.cu_seqlens_q_ptr + seq + 1, mask=known, other=0).to(tl.int32)
         queries -= first
-        keys = tl.load(batch.pos_offsets_ptr + seq, mask=known, other=0).to(tl.int32) + queries
+        keys = tl.load(batch.pos_offsets_ptr + seq, mask=known, other=0) + queries
         known = known & (queries > 0) & (queries <= MAX_Q)
-    return queries, tl.minimum(tl.maximum(keys, 0), batch.capacity), known
+    # Clamped before 64-bit lengths lose their upper half.
+    keys = tl.minimum(tl.maximum(keys, 0), batch.capacity).to(tl.int32)
+    return queries, keys, known
 
 
 @triton.jit
