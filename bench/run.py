@@ -118,7 +118,7 @@ def measure(op: Op, case: Case, against: Sequence[str] = ()) -> Row:
     """Check and time one case, and the peers that have it."""
     backend = get_backend("cuda")
     call = getattr(backend, op.name)
-    arguments = op.make_sample(TensorFactory(case.dtype, "cuda"), **case.axes)
+    arguments = op.make_sample(TensorFactory(case.dtype, backend.device), **case.axes)
     outputs = check(op, call, arguments)
     nbytes = op.bytes_moved(arguments, outputs)
     sets = copies_of(arguments, nbytes)

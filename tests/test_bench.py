@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from bench import check, compile_time, decode_layer, fingerprint, peers
+from bench import check, compile_time, decode_layer, fingerprint, peers, run
 from bench.attention_peers import flex_call, sdpa_call
-from bench.behind import behind_norm, stands_behind_norm
+from bench.behind import Timing, behind_norm, stands_behind_norm
 from bench.cascade import cascade, sample, whole
 from bench.cases import case_of, code_of, declared, launches_of, recorded
 from bench.check import age, compare, ops_at, verdict
@@ -189,6 +189,64 @@ def test_cases_without_a_fresh_row_come_in_order():
     ]
     chosen = without_fresh_row(cases, rows, "sm_90")
     assert [case.id for case in chosen] == [names[3], names[1], names[0]]
+
+
+@pytest.fixture
+def timed_here(monkeypatch):
+    """Cases are checked and "timed" on the CPU backend, all in 2 us, in a chain in 1."""
+    cpu = get_backend("cpu")
+    monkeypatch.setattr(run, "get_backend", lambda name: cpu)
+    monkeypatch.setattr(run, "copies_of", lambda arguments, nbytes: [arguments])
+    monkeypatch.setattr(run, "time_call", lambda *args, **kwargs: Timing(2.0, 1.0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return cpu
+
+
+def test_a_run_fills_gaps_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys, timed_here):
+    file = tmp_path / "rows.json"
+    fresh = "rms_norm/bf16/h4096/m1"
+    save_rows(str(file), [Row(fresh, 9.0, "us", code=code_of(fresh))], "c1")
+
+    def call(*options):
+        monkeypatch.setattr(sys, "argv", ["run", *options, "--json", str(file), "--commit", "c2"])
+        return run.main(), capsys.readouterr().out
+
+    with monkeypatch.context() as broken:
+        wrong = lambda x, weight, eps: torch.zeros_like(x)  # noqa: E731
+        broken.setitem(timed_here.__dict__, "rms_norm_to", wrong)
+        status, printed = call("rms_norm", "rms_norm_to", "--case", "/m1", "--missing")
+    assert status == 1 and printed.count("failed: ") == 1 and "1 cases failed" in printed
+    assert [row["commit"] for row in read_rows(file)] == ["c1"]
+
+    status, printed = call("rms_norm", "--case", "/m64", "--missing", "--dirty")
+    assert status == 0 and "1 cases, after" in printed
+    rows = {row["id"]: row for row in read_rows(file)}
+    new = rows["rms_norm/bf16/h4096/m64"]
+    assert (new["value"], new["chained"], new["commit"], new["dirty"]) == (2.0, 1.0, "c2", True)
+    assert new["code"] == code_of("rms_norm/bf16/h4096/m64") and rows[fresh]["commit"] == "c1"
+
+    status, printed = call("rms_norm", "--case", "/m1", "--seconds", "0")
+    assert status == 0 and "1 cases left when 0 s had passed" in printed
+    status, printed = call("rms_norm", "--case", "/m64", "--missing")
+    assert status == 0 and "0 cases, after" in printed
+
+
+def test_a_decode_step_gives_two_rows(monkeypatch, capsys):
+    weights = make_weights(TINY, "bf16", "cpu", torch.float32, context=40)
+    decoder = Decoder(get_backend("cpu"), weights, 2, 35)
+    times = {"": 100.0, "ends": 40.0, "attention": 88.0, "head": 75.0}
+
+    def replay_us(step):
+        given = step.keywords if isinstance(step, partial) else {}
+        part = "ends" if "with_layers" in given else given.get("left_out", "")
+        return times.get(part, 100.0)
+
+    monkeypatch.setattr(decode_layer, "replay_us", replay_us)
+    whole, layer = decode_layer.measure(decoder, "qwen3-8b/bf16/b2/ctx1024")
+    assert (whole.id, whole.unit, whole.value) == ("decode/qwen3-8b/bf16/b2/ctx1024", "tok_s", 2e4)
+    assert (layer.unit, layer.value) == ("us", 60.0)
+    printed = capsys.readouterr().out
+    assert "attention       12.00 us" in printed and "head            25.00 us" in printed
 
 
 def test_what_shares_machine_code_is_compiled_once():
