@@ -80,7 +80,9 @@ def add_step(
     )  # fmt: skip
     low = scale
     if SCALES == "power":
-        scale = relative_power(scale, d.to(tl.int32)[:, None])
+        # Loaded again: with d, which the loop carries, weights would go through shared memory.
+        largest = tl.load(at[4][:, None] + (skipped * d_row * 16 + step * BLOCK_W // 32))
+        scale = relative_power(scale, largest.to(tl.int32))
     if SCALES == "nibbles":
         scale, low = scale & 15, scale << 4  # a min as the low bits of the second byte
     # Here, not before: the loop's copies are asked for first.
