@@ -21,7 +21,7 @@ LAYERS = {
     "quant": {"errors"},
     "ops": {"errors", "contract", "registry", "quant"},
     "kernels": {"errors", "registry", "quant", "ops"},
-    "backends": {"errors", "registry", "ops", "kernels"},
+    "backends": {"errors", "registry", "quant", "ops", "kernels"},
     "files": {"errors", "quant"},
     "runtime": {
         "errors",

@@ -5,9 +5,9 @@ As files store them: ``decode`` reads blocks; ``gemv`` takes few activations, ``
 
 In planes (:mod:`ferrum_triton.quant.planes`), where ``plane_products`` chooses:
 
-* ``planes`` reads them, and ``plane_groups`` and ``integer_groups`` multiply 32 weights by
-  activations that are float32 or integers, which ``int8``, ``int16`` and ``integer_activations``
-  make, four or two of them in one of ``words``;
+* ``planes`` reads them by the ``loads`` of a thread, and ``plane_groups`` and ``integer_groups``
+  multiply 32 weights by activations that are float32 or integers, which ``int8``, ``int16`` and
+  ``integer_activations`` make, four or two of them in one of ``words``;
 * ``gemv_planes`` and ``gemv_walk`` take few activations, and ``gemv_fused`` several matrices in one
   launch; ``matrix_parts`` is what their threads take at a time, ``thread_sums`` adds up what they
   have;
