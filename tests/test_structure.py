@@ -20,7 +20,7 @@ LAYERS = {
     "quant": {"errors"},
     "ops": {"errors", "contract", "registry", "quant"},
     "kernels": {"errors", "registry", "quant", "ops"},
-    "backends": {"errors", "registry", "ops", "kernels"},
+    "backends": {"errors", "registry", "quant", "ops", "kernels"},
     "files": {"errors", "quant"},
     "runtime": {"errors", "contract", "registry", "types", "quant", "ops", "backends"},
     "models": {"errors", "registry", "types", "quant", "ops", "backends", "files", "runtime"},

@@ -78,13 +78,13 @@ class PlaneFormat:
         """Bytes of a block in each plane, in the order of the planes."""
         fmt = self.file
         num_scales = fmt.block_size // fmt.sub_size
-        each = {"": (0, 0), "pair": (2, 0), "packed": (Fraction(1, 2), Fraction(1, 4))}
-        s, t = each.get(fmt.scale_code, (1, 0))
+        # Bits of a sub-block in s and t.
+        s, t = {"": (0, 0), "pair": (16, 0), "packed": (4, 2)}.get(fmt.scale_code, (8, 0))
         sizes = {
             "q": Fraction(fmt.block_size * fmt.low_bits, 8),
             "h": Fraction(fmt.block_size * fmt.high_bits, 8),
-            "s": Fraction(s * num_scales),
-            "t": Fraction(t * num_scales),
+            "s": Fraction(s * num_scales, 8),
+            "t": Fraction(t * num_scales, 8),
             "d": Fraction(4 if fmt.has_minimum else 2),
         }
         if fmt.is_exponent:

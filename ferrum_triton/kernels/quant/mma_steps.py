@@ -19,6 +19,7 @@ from ferrum_triton.kernels.quant.fragments import (
 )
 from ferrum_triton.kernels.quant.mma_operands import (
     block_scales,
+    d_unit,
     load_step,
     upper_scales,
     weight_scales,
@@ -83,7 +84,10 @@ def add_step(acc, scales, operands, place, next_place, num_words, TILE: tl.const
     upper = upper_scales(operands, place, TILE) if TILE.codes.scales == "packed" else 0
     low = scale
     if TILE.codes.scales == "power":
-        scale = relative_power(scale, scales.d.to(tl.int32)[:, None])
+        # Loaded again: with d, which the loop carries, weights would go through shared memory.
+        skipped = place.rows * operands.rows.d * d_unit(TILE)
+        largest = tl.load(operands.at.d[:, None] + (skipped + place.step * W // 32))
+        scale = relative_power(scale, largest.to(tl.int32))
     if TILE.codes.scales == "nibbles":
         scale, low = scale & 15, scale << 4  # a min as the low bits of the second byte
     # Here, not before: the loop's copies are asked for first.

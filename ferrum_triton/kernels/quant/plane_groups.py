@@ -11,6 +11,7 @@ group's sum of activations.
 import triton
 import triton.language as tl
 
+from ferrum_triton.kernels.quant.loads import load_one, load_words
 from ferrum_triton.kernels.quant.planes import (
     GROUP,
     bits_of,
@@ -20,8 +21,6 @@ from ferrum_triton.kernels.quant.planes import (
     fp16_pair,
     has_halves,
     has_minimum,
-    load_one,
-    load_words,
     offset_of,
     place_of,
     sub_scales,

@@ -18,7 +18,8 @@ from ferrum_triton.kernels.quant.fragments import (
     relative_power,
     value,
 )
-from ferrum_triton.kernels.quant.planes import fp16_pair, load_one, load_words
+from ferrum_triton.kernels.quant.loads import load_one, load_words
+from ferrum_triton.kernels.quant.planes import fp16_pair
 from ferrum_triton.kernels.quant.words import permuted
 
 _EIGHT = tl.constexpr((tl.int32,) * 8)
