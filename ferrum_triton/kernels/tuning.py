@@ -7,11 +7,13 @@ a GPU; the best go to a table file, which :mod:`ferrum_triton.kernels.tables` re
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -46,6 +48,18 @@ class Pick:
 
 
 _picks: ContextVar[list[Pick] | None] = ContextVar("ferrum_picks", default=None)
+_made_of_picks: list[Callable[[], None]] = []
+
+
+def cached_picks(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``lru_cache`` for a function that asks ``pick``: forgotten with the choices it was made of.
+
+    A plain cache would hide a forced configuration from ``bench.tune``. The function's arguments
+    have to hold what its choices depend on: the device, and for meta tensors the GPU.
+    """
+    cached = functools.lru_cache(MAX_PICKED)(fn)
+    _made_of_picks.append(cached.cache_clear)
+    return cached
 
 
 class Tunable:
@@ -202,17 +216,22 @@ class Tunable:
     def forced(self, config: Config) -> Iterator[None]:
         """Use ``config`` for every shape inside the block: how candidates are timed."""
         before, self._forced = self._forced, config
-        self._picked.clear()
+        self._forget_picks()
         try:
             yield
         finally:
             self._forced = before
-            self._picked.clear()
+            self._forget_picks()
 
     def forget(self) -> None:
         """Choose anew, from the tables as they are now."""
-        self._picked.clear()
         self._tables.clear()
+        self._forget_picks()
+
+    def _forget_picks(self) -> None:
+        self._picked.clear()
+        for forget in _made_of_picks:
+            forget()
 
     def triton_configs(self, gpu: Gpu, *shape: Dim) -> list[triton.Config]:
         """The candidates for a shape, as ``triton.autotune`` takes them."""
@@ -230,7 +249,7 @@ class Tunable:
 def record_picks() -> Iterator[list[Pick]]:
     """Collect the choices made inside the block, each shape's once."""
     for tunable in TUNABLES.values():
-        tunable._picked.clear()
+        tunable._forget_picks()
     picks: list[Pick] = []
     token = _picks.set(picks)
     try:
