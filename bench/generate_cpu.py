@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.results import Row, print_rows, save_rows
+from bench.results import Row, add_options, print_rows, save_rows
 from ferrum_triton import get_backend
 from ferrum_triton.cli.default_model import default_model
 from ferrum_triton.models import Llama, load_model
@@ -87,8 +87,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, help="of both (default: torch's choice)")
-    parser.add_argument("--json", help="put the rows into this result file")
-    parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
+    add_options(parser)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -122,7 +121,7 @@ def main() -> None:
         rows.append(Row(f"{case}/{part}/ratio", ratio, "x"))
     print_rows(rows)
     if options.json:
-        save_rows(options.json, rows, options.commit)
+        save_rows(options.json, rows, options.commit, options.dirty)
 
 
 if __name__ == "__main__":

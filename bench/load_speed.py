@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from bench.results import Row, print_rows, save_rows
+from bench.results import Row, add_options, print_rows, save_rows
 from ferrum_triton.quant import FORMATS, QuantizedTensor, load_quant
 
 KIND, NUM_ROWS, NUM_COLS = "Q4_K", 28672, 4096
@@ -27,8 +27,7 @@ TIMES = 5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="put the rows into this result file")
-    parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
+    add_options(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "weights"
@@ -37,7 +36,7 @@ def main() -> None:
     rows = [Row(f"load_quant/{KIND[0].lower()}{KIND[1:]}/n{NUM_ROWS}k{NUM_COLS}", speed, "gbs")]
     print_rows(rows)
     if options.json:
-        save_rows(options.json, rows, options.commit)
+        save_rows(options.json, rows, options.commit, options.dirty)
 
 
 def write_random(path: Path, num_bytes: int) -> None:

@@ -5,26 +5,35 @@
 A token's experts are drawn at random, different ones; those of a single token differ from call to
 call, so that none is read twice from a cache. Up to FEW tokens each pair reads its expert's rows;
 more are sorted by expert first. What is timed was held against the definition before.
+
+A row is what a layer costs from routed ids and weights on: sorting the pairs and arranging the
+activations are in it. Each call's first product stands behind the weighted sum of the call before,
+so that a chain of calls is timed as a decoder would run them.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from bench.results import Row, save_rows
+from bench.cases import code_of
+from bench.launches import arch_here, meta_backend
+from bench.results import Row, add_options, save_rows
 from bench.timing import device_us
 from ferrum_triton import get_backend
 from ferrum_triton.backends.backend import Backend
 from ferrum_triton.ops.quant import pack_sample
 from ferrum_triton.quant import dequantize_rows
+from ferrum_triton.quant.kinds import format_of
 from ferrum_triton.testing import TensorFactory, assert_close
 
 KIND = "Q4_K:planes"
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
+ROWS = f"moe_layer/q4_K/e{NUM_EXPERTS}k{TOP_K}h{HIDDEN}i{INTERMEDIATE}/t"
 TOKENS = (1, 8, 16, 64, 256, 4096)
 # Up to so many tokens a pair reads its expert's rows by itself.
 FEW = 16
@@ -35,8 +44,7 @@ CALLS = NUM_EXPERTS // TOP_K
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS, metavar="N")
-    parser.add_argument("--json", help="put the rows into this result file")
-    parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
+    add_options(parser)
     options = parser.parse_args()
     backend = get_backend("cuda")
     gate_up, down = stacks("cuda")
@@ -44,11 +52,25 @@ def main() -> None:
     for num_tokens in options.tokens:
         calls = tokens("cuda", num_tokens)
         assert_close(call(**calls[0]), defined(**calls[0], gate_up=gate_up, down=down), scale=2)
-        name = f"moe_layer/q4_K/e{NUM_EXPERTS}k{TOP_K}h{HIDDEN}i{INTERMEDIATE}/t{num_tokens}"
+        name = f"{ROWS}{num_tokens}"
         us = device_us(call, calls)
         print(f"{name:<48} {us:9.1f} us", flush=True)
         if options.json:
-            save_rows(options.json, [Row(name, us, "us")], options.commit)
+            row = Row(name, us, "us", code=code_of(name, arch_here()) or "")
+            save_rows(options.json, [row], options.commit, options.dirty)
+
+
+def meta_call(row: str) -> Callable[[], Tensor] | None:
+    """What is timed for a row, on meta tensors; None for a row of another bench."""
+    if not row.startswith(ROWS):
+        return None
+    (call, *_) = tokens("meta", int(row.removeprefix(ROWS)))
+    shapes = ((NUM_EXPERTS, 2, INTERMEDIATE, HIDDEN), (NUM_EXPERTS, HIDDEN, INTERMEDIATE))
+    gate_up, down = (
+        torch.empty((*rows, format_of(KIND).row_bytes(k)), dtype=torch.uint8, device="meta")
+        for *rows, k in shapes
+    )
+    return partial(layer, meta_backend(), **call, gate_up=gate_up, down=down)
 
 
 def stacks(

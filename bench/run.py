@@ -1,25 +1,36 @@
 """Times every op at its declared cases, after checking that it is right.
 
-    python -m bench.run [OP ...] [--case SUBSTRING] [--against PEER ...] [--json FILE]
+    python -m bench.run [OP ...] [--case TEXT] [--against PEER ...] [--json FILE]
+                        [--missing] [--seconds N]
 
 A case is timed only if its result matches the reference; a product of more than
 MAX_CHECKED_OPERATIONS operations, whose reference's intermediates would not fit, is held against it
-by smaller cases and the tests alone. Rows are stored under ``<op>/<case>``,
-the ids of the targets, in the case's metric. Beside it stand the share of the roof (compulsory
-bytes at the copy bandwidth, or operations at the matrix rate, the larger) and the peers of the
-same run.
+by smaller cases and the tests alone. Products of few tokens are timed behind a norm
+(:mod:`bench.behind`). Rows are stored under ``<op>/<case>``, the ids of the targets, in the case's
+metric, one after the other: a run that is stopped keeps what it has. Beside a row stand the share
+of the roof (compulsory bytes at the copy bandwidth, or operations at the matrix rate, the larger)
+and the peers of the same run. A case that fails is a line, and the exit status 1 in the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from bench.behind import time_call
+from bench.cases import Declared, code_of, declared, launches_of
+from bench.launches import arch_here
 from bench.peers import PEERS, absent, peer_call
-from bench.results import Row, save_rows
-from bench.timing import copies_of, device_us
+from bench.precompile import compile_all
+from bench.results import Row, add_options, read_rows, save_rows
+from bench.timing import copies_of
 from ferrum_triton import OPS, FerrumError, get_backend
 from ferrum_triton.registry import Case, Op
 from ferrum_triton.testing import TensorFactory, assert_close
@@ -31,56 +42,116 @@ BF16_OPERATIONS_PER_US = 716e6
 MAX_CHECKED_OPERATIONS = 1 << 37
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="OP", help="(default: all)")
     parser.add_argument("--case", default="", help="only cases whose id contains this")
     parser.add_argument("--against", nargs="*", default=[], choices=PEERS, metavar="PEER")
-    parser.add_argument("--json", help="put the rows into this result file")
-    parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="only cases without a fresh row in the --json file: first those without any row, "
+        "then stale ones, then those of unknown age",
+    )
+    parser.add_argument("--seconds", type=float, help="begin no further case after so long")
+    parser.add_argument("--processes", type=int, help="that compile beforehand (default: by cores)")
+    add_options(parser)
     options = parser.parse_args()
+    start = time.monotonic()
     unknown = set(options.ops) - set(OPS)
     if unknown:
         parser.error(f"unknown ops: {', '.join(sorted(unknown))}")
+    if options.missing and not options.json:
+        parser.error("--missing needs --json, the file whose rows are looked at")
 
     for name in absent(options.against):
         print(f"{name} is not installed, and left out")
     names = options.ops or list(OPS)
-    print(f"{'case':<64} {'us':>9} {'roof':>6}  peers")
-    for op in (OPS[name] for name in names):
-        for case in (c for c in op.bench if options.case in f"{op.name}/{c.id}"):
-            row = measure(op, case, options.against)
-            if options.json:
-                save_rows(options.json, [row], options.commit)
+    chosen = [case for case in declared().values() if case.op.name in names]
+    chosen = [case for case in chosen if options.case in case.id]
+    arch = arch_here()
+    if options.missing:
+        chosen = without_fresh_row(chosen, read_rows(options.json), arch)
+    recorders = [partial(launches_of, case.id, arch) for case in chosen]
+    for line in compile_all(recorders, options.processes):
+        print(f"does not compile: {line}")
+    print(f"{len(chosen)} cases, after {time.monotonic() - start:.0f} s")
+    print(f"{'case':<64} {'us':>9} {'roof':>6}  chained and peers")
+    failed = 0
+    for i, case in enumerate(chosen):
+        if options.seconds is not None and time.monotonic() - start > options.seconds:
+            print(f"{len(chosen) - i} cases left when {options.seconds:.0f} s had passed")
+            break
+        try:
+            row = measure(case.op, case.case, options.against)
+        except Exception as error:  # the other cases still count
+            failed += 1
+            first = (str(error).splitlines() or [""])[0]
+            print(f"{case.id:<64} failed: {type(error).__name__}: {first[:160]}", flush=True)
+            torch.cuda.synchronize()  # raises where the device is lost, and so does every case
+            torch.cuda.empty_cache()
+            continue
+        if options.json:
+            save_rows(options.json, [row], options.commit, options.dirty)
+    if failed:
+        print(f"{failed} cases failed")
+    return 1 if failed else 0
 
 
-def measure(op: Op, case: Case, against: list[str]) -> Row:
+def without_fresh_row(
+    cases: Sequence[Declared], rows: Sequence[dict[str, Any]], arch: str
+) -> list[Declared]:
+    """Cases without a row, then those of stale rows, then those of rows without a fingerprint."""
+    codes = {row["id"]: row.get("code", "") for row in rows}
+    never, stale, unknown = [], [], []
+    for case in cases:
+        if case.id not in codes:
+            never.append(case)
+        elif not codes[case.id].startswith(f"{arch}/"):
+            unknown.append(case)
+        elif codes[case.id] != code_of(case.id, arch):
+            stale.append(case)
+    return never + stale + unknown
+
+
+def measure(op: Op, case: Case, against: Sequence[str] = ()) -> Row:
     """Check and time one case, and the peers that have it."""
-    call = getattr(get_backend("cuda"), op.name)
-    arguments = op.make_sample(TensorFactory(case.dtype, "cuda"), **case.axes)
+    backend = get_backend("cuda")
+    call = getattr(backend, op.name)
+    arguments = op.make_sample(TensorFactory(case.dtype, backend.device), **case.axes)
     outputs = check(op, call, arguments)
     nbytes = op.bytes_moved(arguments, outputs)
     sets = copies_of(arguments, nbytes)
-    us = device_us(call, sets)
-    roof = nbytes / COPY_BYTES_PER_US
-    if operations := op.operations(arguments):
-        roof = max(roof, operations / BF16_OPERATIONS_PER_US)
-    peers = {}
-    for name in against:
-        other = peer_call(name, op, arguments)
-        if other is not None:
-            peers[name] = device_us(other, sets)
-    identity = f"{case.op or op.name}/{case.id}"
-    shown = "  ".join(f"{name} {value:.2f}" for name, value in peers.items())
-    print(f"{identity:<64} {us:9.2f} {roof / us:6.1%}  {shown}", flush=True)
+    operations = op.operations(arguments)
     # Operations a microsecond and a million, or bytes, are tera a second.
     work = {"us": None, "tflops": operations, "tbs": nbytes}[case.metric]
 
     def judged(time_us: float) -> float:
         return time_us if work is None else work / time_us / 1e6
 
-    peers = {name: judged(value) for name, value in peers.items()}
-    return Row(identity, judged(us), case.metric, roof=roof / us, peers=peers)
+    timed = partial(time_call, op, sets=sets, backend=backend, graph=case.graph)
+    us, chained = timed(call)
+    roof = nbytes / COPY_BYTES_PER_US
+    if operations:
+        roof = max(roof, operations / BF16_OPERATIONS_PER_US)
+    peers = {}
+    for name in against:
+        other = peer_call(name, op, arguments)
+        if other is not None:
+            peers[name] = timed(other).us
+    identity = Declared(op, case).id
+    beside = ({} if chained is None else {"chained": chained}) | peers
+    shown = "  ".join(f"{name} {value:.2f}" for name, value in beside.items())
+    print(f"{identity:<64} {us:9.2f} {roof / us:6.1%}  {shown}", flush=True)
+    return Row(
+        identity,
+        judged(us),
+        case.metric,
+        roof=roof / us,
+        peers={name: judged(value) for name, value in peers.items()},
+        chained=None if chained is None else judged(chained),
+        code=code_of(identity, arch_here()) or "",
+    )
 
 
 def check(op: Op, call: Any, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -112,4 +183,4 @@ def _as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,10 +1,17 @@
-"""Device time of one call, by CUDA-graph replay over inputs that a cache cannot hold."""
+"""Device time of one call, by CUDA-graph replay over inputs that a cache cannot hold.
+
+:func:`device_us` chains an op with itself. A kernel that triggers the next launch early then reads
+its weights during the call before, which no decoder lets it do; :func:`added_us` times such a call
+behind a launch of another op.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +23,7 @@ MAX_SETS = 8192
 # Device time one replay should take, so that the events' own resolution does not count.
 REPLAY_US = 4000.0
 REPLAYS = 15
+EAGER_CALLS = 200
 
 
 def copies_of(arguments: dict[str, Any], nbytes: int) -> list[dict[str, Any]]:
@@ -38,25 +46,62 @@ def copies_of(arguments: dict[str, Any], nbytes: int) -> list[dict[str, Any]]:
     return [{name: copy(value) for name, value in arguments.items()} for _ in range(count)]
 
 
+class Replay:
+    """A graph of some calls, one after the other."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        calls[0]()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        self._num_calls = len(calls)
+        with torch.cuda.graph(self._graph):
+            # Every output has memory of its own, as in a model.
+            self._outputs = [call() for call in calls]
+        self._graph.replay()
+        self._times = max(1, round(REPLAY_US / self._us(1)))
+
+    def us(self) -> float:
+        """Microseconds of one call, the mean of a few milliseconds of replays."""
+        return self._us(self._times) / self._num_calls
+
+    def _us(self, times: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(times):
+            self._graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / times
+
+
 def device_us(call: Callable[..., Any], sets: Sequence[dict[str, Any]]) -> float:
     """Median microseconds of one call, over replays of a graph that calls once with each set."""
-    call(**sets[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    kept = []  # every output has memory of its own, as in a model
-    with torch.cuda.graph(graph):
-        kept.extend(call(**arguments) for arguments in sets)
-    graph.replay()
-    once = _replay_us(graph, 1)
-    times = max(1, round(REPLAY_US / once))
-    return statistics.median(_replay_us(graph, times) for _ in range(REPLAYS)) / len(sets)
+    replay = Replay([partial(call, **arguments) for arguments in sets])
+    return statistics.median(replay.us() for _ in range(REPLAYS))
 
 
-def _replay_us(graph: torch.cuda.CUDAGraph, times: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / times
+def eager_us(call: Callable[..., Any], sets: Sequence[dict[str, Any]]) -> float:
+    """Median microseconds of one call that no graph can hold, enqueued and awaited."""
+    times = []
+    for turn in range(REPLAYS):
+        calls = [sets[(turn * EAGER_CALLS + i) % len(sets)] for i in range(EAGER_CALLS)]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for arguments in calls:
+            call(**arguments)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / EAGER_CALLS * 1e6)
+    return statistics.median(times)
+
+
+def added_us(calls: Sequence[Callable[[], Any]], before: Sequence[Callable[[], Any]]) -> float:
+    """Median microseconds that each of ``calls`` adds to the launch of ``before`` ahead of it."""
+
+    def pair(first: Callable[[], Any], then: Callable[[], Any]) -> Any:
+        first()
+        return then()
+
+    both = Replay([partial(pair, *two) for two in zip(before, calls, strict=True)])
+    alone = Replay(before)
+    # In turns, so that a change of the clock falls on both alike.
+    return statistics.median(both.us() - alone.us() for _ in range(REPLAYS))

@@ -2,9 +2,10 @@
 
     python -m bench.tune [OP ...] [--case TEXT] [--again] [--ship | --out DIRECTORY]
 
-Every shape that a bench case asks a launch choice for is one measurement. Each candidate is
-compiled; what does not compile, spills or takes more shared memory than there is, is dropped. The
-others are checked against the reference and timed with a cold cache. The best one and the
+Every shape that a bench case asks a launch choice for is one measurement. All candidates are
+compiled first, in as many processes as there are cores; what does not compile, spills or takes more
+shared memory than there is, is dropped. The others are checked against the reference and timed with
+a cold cache, products of few tokens behind a norm (:mod:`bench.behind`). The best one and the
 heuristic's are timed again, and a gain within the noise leaves the heuristic's in place. A table is
 written after each shape, so a run that was stopped goes on where it was: shapes measured with the
 same GPU, torch and triton are skipped.
@@ -18,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +27,22 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
+from bench.behind import time_call
+from bench.precompile import compile_all
 from bench.results import environment
 from bench.run import check
 from bench.shipped import compile_refusal, first_line, picks_of
-from bench.timing import copies_of, device_us
+from bench.timing import copies_of
 from ferrum_triton import OPS, FerrumError, get_backend
 from ferrum_triton.kernels import tables
 from ferrum_triton.kernels.gpu import Gpu, gpu_of
+from ferrum_triton.kernels.jit import Launch, record_launches
 from ferrum_triton.kernels.parameters import Config, Dim
 from ferrum_triton.kernels.resources import TARGETS, Target
 from ferrum_triton.kernels.tables import BadTable, Row
 from ferrum_triton.kernels.tuning import TUNABLES, Tunable
 from ferrum_triton.registry import Case, Op
-from ferrum_triton.testing import TensorFactory
+from ferrum_triton.testing import TensorFactory, assert_close
 
 # A gain smaller than this is noise, even if times agree better.
 LEAST_GAIN = 0.02
@@ -156,6 +161,15 @@ def run_jobs(
     gpu = machine.gpu
     work = [len(candidates_of(job, gpu)) for job in jobs]
     start, done, skipped = time.monotonic(), 0, 0
+    recorders = [
+        partial(launches_with, job.tunable.op, dict(config), op.name, case.id, gpu.capability)
+        for job in jobs
+        for config in candidates_of(job, gpu)
+        for op, case in job.calls
+    ]
+    compile_all(recorders)
+    took = spell(time.monotonic() - start)
+    print(f"{sum(work)} candidates of {len(jobs)} shapes compiled in {took}", flush=True)
     for i, job in enumerate(jobs):
         tunable = job.tunable
         file = tables.table_file(out, tunable.op, gpu.arch)
@@ -176,6 +190,18 @@ def run_jobs(
             rows[job.shape] = row
             tables.write_rows(file, tunable.op, gpu.arch, tunable.dims, rows.values())
     print(f"{len(jobs) - skipped} shapes in {spell(time.monotonic() - start)}, {skipped} skipped")
+
+
+def launches_with(
+    choice: str, config: Config, op_name: str, case_id: str, capability: tuple[int, int]
+) -> list[Launch]:
+    """What a bench case launches with one configuration of a choice."""
+    op = OPS[op_name]
+    case = next(case for case in op.bench if case.id == case_id)
+    sample = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
+    with TUNABLES[choice].forced(config), record_launches(capability) as launches:
+        op.impls["triton"](**sample)
+    return launches
 
 
 def is_measured(row: Row | None, versions: dict[str, str]) -> bool:
@@ -251,6 +277,8 @@ class Bench:
             op.make_sample(TensorFactory(case.dtype, backend.device), **case.axes)
             for op, case in job.calls
         ]
+        # What was checked against the references, and copies of the arguments to time with.
+        self.outputs: list[tuple[torch.Tensor, ...]] = []
         self.sets: list[list[dict[str, Any]]] = []
 
     def time_checked(self, candidate: Config, must_run: bool = False) -> float | None:
@@ -275,27 +303,55 @@ class Bench:
 
     def _unfit(self) -> str:
         """Why the compiled launches cannot be worth timing, or ""."""
-        reasons = (compile_refusal(op, case, self.machine.target) for op, case in self.job.calls)
-        return next(filter(None, reasons), "")
+        if self.machine.backend != "cuda":
+            reasons = (
+                compile_refusal(op, case, self.machine.target) for op, case in self.job.calls
+            )
+            return next(filter(None, reasons), "")
+        for op, case in self.job.calls:
+            sample = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
+            with record_launches(self.machine.gpu.capability) as launches:
+                op.impls["triton"](**sample)
+            for launch in launches:
+                try:
+                    used = launch.kernel.jit.warmup(*launch.args, grid=launch.grid, **launch.meta)
+                    used._init_handles()
+                except (TritonError, RuntimeError) as error:
+                    return f"{launch.kernel.name}: {first_line(error)}"
+                if used.n_spills:
+                    return f"{launch.kernel.name} spills {used.n_spills} registers"
+        return ""
 
     def _wrong(self) -> str:
         """Why the calls do not compute what the references do, or ""."""
-        for (op, _), call, arguments in zip(
-            self.job.calls, self.calls, self.arguments, strict=True
+        for i, ((op, _), call, arguments) in enumerate(
+            zip(self.job.calls, self.calls, self.arguments, strict=True)
         ):
             try:
+                if i < len(self.outputs) and not op.mutates:
+                    self._differ(call(**arguments), self.outputs[i])
+                    continue
                 outputs = check(op, call, arguments)
-            except (FerrumError, TritonError) as error:
+            except (AssertionError, FerrumError, TritonError) as error:
                 return first_line(error)
-            if len(self.sets) < len(self.calls):
+            if i == len(self.outputs):
+                self.outputs.append(outputs)
                 self.sets.append(copies_of(arguments, op.bytes_moved(arguments, outputs)))
         return ""
+
+    @staticmethod
+    def _differ(got: Any, checked: tuple[torch.Tensor, ...]) -> None:
+        """Raise unless a call gives what one that was held against the reference gave."""
+        got = (got,) if isinstance(got, torch.Tensor) else tuple(got)
+        for one, other in zip(got, checked, strict=True):
+            assert_close(one, other, scale=2)
 
     def time(self, candidate: Config) -> float:
         """Microseconds of one call of each case."""
         with self.job.tunable.forced(candidate):
-            pairs = zip(self.calls, self.sets, strict=True)
-            return sum(device_us(call, sets) for call, sets in pairs)
+            backend = get_backend(self.machine.backend)
+            every = zip(self.job.calls, self.calls, self.sets, strict=True)
+            return sum(time_call(op, call, sets, backend).us for (op, _), call, sets in every)
 
 
 if __name__ == "__main__":

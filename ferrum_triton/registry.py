@@ -33,7 +33,8 @@ class Case:
 
     ``op`` is the name there if it is another than the op's own, of which the case is a variant.
     ``metric`` is what it is judged by: ``"us"`` a call, ``"tflops"`` of useful operations, or
-    ``"tbs"``, terabytes of compulsory traffic a second.
+    ``"tbs"``, terabytes of compulsory traffic a second. ``graph`` tells whether the call can be
+    captured in a CUDA graph; one that cannot is timed with the host's part.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Case:
     axes: Mapping[str, Any] = field(default_factory=dict)
     metric: str = "us"
     op: str = ""
+    graph: bool = True
 
 
 class Op:
@@ -55,6 +57,9 @@ class Op:
         mutates: names of the parameters written in place.
         finite: parameters whose values must be finite: a weight of zero times infinity is NaN.
         num_outputs: tensors returned; ops that return none only mutate.
+        after_norm: parameter of the activations of a product that reads its weights as soon as it
+            is launched. Calls of few tokens are timed behind a norm that writes these activations,
+            as in a decoder; ``""`` for an op that is timed by itself.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Op:
         mutates: Sequence[str] = (),
         static: Sequence[str] = (),
         finite: Sequence[str] = (),
+        after_norm: str = "",
     ) -> None:
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
@@ -76,6 +82,7 @@ class Op:
         self.signature = inspect.signature(reference)
         self.mutates = tuple(mutates)
         self.finite = tuple(finite)
+        self.after_norm = after_norm
         optional = {
             name
             for name, parameter in self.signature.parameters.items()

@@ -50,6 +50,7 @@ class SrcDtype(Enum):
 class KvDtypeKind(StrEnum):
     """How a KV cache stores its elements; the quantised kinds have a scale per token and head."""
 
+    FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
     FP8 = "fp8"  # E4M3 without infinities
@@ -69,6 +70,7 @@ class KvDtypeKind(StrEnum):
 
 
 _KV_DTYPES = {
+    KvDtypeKind.FP32: torch.float32,
     KvDtypeKind.FP16: torch.float16,
     KvDtypeKind.BF16: torch.bfloat16,
     KvDtypeKind.FP8: torch.float8_e4m3fn,

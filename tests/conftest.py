@@ -1,6 +1,7 @@
 """Set-up shared by every test: poisoned memory, hypothesis profiles, the GPU marker."""
 
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -31,6 +32,26 @@ def pytest_collection_modifyitems(items):
         for name, skip in absent.items():
             if item.get_closest_marker(name):
                 item.add_marker(skip)
+
+
+@pytest.fixture
+def monkeypatch(monkeypatch):
+    """pytest's; what it replaces may be what launches were chosen by, so replays are forgotten."""
+    replace = monkeypatch.setattr
+
+    def forget():
+        jit = sys.modules.get("ferrum_triton.kernels.jit")
+        if jit is not None:
+            jit.forget_replays()
+
+    def setattr(*args, **kwargs):
+        replace(*args, **kwargs)
+        forget()
+
+    monkeypatch.setattr = setattr
+    yield monkeypatch
+    monkeypatch.undo()
+    forget()
 
 
 @pytest.fixture

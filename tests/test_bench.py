@@ -1,26 +1,36 @@
 """The benches' own logic: verdicts, result files. Timing itself needs a GPU."""
 
+import inspect
 import json
-import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from bench import peers
+from bench import check, compile_time, decode_layer, fingerprint, peers, run
 from bench.attention_peers import flex_call, sdpa_call
+from bench.behind import Timing, behind_norm, stands_behind_norm
 from bench.cascade import cascade, sample, whole
-from bench.check import compare, verdict
+from bench.cases import case_of, code_of, declared, launches_of, recorded
+from bench.check import age, compare, ops_at, verdict
+from bench.compile_time import Compiler
 from bench.decode_map import cliffs, draw
+from bench.decode_model import FORMATS as MODEL_FORMATS
+from bench.decode_model import Decoder, Shape, make_weights, uses_more_bits
 from bench.flashinfer_peers import pages
-from bench.llama_cpp import Timed, timed_products
+from bench.llama_cpp import Timed, ours, timed_products
 from bench.load_speed import gb_per_second, load, write_random
-from bench.results import Row, save_rows
+from bench.precompile import different
+from bench.results import Row, read_rows, save_rows
+from bench.run import without_fresh_row
 from bench.timing import COLD_BYTES, copies_of
 from ferrum_triton import get_backend
-from ferrum_triton.quant import FORMATS, load_quant
+from ferrum_triton.kernels.resources import TARGETS
+from ferrum_triton.quant import FORMATS, dequantize_rows, load_quant
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
 
@@ -61,23 +71,336 @@ def test_timings_of_llama_cpp_are_read():
         line.format(kind="q4_K", n=8, b=2),
         line.format(kind="f16", n=8, b=1),
         line.format(kind="iq4_xs", n=8, b=1),
+        line.format(kind="mxfp4", n=1, b=1),
         "  MUL_MAT(type_a=q4_K,type_b=f32,m=4096,n=1,k=14336,bs=[1,1]): not supported",
     ]
-    assert timed_products(lines) == [
-        Timed("Q4_K:planes", 8, 4096, 14336, 30.12),
-        Timed("Q8_0:planes", 64, 4096, 14336, 30.12),
+    found = timed_products(lines)
+    assert found[:3] == [
+        Timed("q4_k", 8, 4096, 14336, 30.12),
+        Timed("q8_0", 64, 4096, 14336, 30.12),
+        Timed("q4_k", 512, 4096, 14336, 30.12),
     ]
+    assert [(p.type, p.m) for p in found[3:]] == [("f16", 8), ("iq4_xs", 8), ("mxfp4", 1)]
+    cases = [ours(product) for product in found]
+    assert cases[0].id == "gemm_quant/q4_K/n4096k14336/m8"
+    assert cases[3].id == "gemm/f16/n4096k14336/m8"
+    assert cases[5].op.name == "gemv_quant" and cases[5].id.endswith("mxfp4/n4096k14336/m1")
+    assert ours(Timed("iq2_xxs", 1, 4096, 14336, 1.0)) is None
+    for case in cases:
+        assert case_of(case.id).case == case.case
 
 
-def test_check_counts_and_fails_below_the_floor(tmp_path):
+def test_every_op_has_a_case_whose_code_is_known():
+    for op in OPS.values():
+        assert op.bench
+    for row in (
+        "rms_norm/bf16/h4096/m1",
+        "gemm/bf16/n4096k4096/m1",
+        "embedding_lookup/bf16/h4096/m1",
+    ):
+        assert code_of(row).startswith("sm_90/")
+    assert code_of("load_quant/q4_K/n28672k4096") is None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "moe_layer/q4_K/e128k8h2048i768/t8",
+        "cascade/h32k8d128/b16/prefix8192/suffix256",
+        "decode_layer/qwen3-8b/q4_K/b8/ctx1024",
+        "decode/qwen3-8b/bf16/b32/ctx1024",
+        "gemm_quant/q2_K/n4096k14336/m3",
+        "compile_time/sm_90/rms_norm/bf16/h4096/m1",
+    ],
+)
+def test_rows_of_other_benches_have_code(row):
+    code = code_of(row)
+    assert code is not None and code != code_of(row, "sm_80")
+
+
+def test_a_fingerprint_follows_the_launch_and_the_source(monkeypatch):
+    row = "rms_norm/bf16/h4096/m1"
+    before = code_of(row)
+    assert code_of(row, "sm_80") != before
+    assert code_of("rms_norm/bf16/h4096/m64") != before
+    (launch,) = recorded(row).launches
+    kernel = launch.kernel.jit
+    old = fingerprint.source_hash(kernel)
+    source = inspect.getsource
+
+    def edited(text, replacement):
+        fingerprint.source_hash.cache_clear()
+        changed = lambda f: source(f).replace(text, replacement)  # noqa: E731
+        monkeypatch.setattr(fingerprint.inspect, "getsource", changed)
+        return fingerprint.source_hash(kernel)
+
+    assert edited("\n    ", "\n    # a comment\n    ") == old
+    assert edited("tl.load", "tl.store") != old
+    fingerprint.source_hash.cache_clear()
+
+
+def test_a_kernels_helpers_and_constants_are_in_its_fingerprint(monkeypatch):
+    (launch,) = recorded("gemv_quant/q4_K/n4096k4096/m1").launches
+    old = fingerprint.source_hash(launch.kernel.jit)
+    source, seen = inspect.getsource, []
+
+    def noted(function):
+        seen.append(function.__module__)
+        return source(function)
+
+    fingerprint.source_hash.cache_clear()
+    monkeypatch.setattr(fingerprint.inspect, "getsource", noted)
+    assert fingerprint.source_hash(launch.kernel.jit) == old
+    assert len(set(seen)) > 2, "kernels in several files"
+
+
+def test_ages_of_rows(monkeypatch):
+    name = "rms_norm/bf16/h4096/m1"
+    row = {"id": name, "commit": "no such commit"}
+    assert age(row) == "unknown age"
+    assert age(row | {"code": code_of(name)}) == "fresh"
+    assert age(row | {"code": "sm_90/000000000000", "dirty": True}) == "stale, dirty"
+    monkeypatch.setattr(check, "ops_at", lambda commit: frozenset({"layer_norm"}))
+    assert age(row) == "unknown age, lacks op"
+    assert age(row | {"id": "layer_norm_q8/bf16/m1"}) == "unknown age"
+    monkeypatch.setattr(check, "ops_at", lambda commit: frozenset({"layer_norm_q8"}))
+    assert age(row | {"id": "layer_norm_q8/bf16/m1"}) == "unknown age, op is gone"
+    monkeypatch.setattr(check, "ops_at", lambda commit: frozenset({"paged_decode_attention"}))
+    variant = row | {"id": "int8_paged_decode_attention/h32k8d128/block16/b8/ctx16384"}
+    assert age(variant) == "unknown age"
+    assert age(row | {"id": "load_quant/q4_K/n28672k4096"}) == "unknown age"
+
+
+def test_git_tells_the_ops_of_a_commit():
+    head = ops_at("HEAD")
+    if head is None:
+        pytest.skip("no git here")
+    assert "rms_norm" in head and "no_such_op" not in head
+    assert ops_at("0" * 40) is None
+
+
+def test_cases_without_a_fresh_row_come_in_order():
+    names = [f"rms_norm/bf16/h4096/m{m}" for m in (1, 64, 4096, 32768)]
+    cases = [declared()[name] for name in names]
+    rows = [
+        {"id": names[0]},
+        {"id": names[1], "code": "sm_90/000000000000"},
+        {"id": names[2], "code": code_of(names[2])},
+    ]
+    chosen = without_fresh_row(cases, rows, "sm_90")
+    assert [case.id for case in chosen] == [names[3], names[1], names[0]]
+
+
+@pytest.fixture
+def timed_here(monkeypatch):
+    """Cases are checked and "timed" on the CPU backend, all in 2 us, in a chain in 1."""
+    cpu = get_backend("cpu")
+    monkeypatch.setattr(run, "get_backend", lambda name: cpu)
+    monkeypatch.setattr(run, "copies_of", lambda arguments, nbytes: [arguments])
+    monkeypatch.setattr(run, "time_call", lambda *args, **kwargs: Timing(2.0, 1.0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return cpu
+
+
+def test_a_run_fills_gaps_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys, timed_here):
+    file = tmp_path / "rows.json"
+    fresh = "rms_norm/bf16/h4096/m1"
+    save_rows(str(file), [Row(fresh, 9.0, "us", code=code_of(fresh))], "c1")
+
+    def call(*options):
+        monkeypatch.setattr(sys, "argv", ["run", *options, "--json", str(file), "--commit", "c2"])
+        return run.main(), capsys.readouterr().out
+
+    with monkeypatch.context() as broken:
+        wrong = lambda x, weight, eps: torch.zeros_like(x)  # noqa: E731
+        broken.setitem(timed_here.__dict__, "rms_norm_to", wrong)
+        status, printed = call("rms_norm", "rms_norm_to", "--case", "/m1", "--missing")
+    assert status == 1 and printed.count("failed: ") == 1 and "1 cases failed" in printed
+    assert [row["commit"] for row in read_rows(file)] == ["c1"]
+
+    status, printed = call("rms_norm", "--case", "/m64", "--missing", "--dirty")
+    assert status == 0 and "1 cases, after" in printed
+    rows = {row["id"]: row for row in read_rows(file)}
+    new = rows["rms_norm/bf16/h4096/m64"]
+    assert (new["value"], new["chained"], new["commit"], new["dirty"]) == (2.0, 1.0, "c2", True)
+    assert new["code"] == code_of("rms_norm/bf16/h4096/m64") and rows[fresh]["commit"] == "c1"
+
+    status, printed = call("rms_norm", "--case", "/m1", "--seconds", "0")
+    assert status == 0 and "1 cases left when 0 s had passed" in printed
+    status, printed = call("rms_norm", "--case", "/m64", "--missing")
+    assert status == 0 and "0 cases, after" in printed
+
+
+def test_a_decode_step_gives_two_rows(monkeypatch, capsys):
+    weights = make_weights(TINY, "bf16", "cpu", torch.float32, context=40)
+    decoder = Decoder(get_backend("cpu"), weights, 2, 35)
+    times = {"": 100.0, "ends": 40.0, "attention": 88.0, "head": 75.0}
+
+    def replay_us(step):
+        given = step.keywords if isinstance(step, partial) else {}
+        part = "ends" if "with_layers" in given else given.get("left_out", "")
+        return times.get(part, 100.0)
+
+    monkeypatch.setattr(decode_layer, "replay_us", replay_us)
+    whole, layer = decode_layer.measure(decoder, "qwen3-8b/bf16/b2/ctx1024")
+    assert (whole.id, whole.unit, whole.value) == ("decode/qwen3-8b/bf16/b2/ctx1024", "tok_s", 2e4)
+    assert (layer.unit, layer.value) == ("us", 60.0)
+    printed = capsys.readouterr().out
+    assert "attention       12.00 us" in printed and "head            25.00 us" in printed
+
+
+def test_what_shares_machine_code_is_compiled_once():
+    rows = [f"copy_slice/bf16/n{n}" for n in (4096, 16777216)]
+    jobs = different([partial(launches_of, row) for row in (*rows, "rms_norm/bf16/h4096/m1")])
+    assert [job().kernel.name for job in jobs] == ["_copy_kernel", "_rms_norm_kernel"]
+
+
+def test_compile_times_are_shared_by_cases_of_one_launch(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(compile_time, "compile_launch", lambda *args: compiled.append(args))
+    compiler = Compiler(TARGETS["sm_90"])
+    (launch,) = launches_of("copy_slice/bf16/n4096")
+    (same,) = launches_of("copy_slice/bf16/n16777216")
+    assert compiler.took(launch, "first") == compiler.took(same, "second") >= 0
+    assert len(compiled) == 1
+    assert [name for _, name in compiler.slowest(5)] == ["_copy_kernel of first"]
+
+
+@pytest.mark.parametrize(
+    ("row", "behind"),
+    [
+        ("gemv_quant/q4_K/n4096k4096/m1", True),
+        ("gemm_quant/q4_K/n28672k4096/m8", True),
+        ("gemm_quant/q4_K/n28672k4096/m16", False),
+        ("gemv_quant_gate_up_silu/q4_K_q4_K/n14336k4096/m4", True),
+        ("gemv_quant_qkv/q4_K_q6_K/n6144k4096/m1", True),
+        ("linear_quant/q4_K/n4096k4096/m4", True),
+        ("gemv_quant_moe_id/q4_k:planes/e128k8n768k2048/m4", True),
+        ("gemm/bf16/n6144k4096/m8", True),
+        ("rms_norm/bf16/h4096/m1", False),
+    ],
+)
+def test_products_of_few_tokens_stand_behind_a_norm(row, behind):
+    op, case = declared()[row]
+    arguments = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
+    assert stands_behind_norm(op, arguments) == behind
+
+
+def test_the_norm_writes_what_the_product_reads():
+    op, backend = OPS["gemm"], get_backend("cpu")
+    sets = [op.make_sample(TensorFactory(torch.float32, seed=i), m=2, n=5, k=8) for i in range(3)]
+    products, norms = behind_norm(op, backend.gemm, sets, backend)
+    for arguments, product, norm in zip(sets, products, norms, strict=True):
+        before = arguments["a"].clone()
+        norm()
+        assert not torch.equal(arguments["a"], before)
+        assert_close(arguments["a"].square().mean(-1), torch.ones(2), scale=100)
+        assert_close(product(), arguments["a"] @ arguments["b"].T)
+
+
+TINY = Shape(
+    hidden=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate=512, num_layers=1, vocab=90
+)
+
+
+def plain_layer(weights, decoder, x):
+    """A layer as its definition has it, on dense weights in float32."""
+    (w,), shape, batch = weights.layers, weights.shape, len(x)
+    dense = lambda m: dequantize_rows(m.data, m.kind) if m.kind else m.data  # noqa: E731
+    norm = lambda x, g: torch.nn.functional.rms_norm(x, g.shape, g, 1e-6)  # noqa: E731
+    qkv = norm(x, w.attn_norm) @ torch.cat([dense(m) for m in w.qkv]).T
+    q, k, v = (
+        part.unflatten(1, (-1, shape.head_dim))
+        for part in qkv.split([shape.q_dim, shape.kv_dim, shape.kv_dim], dim=1)
+    )
+    at = decoder.positions.long()
+    cos, sin = (table[at][:, None] for table in (weights.cos, weights.sin))
+
+    def rotated(heads, g):
+        low, high = norm(heads, g).chunk(2, -1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+    q, k = rotated(q, w.q_norm), rotated(k, w.k_norm)
+    attended = []
+    for i in range(batch):
+        cached = [
+            c[decoder.tables[i].long()].transpose(1, 2).flatten(0, 1) for c in decoder.caches[0]
+        ]
+        keys, values = (
+            torch.cat((c[: at[i]], new[i][None])).repeat_interleave(2, 1)
+            for c, new in zip(cached, (k, v), strict=True)
+        )
+        scores = torch.einsum("hd,khd->hk", q[i], keys) * shape.head_dim**-0.5
+        attended.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values).flatten())
+    x = x + torch.stack(attended) @ dense(w.out).T
+    gate, up = (norm(x, w.mlp_norm) @ torch.cat([dense(m) for m in w.gate_up]).T).chunk(2, -1)
+    return x + (torch.nn.functional.silu(gate) * up) @ dense(w.down).T
+
+
+@pytest.mark.parametrize(
+    ("form", "batch", "backend"),
+    [
+        ("q4_K", 2, "cpu"),
+        ("q4_K", 9, "cpu"),
+        ("bf16", 2, "cpu"),
+        ("bf16", 1, "interpret"),
+    ],
+)
+def test_a_decoders_layer_is_its_definition(form, batch, backend):
+    weights = make_weights(TINY, form, "cpu", torch.float32, context=40)
+    decoder = Decoder(get_backend(backend), weights, batch, 35)
+    x = TensorFactory(torch.float32, seed=5).randn(batch, TINY.hidden)
+    want = plain_layer(weights, decoder, x)
+    x, added = decoder.layer(0, x, None)
+    assert_close(x if added is None else x + added, want, scale=20)
+
+
+@pytest.mark.parametrize("form", MODEL_FORMATS)
+def test_a_step_gives_tokens_with_any_part_left_out(form):
+    weights = make_weights(replace(TINY, num_layers=3), form, "cpu", torch.float32, context=40)
+    assert form == "bf16" or [len(layer.qkv) for layer in weights.layers] == [1, 1, 2]
+    decoder = Decoder(get_backend("cpu"), weights, 2, 35)
+    first = decoder.step()
+    assert first.shape == (2,) and decoder.logits.isfinite().all()
+    decoder.backend = whole = Counting(get_backend("cpu"))
+    assert torch.equal(decoder.step(), first)
+    parts = (*decode_layer.LAYER_PARTS, *decode_layer.END_PARTS)
+    for part in parts if form == "bf16" else ("out", "gate_up"):
+        decoder.backend = counting = Counting(get_backend("cpu"))
+        decoder.step(left_out=part)
+        assert len(counting.calls) < len(whole.calls), part
+    decoder.backend = ends = Counting(get_backend("cpu"))
+    assert decoder.step(with_layers=False).shape == (2,)
+    assert len(ends.calls) == 4
+
+
+class Counting:
+    """A backend that notes the ops called."""
+
+    def __init__(self, backend):
+        self.backend, self.calls = backend, []
+
+    def __getattr__(self, name):
+        self.calls.append(name)
+        return getattr(self.backend, name)
+
+
+def test_half_of_the_layers_have_more_bits():
+    assert sum(uses_more_bits(i, 36) for i in range(36)) == 18
+
+
+def test_check_counts_and_fails_below_the_floor(tmp_path, monkeypatch, capsys):
     targets, results = tmp_path / "targets.json", tmp_path / "out" / "results.json"
     targets.write_text(json.dumps({"cases": [US, TFLOPS]}))
+    monkeypatch.setattr(sys, "argv", ["check", str(results), str(targets)])
     for value, status in ((9.0, 0), (11.0, 1)):
-        save_rows(str(results), [Row("a/x", value, "us", roof=0.5)], "abc")
-        command = [sys.executable, "-m", "bench.check", str(results), str(targets)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == status, done.stderr
-        assert "1 not measured" in done.stdout
+        rows = [Row("a/x", value, "us", roof=0.5), Row("rms_norm/x", 1.0, "us")]
+        save_rows(str(results), rows, "abc", dirty=True)
+        assert check.main() == status
+        printed = capsys.readouterr().out
+        assert "1 not measured" in printed and "2 unknown age" in printed
+        assert "(unknown age, dirty)" in printed
+        assert "1 more rows of rms_norm: unknown age, dirty" in printed
 
 
 def test_rows_replace_their_older_selves(tmp_path):
@@ -87,7 +410,10 @@ def test_rows_replace_their_older_selves(tmp_path):
     rows = json.loads(file.read_text())["rows"]
     assert [(row["id"], row["value"]) for row in rows] == [("a", 0.0), ("b", 2.0)]
     assert [row["commit"] for row in rows] == ["c1", "c2"]
+    assert [row["dirty"] for row in rows] == [False, False]
     assert rows[1]["peers"] == {"torch": 3.0}
+    save_rows(str(file), [Row("b", 2.0, "us", chained=1.5, code="sm_90/1")], "c2", dirty=True)
+    assert read_rows(file)[1]["dirty"] and read_rows(file)[1]["chained"] == 1.5
     assert rows[1]["torch"] == torch.__version__
 
 

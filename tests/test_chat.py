@@ -408,9 +408,9 @@ def attack(source):
 
 @pytest.mark.parametrize("source", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile(source):
-    start = time.perf_counter()
+    start = time.process_time()  # whatever else the machine does
     assert attack(source), source[:200]
-    assert time.perf_counter() - start < 8.0, source[:200]
+    assert time.process_time() - start < 8.0, source[:200]
 
 
 def test_hostile_templates_fill_no_memory():

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ferrum_triton
+from docs.coverage.render import DOCUMENT, ROOTS, TABLE, counts, read_names, render
 from ferrum_triton import OPS, get_backend, quant
-from ferrum_triton.coverage import DOCUMENT, ROOTS, TABLE, counts, read_names, render
 from ferrum_triton.quant import FORMATS, QuantizedTensor, quantize_blocks
 from ferrum_triton.runtime import buffers, context, kv_cache, timer
 from ferrum_triton.runtime.collective import Collective
@@ -40,7 +40,7 @@ INSTANCES = {
     "Context": context.Context,
     "buffers": buffers,
     "graph": Graph(),
-    "cache": kv_cache.KvCache(1, 8, 4),
+    "cache": kv_cache.KvCache(num_kv_heads=1, head_dim=8, capacity=4),
     "paged": paged(),
     "KvCache": kv_cache.KvCache,
     "PagedKvCache": kv_cache.PagedKvCache,
@@ -126,7 +126,7 @@ def test_every_root_is_explained_and_used():
 
 
 def test_document_is_current():
-    assert DOCUMENT.read_text() == render(), "run python -m ferrum_triton.coverage"
+    assert DOCUMENT.read_text() == render(), "run python -m docs.coverage.render"
     for name, where in read_names():
         assert f"`{name}`" in DOCUMENT.read_text(), (name, where)
 

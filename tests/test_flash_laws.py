@@ -51,6 +51,16 @@ def test_future_tokens_cannot_change_the_past(backend_name):
 
 
 @on_backends
+def test_lengths_past_the_capacity_are_all_it_holds(backend_name):
+    """Those of 64 bits too, whose lower half is a small number."""
+    backend = get_backend(backend_name)
+    q, k, v = draw(backend, 3, 40)
+    want = backend.flash_attention(q, k, v)
+    lens = torch.tensor([2**40 + 3], device=q.device)
+    assert_close(backend.flash_attention(q, k, v, kv_lens=lens), want.double())
+
+
+@on_backends
 @pytest.mark.parametrize("window", [1, 7, 40])
 def test_window_edges_are_exact(backend_name, window):
     """The oldest key of the window counts, the one before it does not."""
@@ -180,7 +190,7 @@ def test_splits_change_nothing_beyond_rounding(backend_name, q_len, forced):
     for options in ({}, {"kv_lens": lens}, {"sliding_window": 50}):
         results = {}
         for splits in (1, 2, 5, 64):
-            forced(splits=splits, described=False, one_loop=False)
+            forced(splits=splits, use_tma=False, one_loop=False)
             lse = new_lse(q)
             results[splits] = backend.flash_attention(q, k, v, **options, sinks=sinks, lse=lse), lse
         for splits in (2, 5, 64):
@@ -200,10 +210,10 @@ def test_every_way_to_read_the_cache_agrees(backend_name, dtype, device_lens, fo
     ways = [(d, o, p) for d in (True, False) for o in (True, False) for p in (True, False)]
     if backend_name == "interpret" and dtype == torch.bfloat16:
         ways = [way for way in ways if not way[0]]  # numpy lacks it
-    for described, one_loop, packed in ways:
-        if described and one_loop and device_lens:
+    for use_tma, one_loop, packed in ways:
+        if use_tma and one_loop and device_lens:
             continue  # would leave rows past the lengths uncleared
-        forced(described=described, one_loop=one_loop, packed=packed, splits=1)
+        forced(use_tma=use_tma, one_loop=one_loop, packed=packed, splits=1)
         for window in (0, 60):
             got = backend.flash_attention(q, k, v, kv_lens=lens, sliding_window=window)
             if want is None:

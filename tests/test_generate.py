@@ -11,8 +11,8 @@ from ferrum_triton import FileError, InputError, get_backend
 from ferrum_triton.cli.default_model import INSTALL, find_default_model
 from ferrum_triton.files.chat import ChatTemplate
 from ferrum_triton.models import load_model, load_tokenizer
+from ferrum_triton.models.generation import Stats, generate_ids, generate_text
 from ferrum_triton.quant import QuantizedTensor
-from ferrum_triton.runtime.generation import Stats, generate_ids, generate_text
 from ferrum_triton.runtime.sampling import Sampler
 
 MODEL = find_default_model()

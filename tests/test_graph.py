@@ -32,7 +32,13 @@ class Decoder:
         self.qkv = weight((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN) * HIDDEN**-0.5
         angle = torch.arange(64.0)[:, None] / 100 ** (torch.arange(8.0) / 8)
         self.cos, self.sin = angle.cos().to(device), angle.sin().to(device)
-        self.cache = KvCache(NUM_KV_HEADS, HEAD_DIM, capacity, KvDtypeKind.FP16, device)
+        self.cache = KvCache(
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=HEAD_DIM,
+            capacity=capacity,
+            kind=KvDtypeKind.FP16,
+            device=device,
+        )
         for tensor in self.cache.tensors:
             tensor.zero_()
 
@@ -45,15 +51,15 @@ class Decoder:
             None,
             self.cos,
             self.sin,
-            self.cache.k,
-            self.cache.v,
+            self.cache.k[0],
+            self.cache.v[0],
             num_heads=NUM_HEADS,
             positions=pos,
             slots=pos,
             qk_mode=ROPE,
         )
-        cache = self.cache
-        return self.backend.flash_attention(q[None], cache.k[None], cache.v[None], kv_lens=kv_len)
+        k, v = self.cache.k[0], self.cache.v[0]
+        return self.backend.flash_attention(q[None], k[None], v[None], kv_lens=kv_len)
 
     def graph_step(self, graph):
         return lambda: self.step(graph.state.token, graph.state.pos, graph.state.kv_len)
@@ -185,7 +191,7 @@ def test_paged_captures_outlive_sequences():
 
 def test_a_new_capture_does_not_end_with_the_old_ones_cache():
     graph = Graph()
-    old, new = KvCache(1, 8, 4), KvCache(1, 8, 4)
+    old, new = (KvCache(num_kv_heads=1, head_dim=8, capacity=4) for _ in range(2))
     graph.capture("decode", lambda: None, owners=old.tensors)
     graph.capture("decode", lambda: None, owners=new.tensors)
     old.free()

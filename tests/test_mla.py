@@ -35,13 +35,15 @@ def use_splits(monkeypatch, count):
     monkeypatch.setattr(kernels, "pick_splits", lambda *_: count)
 
 
-def use_tiles(monkeypatch, *tiles, described=False):
-    """Tiles of that shape, through tensor descriptors where those can be made."""
+def use_tiles(monkeypatch, block_m, block_n, use_tma=False):
+    """Tiles of that shape, through tensor maps where those can be made."""
 
-    def pick(*args):
-        return kernels.MlaConfig(*tiles, 8, 2, 1, described and args[-1])
+    def pick(device, rows, block_size, dtype, has_tma):
+        path = "tma" if use_tma and has_tma else "pointers"
+        tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 8, "num_stages": 2}
+        return {"path": path, **tile}
 
-    monkeypatch.setattr(kernels, "pick_config", pick)
+    monkeypatch.setattr(kernels.mla_config, "pick", pick)
 
 
 def normal(backend, *shape, seed=0, dtype=torch.float32):
@@ -145,11 +147,11 @@ def test_prefill_in_heads_is_the_absorbed_form(backend):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "described"), [(8, False), (16, False), (40, False), (16, True), (80, True)]
+    ("block_size", "use_tma"), [(8, False), (16, False), (40, False), (16, True), (80, True)]
 )
-def test_where_pages_lie_does_not_matter(backend, monkeypatch, block_size, described):
+def test_where_pages_lie_does_not_matter(backend, monkeypatch, block_size, use_tma):
     """Any order of pages, NaN in the unused ones, gives what the contiguous cache gives."""
-    use_tiles(monkeypatch, 16, 16, described=described)
+    use_tiles(monkeypatch, 16, 16, use_tma=use_tma)
     q, rows = normal(backend, 3, 2, 4, WIDTH), normal(backend, 3, 80, WIDTH, seed=1)
     lens = [80, 33, 2]
     want = attend(backend, q, rows, lens)
@@ -160,7 +162,7 @@ def test_where_pages_lie_does_not_matter(backend, monkeypatch, block_size, descr
 
 
 @pytest.mark.parametrize(
-    ("tiles", "block_size", "described"),
+    ("tiles", "block_size", "use_tma"),
     [
         ((16, 16), 8, False),
         ((64, 64), 8, False),
@@ -170,9 +172,9 @@ def test_where_pages_lie_does_not_matter(backend, monkeypatch, block_size, descr
         ((64, 32), 32, True),
     ],
 )
-def test_what_is_no_key_does_not_matter(backend, monkeypatch, tiles, block_size, described):
+def test_what_is_no_key_does_not_matter(backend, monkeypatch, tiles, block_size, use_tma):
     """Rows past a length may be NaN and entries past it anything; neither is read into a result."""
-    use_tiles(monkeypatch, *tiles, described=described)
+    use_tiles(monkeypatch, *tiles, use_tma=use_tma)
     q, rows = normal(backend, 4, 2, 4, WIDTH), normal(backend, 4, 64, WIDTH, seed=1)
     lens = [64, 33, 8, 0]
     want = attend(backend, q, rows, lens)
@@ -189,13 +191,13 @@ def test_what_is_no_key_does_not_matter(backend, monkeypatch, tiles, block_size,
     assert torch.isfinite(want[0]).all() and (want[0][:3] != 0).all()
 
 
-@pytest.mark.parametrize(("block_size", "described"), [(8, False), (32, False), (32, True)])
+@pytest.mark.parametrize(("block_size", "use_tma"), [(8, False), (32, False), (32, True)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_a_block_that_does_not_exist_holds_no_keys(
-    backend, monkeypatch, block_size, described, dtype
+    backend, monkeypatch, block_size, use_tma, dtype
 ):
     """Its keys drop out of the softmax, as if the sequence were made of the others."""
-    use_tiles(monkeypatch, 16, 16, described=described)
+    use_tiles(monkeypatch, 16, 16, use_tma=use_tma)
     q, rows = normal(backend, 1, 1, 4, WIDTH), normal(backend, 1, 96, WIDTH, seed=1)
     pool, tables = paged(backend, rows, block_size)
     tables = tables.to(dtype)
@@ -270,12 +272,12 @@ def test_each_query_is_a_step_of_its_own(backend):
 
 @pytest.mark.parametrize("count", [2, 3, 7, 64])
 @pytest.mark.parametrize(
-    ("tiles", "described"), [((16, 16), False), ((64, 32), False), ((16, 16), True)]
+    ("tiles", "use_tma"), [((16, 16), False), ((64, 32), False), ((16, 16), True)]
 )
-def test_splits_change_nothing(monkeypatch, small_splits, count, tiles, described):
-    """Partial results merged are the whole, and short sequences are written directly."""
+def test_splits_change_nothing(monkeypatch, small_splits, count, tiles, use_tma):
+    """Partial results merged are the whole, also where splits are left without keys."""
     backend = get_backend("interpret")
-    use_tiles(monkeypatch, *tiles, described=described)
+    use_tiles(monkeypatch, *tiles, use_tma=use_tma)
     q, rows = normal(backend, 6, 3, 4, WIDTH), normal(backend, 6, 160, WIDTH, seed=1)
     lens = [160, 159, 97, 17, 3, 0]
     use_splits(monkeypatch, 1)
@@ -415,7 +417,7 @@ def test_every_kind_of_cache_compiles_within_limits(target_name, num_heads, kind
     with record_launches(target.capability) as launches:
         OP.impls["triton"](**arguments)
     names = [launch.kernel.name for launch in launches]
-    assert names == ["_mla_attention_kernel", "_mla_merge_kernel"]
+    assert names == ["_mla_attention_kernel", "_merge_kernel"]
     for launch in launches:
         resources = compile_launch(launch, target)
         assert resources.shared <= target.shared_limit
@@ -425,7 +427,7 @@ def test_every_kind_of_cache_compiles_within_limits(target_name, num_heads, kind
 @pytest.mark.parametrize("num_heads", [64, 128])
 @pytest.mark.parametrize("is_paged", [True, False])
 def test_warps_share_the_scores_on_hopper(num_heads, is_paged):
-    """What the branches in the loop over described tiles are for: no score is worked out twice."""
+    """What the branches in the loop are for: no score is worked out twice."""
     axes = {"kv_lora_rank": 512, "rope_dim": 64, "block_size": 64, "max_blocks": 128}
     arguments = OP.make_sample(
         TensorFactory(torch.bfloat16, "meta"),

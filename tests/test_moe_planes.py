@@ -11,11 +11,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from bench import moe_layer
 from ferrum_triton import get_backend
+from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.moe.plane_gemm import MIXES, Mix, gemm_plane_pairs
+from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, MIXES, TILES, Mix
+from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
-from ferrum_triton.kernels.quant.mma import Config
-from ferrum_triton.kernels.quant.plane_products import OTHER_TILES
+from ferrum_triton.kernels.quant.mma_config import OTHER_TILES, MmaConfig
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.quant.kinds import format_of, quantize_rows
@@ -61,7 +62,7 @@ def test_every_mix_of_tiles_gives_the_products(mix, kind):
     assert_close(got, gated(a.double(), stack, up, ids, *[f"{kind}:planes"] * 2), scale=2)
 
 
-@pytest.mark.parametrize("config", [Config(64, 16), Config(64, 16, described=True)], ids=str)
+@pytest.mark.parametrize("config", [MmaConfig(64, 16), MmaConfig(64, 16, use_tma=True)], ids=str)
 def test_a_pair_in_two_buckets_has_either_row_or_zeros(config):
     """And none but it: buckets that hold more than all pairs are passed over."""
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +90,7 @@ def test_experts_that_are_one_matrix():
     a = torch.randn(9, 256, generator=generator).half()
     ids = torch.tensor([[2, 0], [0, 2], [1, 1]]).repeat(3, 1)
     buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 3, 1, 1)
-    mix = Mix(Config(64, 16, described=True))
+    mix = Mix(MmaConfig(64, 16, use_tma=True))
     for gate, up in ((one, apart), (apart, one)):
         got = gemm_plane_pairs(a, gate, buckets, tpe, "Q4_K:planes", 2, up, mix=mix)
         gated = OPS["gemv_quant_moe_id_gate_up_silu"].reference
@@ -98,8 +99,8 @@ def test_experts_that_are_one_matrix():
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q3_K"])
 @pytest.mark.parametrize("num_rows", [128, 192])
-@pytest.mark.parametrize("described", [False, True])
-def test_a_program_takes_tiles_one_after_the_other(kind, num_rows, described):
+@pytest.mark.parametrize("use_tma", [False, True])
+def test_a_program_takes_tiles_one_after_the_other(kind, num_rows, use_tma):
     """Of gate and up and alone; pairs of no expert get zeros whatever lay there."""
     generator = torch.Generator().manual_seed(0)
     gate, up = (
@@ -112,7 +113,7 @@ def test_a_program_takes_tiles_one_after_the_other(kind, num_rows, described):
     ids = torch.tensor([[2, 0], [-1, 2], [3, 1]]).repeat(3, 1)
     buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 3, 1, 1)
     buckets[0, 1] = 99  # no pair: the one that was there gets zeros as well
-    mix = Mix(Config(64, 16, words=16, parts=2, late=False, described=described))
+    mix = Mix(MmaConfig(64, 16, words=16, parts=2, scale_after=False, use_tma=use_tma))
     for second in (None, up):
         out = torch.full((9, 2, num_rows), torch.nan, dtype=a.dtype)
         gemm_plane_pairs(a, gate, buckets, tpe, f"{kind}:planes", 2, second, out=out, mix=mix)
@@ -121,6 +122,41 @@ def test_a_program_takes_tiles_one_after_the_other(kind, num_rows, described):
         want = OPS[name].reference(*args, *[f"{kind}:planes"] * (len(args) - 3), 2)
         assert (want == 0).all(-1).sum() == 7  # three of expert -1, three of 3, and that one
         assert_close(out, want, scale=2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype", "is_sorted"),
+    [
+        (1, torch.bfloat16, False),
+        (16, torch.bfloat16, False),
+        (17, torch.bfloat16, True),
+        (512, torch.bfloat16, True),
+        (512, torch.float32, False),
+    ],
+)
+def test_pairs_are_sorted_by_expert_where_experts_have_several(num_tokens, dtype, is_sorted):
+    stack = empty_stack("Q4_K:planes", 128, 64, 512)
+    ids = empty(num_tokens, 8, dtype=torch.int32)
+    a = empty(num_tokens, 512, dtype=dtype)
+    kinds = ["Q4_K:planes"] * 2
+    for name, stacks in (("", [stack]), ("_gate_up_silu", [stack, stack])):
+        with record_launches((9, 0)) as launches:
+            OPS[f"gemv_quant_moe_id{name}"].impls["triton"](a, *stacks, ids, *kinds[: len(stacks)])
+        names = {launch.kernel.name for launch in launches}
+        assert ("_plane_tiles_kernel" in names) == is_sorted
+        assert ("_plane_pairs_kernel" in names) != is_sorted
+
+
+@pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+def test_mixes_fit_their_gpu(capability):
+    gpu = gpu_of_capability(capability)
+    for tunable in (TILES, GATE_UP_TILES):
+        for kind in PLANE_FORMATS:
+            for num_pairs in (8, 512, 2048, 32768):
+                shape = num_pairs, 128, kind
+                assert tunable.fits(gpu, tunable.heuristic(gpu, *shape), *shape) == ""
+                for config in tunable.candidates(gpu, *shape):
+                    assert Mix.of(config).flat() == config
 
 
 def test_a_token_meets_other_experts_in_every_call():

@@ -374,7 +374,7 @@ def test_wrong_calls_are_refused(backend):
         (gemv, (a, blocks, ids, "Q4_2"), "kind"),
         (gemv, (a, blocks[..., :-1], ids, "Q4_1"), "blocks"),
         (gemv, (a, blocks, ids, "Q4_1:planes"), "blocks"),
-        (gemv, (a, blocks, ids, "MXFP4:planes"), "kind"),
+        (gemv, (a, blocks, ids, "IQ1_S:planes"), "kind"),
         (gemv, (a, blocks[:0], ids, "Q4_1"), "blocks"),
         (gemv, (a[:, :32], blocks, ids, "Q4_1"), "a"),
         (gemv, (a[:3], blocks, ids, "Q4_1"), "a"),

@@ -130,6 +130,19 @@ def test_softmax_of_rows_with_infinities(backend, size):
     assert y[1:4].isnan().all()
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "gated_rms_norm", "softmax_rows"])
+def test_norms_of_some_of_the_heads_of_a_product(backend, name):
+    """Heads of packed rows: one stride from head to head, another from token to token."""
+    qkv = normal(backend, 7, 6 * 40)
+    weight = normal(backend, 40, seed=1)
+    heads = qkv.view(7, 6, 40)
+    rest = {"gated_rms_norm": (heads[:, 2:5], weight), "layer_norm": (weight, None)}
+    rest = rest.get(name, (weight,)) if name != "softmax_rows" else ()
+    got = getattr(backend, name)(heads[:, :3], *rest)
+    copies = [r.contiguous() if r is not None else None for r in rest]
+    assert_close(got, getattr(backend, name)(heads[:, :3].contiguous(), *copies))
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_sandwich_norms_do_not_round_on_the_way(backend, dtype):
     residual, x = normal(backend, 40, 100), normal(backend, 40, 100, seed=1, dtype=dtype)

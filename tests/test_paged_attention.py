@@ -37,10 +37,11 @@ def varlen(backend, seed=0, dtype=torch.float32, **axes):
 
 
 @pytest.fixture
-def cut_fine(monkeypatch):
+def cut_fine():
     """Units of one tile, as many programs as there are tiles."""
     config = {"BLOCK_N": 16, "PROGRAMS": 1000, "LEAST_KEYS": 16, "num_warps": 4, "num_stages": 2}
-    monkeypatch.setattr("ferrum_triton.kernels.attention.paged.decode_launch", lambda *_: config)
+    with decode_config.decode_config.forced(config):
+        yield
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
@@ -131,7 +132,7 @@ def test_cutting_changes_rounding_only(backend_name, cut_fine):
 @pytest.mark.parametrize("backend_name", KERNELS)
 def test_batch_invariant_results_are_those_of_a_batch_of_one(backend_name, monkeypatch):
     monkeypatch.setattr(decode_config, "INVARIANT_KEYS", 32)
-    monkeypatch.setattr("ferrum_triton.kernels.attention.paged_decode.INVARIANT_KEYS", 32)
+    monkeypatch.setattr("ferrum_triton.kernels.attention.paged.INVARIANT_KEYS", 32)
     backend = get_backend(backend_name)
     call = decode(backend, max_len=200) | {"batch_invariant": True}
     together = backend.paged_decode_attention(**call)
@@ -139,6 +140,18 @@ def test_batch_invariant_results_are_those_of_a_batch_of_one(backend_name, monke
         rows = {n: call[n][b : b + 1] for n in ("q", "block_tables", "kv_lens", "lse")}
         alone = backend.paged_decode_attention(**{**call, **rows})
         assert torch.equal(alone[0], together[b])
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_lengths_past_the_table_are_all_it_holds(backend_name):
+    """Those of 64 bits too, whose lower half is a small number."""
+    backend = get_backend(backend_name)
+    call = decode(backend)
+    capacity = call["block_tables"].shape[1] * 8
+    call["block_tables"].clamp_(min=0)
+    lens = torch.tensor([2**40 + 3, capacity, 7], device=backend.device)
+    want = backend.paged_decode_attention(**clone(call) | {"kv_lens": lens.clamp(max=capacity)})
+    assert torch.equal(backend.paged_decode_attention(**call | {"kv_lens": lens}), want)
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
@@ -310,7 +323,7 @@ def test_narrow_offsets_are_the_wide_ones(backend_name, layout, monkeypatch):
     backend = get_backend(backend_name)
     call = varlen(backend, dtype=torch.float16, layout=layout)
     want = backend.paged_varlen_attention(**call)
-    monkeypatch.setattr(paged_prefill, "_is_narrow", lambda _: False)
+    monkeypatch.setattr(paged_prefill, "is_narrow", lambda _: False)
     assert torch.equal(backend.paged_varlen_attention(**call), want)
 
 

@@ -5,18 +5,26 @@ import re
 import pytest
 import torch
 
+from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.fragments import CODES
-from ferrum_triton.kernels.quant.gemv_planes import gemv_planes
-from ferrum_triton.kernels.quant.mma import Config, mma_quant
+from ferrum_triton.kernels.quant.mma import mma_gate_up, mma_qkv, mma_quant
+from ferrum_triton.kernels.quant.mma_config import (
+    MmaConfig,
+    mma_candidates,
+    mma_fits,
+    mma_heuristic,
+)
 from ferrum_triton.kernels.quant.plane_rows import decode_planes, product_by_torch
+from ferrum_triton.kernels.quant.products import MANY, product
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from tests.test_quant_formats import assert_same_bits, random_blocks
 
 KINDS = pytest.mark.parametrize("kind", CODES)
-SMALL = Config(rows=32, tokens=16)
+SMALL = MmaConfig(rows=32, tokens=16)
 
 
 def seeded(seed):
@@ -37,7 +45,7 @@ def planes_of(blocks, kind):
     planes = to_planes(blocks, kind)
     num_blocks = blocks.shape[-1] // FORMATS[kind].block_bytes
     for name, plane in views(planes, kind).items():
-        plane[..., num_blocks * form_of(kind).plane_bytes[name] :] = 0xFF
+        plane[..., form_of(kind).used_bytes(name, num_blocks) :] = 0xFF
     return planes
 
 
@@ -62,12 +70,12 @@ def check(kind, m, n, k, config=SMALL, dtype=torch.float16, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("kind", "late"),
+    ("kind", "scale_after"),
     [(kind, late) for kind in CODES for late in (True, False) if late or CODES[kind].scales],
 )
-@pytest.mark.parametrize("described", [False, True])
-def test_products_agree_with_float64(kind, late, described):
-    check(kind, 3, 37, 512, SMALL._replace(late=late, described=described))
+@pytest.mark.parametrize("use_tma", [False, True])
+def test_products_agree_with_float64(kind, scale_after, use_tma):
+    check(kind, 3, 37, 512, SMALL._replace(scale_after=scale_after, use_tma=use_tma))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +83,7 @@ def test_products_agree_with_float64(kind, late, described):
 )
 def test_any_number_of_tokens_and_odd_rows(kind, m):
     check(kind, m, 33, 256, SMALL._replace(words=16), torch.bfloat16, seed=m)
-    config = SMALL._replace(words=16, late=False, described=True)
+    config = SMALL._replace(words=16, scale_after=False, use_tma=True)
     check(kind, m, 33, 256, config, torch.bfloat16, seed=m)
 
 
@@ -83,7 +91,7 @@ def test_any_number_of_tokens_and_odd_rows(kind, m):
 def test_the_same_planes_serve_few_and_many_tokens(kind):
     planes = planes_of(packed(kind, 9, 256), kind)
     a = torch.randn(2, 256, generator=seeded(2)).half()
-    few = gemv_planes(a, planes, f"{kind}:planes").double()
+    few = product(a, planes, f"{kind}:planes").double()
     many = multiply(a, planes, kind, SMALL).double()
     assert ((few - many).square().sum() / few.square().sum()).item() < 2e-6
 
@@ -96,16 +104,16 @@ def test_many_tokens(kind):
 @pytest.mark.parametrize("kind", [kind for kind in CODES if FORMATS[kind].block_size == 32])
 @pytest.mark.parametrize("k", (32, 288))
 def test_k_that_is_no_multiple_of_a_step(kind, k):
-    for described in (False, True):
-        check(kind, 2, 5, k, SMALL._replace(described=described))
-        check(kind, 2, 5, k, SMALL._replace(words=16, parts=2, described=described))
+    for use_tma in (False, True):
+        check(kind, 2, 5, k, SMALL._replace(use_tma=use_tma))
+        check(kind, 2, 5, k, SMALL._replace(words=16, parts=2, use_tma=use_tma))
 
 
 @pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q3_K", "Q8_0"))
 @pytest.mark.parametrize("splits", (2, 3, 8))
 def test_split_k_is_summed_in_order(kind, splits):
-    for described in (False, True):
-        check(kind, 3, 20, 1280, SMALL._replace(splits=splits, described=described))
+    for use_tma in (False, True):
+        check(kind, 3, 20, 1280, SMALL._replace(splits=splits, use_tma=use_tma))
 
 
 @pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q5_1"))
@@ -140,6 +148,103 @@ def test_any_codes_and_scales_are_exact_before_d(kind):
     a = torch.eye(256, dtype=torch.float16)[::5]
     got = multiply(a, planes_of(blocks, kind), kind, SMALL)
     assert torch.equal(got.double(), a.double() @ dequantize_blocks(blocks, fmt).double().T)
+
+
+@pytest.mark.parametrize("splits", (1, 3))
+@pytest.mark.parametrize("ends", ("bias", "residual", "both"))
+def test_bias_and_residual_are_added_before_the_one_rounding(splits, ends):
+    blocks = packed("Q4_K", 37, 768)
+    a = torch.randn(5, 768, generator=seeded(1)).bfloat16()
+    bias = torch.randn(37, generator=seeded(2)) if ends != "residual" else None
+    residual = torch.randn(5, 40, generator=seeded(3))[:, :37] if ends != "bias" else None
+    config = SMALL._replace(splits=splits, use_tma=splits == 1)
+    got = mma_quant(
+        a, planes_of(blocks, "Q4_K"), "Q4_K:planes", config, bias=bias, residual=residual
+    )
+    want = a.double() @ dequantize_blocks(blocks, FORMATS["Q4_K"]).double().T
+    want += (0 if bias is None else bias) + (0 if residual is None else residual)
+    torch.testing.assert_close(got.double(), want, rtol=4e-3, atol=2e-3)
+
+
+def test_so_many_tokens_that_weights_are_decoded_are_rounded_once_too():
+    blocks = packed("Q4_K", 5, 256)
+    a = torch.randn(MANY, 256, generator=seeded(1)).bfloat16()
+    residual = torch.randn(MANY, 5, generator=seeded(3)).bfloat16()
+    got = product(a, planes_of(blocks, "Q4_K"), "Q4_K:planes", residual=residual)
+    want = a.double() @ dequantize_blocks(blocks, FORMATS["Q4_K"]).double().T + residual.double()
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=4e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ("Q4_K", "Q3_K", "Q5_0"))
+@pytest.mark.parametrize("activation", ("silu", "gelu_tanh"))
+@pytest.mark.parametrize("splits", (1, 2))
+@pytest.mark.parametrize("use_tma", (False, True))
+def test_gate_and_up_in_one_launch(kind, activation, splits, use_tma):
+    gate, up = packed(kind, 37, 512), packed(kind, 37, 512, seed=7)
+    a = torch.randn(9, 512, generator=seeded(1)).half()
+    planes = planes_of(gate, kind), planes_of(up, kind)
+    config = SMALL._replace(splits=splits, use_tma=use_tma)
+    got = mma_gate_up(a, *planes, f"{kind}:planes", config, activation)
+    products = [a.double() @ dequantize_blocks(w, FORMATS[kind]).double().T for w in (gate, up)]
+    function = torch.nn.functional.silu if activation == "silu" else gelu_tanh
+    want = function(products[0]) * products[1]
+    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kinds", (("Q4_K",) * 3, ("Q4_K", "Q6_K"), ("Q5_K", "Q5_K", "Q6_K")))
+@pytest.mark.parametrize("splits", (1, 2))
+@pytest.mark.parametrize("use_tma", (False, True))
+def test_matrices_side_by_side(kinds, splits, use_tma):
+    """In one launch if all are of one kind; tiles of rows end with their matrix."""
+    blocks = [packed(kind, n, 512, seed=n) for kind, n in zip(kinds, (70, 33, 5), strict=False)]
+    planes = [planes_of(w, kind) for w, kind in zip(blocks, kinds, strict=True)]
+    a = torch.randn(9, 512, generator=seeded(1)).half()
+    config = SMALL._replace(splits=splits, use_tma=use_tma)
+    got = mma_qkv(a, planes, [f"{kind}:planes" for kind in kinds], [config] * len(kinds))
+    want = torch.cat(
+        [
+            a.double() @ dequantize_blocks(w, FORMATS[kind]).double().T
+            for w, kind in zip(blocks, kinds, strict=True)
+        ],
+        dim=1,
+    )
+    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q5_K", "Q3_K"))
+@pytest.mark.parametrize("num_tokens", (16, 32, 64))
+def test_several_matrices_compiled_for_hopper(kind, num_tokens):
+    """No spills in the tiles that one matrix takes."""
+    kind, k = f"{kind}:planes", 4096
+    a = torch.empty(num_tokens, k, dtype=torch.bfloat16, device="meta")
+    row_bytes = PLANE_FORMATS[kind].row_bytes(k)
+    q, key, value = (
+        torch.empty(n, row_bytes, dtype=torch.uint8, device="meta") for n in (4096, 1024, 1024)
+    )
+    gpu = gpu_of_capability((9, 0))
+    config = mma_heuristic(gpu, kind, num_tokens, 6144, k)
+    with record_launches(capability=(9, 0)) as launches:
+        mma_qkv(a, [q, key, value], [kind] * 3, [config] * 3)
+        mma_gate_up(a, q, q, kind, config._replace(splits=1))
+    for launch in launches:
+        compiled = compile_launch(launch, TARGETS["sm_90"])
+        assert compiled.spilled == 0, launch.kernel.name
+        assert compiled.shared <= TARGETS["sm_90"].shared_limit
+
+
+def test_tiles_fit_every_gpu():
+    for arch, capability in (("sm_80", (8, 0)), ("sm_86", (8, 6)), ("sm_120", (12, 0))):
+        gpu = gpu_of_capability(capability)
+        assert gpu.arch == arch
+        for kind in CODES:
+            for num_tokens in (9, 32, 64, 300):
+                config = mma_heuristic(gpu, f"{kind}:planes", num_tokens, 4096, 4096)
+                assert mma_fits(gpu, config, kind) == ""
+                assert all(
+                    mma_fits(gpu, each, kind) == ""
+                    for each in mma_candidates(gpu, kind, num_tokens, 4096, 4096)
+                )
 
 
 # What the interpreter cannot run: the PTX, by a model of the few instructions it has, against the
@@ -219,34 +324,47 @@ def test_ptx_unpacks_what_the_layout_says(kind):
                 operands += [more[pair]] * 2
             elif codes.bits in (5, 3):
                 operands += [more[pair // 2] >> 4 * (pair % 2)] * 2
+            if fmt.values:
+                q = torch.tensor(fmt.values, dtype=torch.float64)[
+                    fmt.q.read(blocks).int()
+                ].flatten()
             scale = 1
-            if codes.scales:
+            if codes.scales == "power":
+                scale = 2.0 ** (pair - seed)
+                operands += [_word(torch.tensor([scale, scale]).half())]
+            elif codes.scales:
                 scale = (seed * 37 + pair * 11) % 63
                 if codes.scales == "nibbles":
                     scale %= 16
-                stored = scale - 32 & 0xFF if codes.scales == "byte" else scale
+                is_byte = codes.scales in ("byte", "byte32")
+                stored = scale - 32 & 0xFF if is_byte else scale
                 operands += [stored | 0x5A00] * 2  # what lies above the byte is not read
-                if codes.scales in ("byte", "packed"):
+                if is_byte or codes.scales == "packed":
                     scale -= 32
             got = run_ptx(codes.asm, 8, operands)
-            for product in range(8):
-                h, n, o = product >> 2, product >> 1 & 1, product & 1
+            for i in range(8):
+                h, n, o = i >> 2, i >> 1 & 1, i & 1
                 first = 16 * pair + 8 * h + 4 * n + o
                 want = (scale * q[[first, first + 2]]).half()
-                assert torch.equal(got[product], want), (pair, product)
+                assert torch.equal(got[i], want), (pair, i)
 
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [(kind, Config(64, 16)) for kind in CODES]
+    [(kind, MmaConfig(64, 16)) for kind in CODES]
     + [
-        (kind, Config(128, 64, words=16, late=False, warps=8))
+        (kind, MmaConfig(128, 64, words=16, scale_after=False, warps=8))
         for kind in ("Q4_K", "Q6_K", "Q3_K", "Q5_0")
     ]
-    + [("Q4_K", Config(64, 8)), ("Q6_K", Config(64, 8)), ("Q5_K", Config(64, 8))]
-    + [(kind, Config(64, 32, stages=3, described=True)) for kind in CODES]
+    + [("Q4_K", MmaConfig(64, 8)), ("Q6_K", MmaConfig(64, 8)), ("Q5_K", MmaConfig(64, 8))]
+    + [(kind, MmaConfig(64, 32, stages=3, use_tma=True)) for kind in CODES]
     + [
-        (kind, Config(128, 64, late=False, warps=8, stages=2, look=1, described=True))
+        (
+            kind,
+            MmaConfig(
+                128, 64, scale_after=False, warps=8, stages=2, prefetch_distance=1, use_tma=True
+            ),
+        )
         for kind in CODES
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
@@ -300,7 +418,7 @@ def test_compiled_elsewhere(kind, target):
     planes = to_planes(blocks, kind).to("meta")
     with record_launches(capability=TARGETS[target].capability) as launches:
         a = torch.empty(16, 512, dtype=torch.bfloat16, device="meta")
-        multiply(a, planes, kind, Config(64, 16, stages=2, splits=2))
+        multiply(a, planes, kind, MmaConfig(64, 16, stages=2, splits=2))
         decode_planes(torch.empty(64, 512, device="meta"), planes, None, f"{kind}:planes")
     for launch in launches:
         compiled = compile_launch(launch, TARGETS[target])

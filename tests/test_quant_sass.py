@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.gemv_planes import Tile, gemv_planes
-from ferrum_triton.kernels.quant.int8 import quantize_activations
 from ferrum_triton.kernels.quant.mma import mma_quant
-from ferrum_triton.kernels.quant.plane_products import choose_config
+from ferrum_triton.kernels.quant.mma_config import mma_heuristic
+from ferrum_triton.kernels.quant.products import gemv, product, products
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.kinds import file_kind
@@ -37,13 +37,11 @@ def count(code, prefix):
 
 
 @KINDS
-@pytest.mark.parametrize("int8", [False, True], ids=["exact", "int8"])
-def test_few_activations(kind, int8):
+def test_few_activations(kind):
     """16-byte loads of weights, and conversions of scales at most: none for each weight."""
     a = torch.empty(1, K, dtype=torch.bfloat16, device="meta")
-    with record_launches((9, 0)) as launches:
-        x = quantize_activations(a) if int8 else a
-        gemv_planes(x, planes_of(kind), kind, tile=Tile(ROWS, WARPS))
+    with record_launches((9, 0)) as launches, products.forced(gemv(ROWS, WARPS)):
+        product(a, planes_of(kind), kind)
     code = machine_code(launches)
     # A short row of Q2_K has more threads than 16 bytes each would leave.
     wide = "LDG.E.EF.64" if file_kind(kind) == "Q2_K" else "LDG.E.EF.128"
@@ -53,9 +51,8 @@ def test_few_activations(kind, int8):
     conversions = count(code, "I2F")
     assert conversions <= ROWS * 5 + 8
     # Q2_K's minimums are bytes of a word.
-    assert (count(code, "IDP.4A") > ROWS) == int8
-    # Four products an instruction, or two.
-    assert count(code, "IDP.4A" if int8 else "IDP.2A") >= ROWS * (8 if int8 else 16)
+    assert count(code, "IDP.4A") <= ROWS
+    assert count(code, "IDP.2A") >= ROWS * 16  # two products an instruction
 
 
 @KINDS
@@ -64,9 +61,9 @@ def test_many_activations(kind, num_tokens):
     """Wide copies; tensor cores take what words become in registers; no weight is converted."""
     a = torch.empty(num_tokens, K, dtype=torch.bfloat16, device="meta")
     with record_launches((9, 0)) as launches:
-        config = choose_config(file_kind(kind), num_tokens, N, K, a.device)
+        config = mma_heuristic(gpu_of_capability((9, 0)), kind, num_tokens, N, K)
         mma_quant(a, planes_of(kind), kind, config._replace(splits=1))
     code = machine_code(launches)
     assert count(code, "HMMA" if config.tokens == 8 else "HGMMA")
-    assert count(code, "UTMALDG" if config.described else "LDGSTS.E.BYPASS.128")
+    assert count(code, "UTMALDG" if config.use_tma else "LDGSTS.E.BYPASS.128")
     assert count(code, "I2F") <= 1  # of the division that finds a program's tile

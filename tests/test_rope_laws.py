@@ -9,7 +9,7 @@ from hypothesis import given
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ferrum_triton import InputError, get_backend
-from ferrum_triton.kernels.rope import qkv_tile
+from ferrum_triton.kernels.heads import head_tile
 from ferrum_triton.models.config import RopeConfig
 from ferrum_triton.models.rope import rope_tables
 from ferrum_triton.ops import rope_tables as schemes
@@ -211,11 +211,13 @@ def test_tiles_cover_heads_of_one_kind(
     num_tokens, num_kv_heads, group_size, head_dim, num_processors
 ):
     num_heads = max(num_kv_heads, 1) * group_size
-    block_t, heads, num_warps = qkv_tile(
-        num_tokens, num_heads, num_kv_heads, head_dim, num_processors
+    half = head_dim // 2
+    tile, num_warps = head_tile(
+        num_tokens, num_heads, num_kv_heads, head_dim, half, ROPE, num_processors
     )
-    assert num_heads % heads == num_kv_heads % heads == 0
-    for n in (block_t, heads, num_warps):
+    assert num_heads % tile.heads == num_kv_heads % tile.heads == 0
+    for n in (tile.tokens, tile.heads, num_warps):
         assert n & (n - 1) == 0 and n > 0
-    assert block_t * heads * head_dim <= 2048 and num_warps <= 4
-    assert block_t < 2 * num_tokens
+    assert tile.tokens * tile.heads * head_dim <= 2048 and num_warps <= 4
+    assert tile.tokens < 2 * num_tokens
+    assert 2 * tile.half + tile.rest == head_dim

@@ -43,14 +43,15 @@ def test_dtypes_are_found_by_torch_dtype():
     assert Dtype.U32 is Dtype.I32
     assert [kind.bytes_per_elem for kind in SrcDtype] == [4, 2, 2]
     kinds = {
+        KvDtypeKind.FP32: torch.float32,
         KvDtypeKind.FP16: torch.float16,
         KvDtypeKind.BF16: torch.bfloat16,
         KvDtypeKind.FP8: torch.float8_e4m3fn,
         KvDtypeKind.INT8: torch.int8,
     }
     assert {kind: kind.dtype for kind in KvDtypeKind} == kinds
-    assert [kind.bytes_per_elem for kind in KINDS] == [2, 2, 1, 1]
-    assert [kind.quantised for kind in KINDS] == [False, False, True, True]
+    assert [kind.bytes_per_elem for kind in KINDS] == [4, 2, 2, 1, 1]
+    assert [kind.quantised for kind in KINDS] == [False] * 3 + [True] * 2
 
 
 def test_every_block_format_has_a_name_that_ops_take():

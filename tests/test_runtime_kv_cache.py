@@ -28,8 +28,9 @@ def recorded():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_contiguous_cache_keeps_its_rows_when_it_grows(kind, device):
-    cache = KvCache(3, 8, capacity=5, kind=kind, device=device)
-    assert cache.k.dtype == kind.dtype and len(cache.tensors) == (4 if kind.quantised else 2)
+    sizes = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "capacity": 5}
+    cache = KvCache(**sizes, kind=kind, device=device)
+    assert cache.k[1].dtype == kind.dtype and len(cache.tensors) == (8 if kind.quantised else 4)
     for tensor in cache.tensors:
         tensor.copy_(torch.randn(tensor.shape, device=device) * 40)
     cache.set_len(4)
@@ -42,7 +43,8 @@ def test_contiguous_cache_keeps_its_rows_when_it_grows(kind, device):
     assert cache.capacity == 10 and cache.length == 4
     cache.ensure_contig_capacity(37)
     assert cache.capacity == 37
-    assert cache.k.shape == (3, 37, 8) and cache.k.is_contiguous()
+    assert all(t.shape == (3, 37, 8) and t.is_contiguous() for t in (*cache.k, *cache.v))
+    assert all(t.shape == (3, 37) for t in (*cache.k_scales, *cache.v_scales))
     for old, new in zip(before, cache.tensors, strict=True):
         assert torch.equal(old.float(), new[:, :4].float())
 
@@ -50,18 +52,18 @@ def test_contiguous_cache_keeps_its_rows_when_it_grows(kind, device):
 def test_contiguous_cache_is_what_the_ops_write():
     backend = get_backend("cpu")
     k, v = torch.randn(2, 2, 9, 16).half()
-    cache = KvCache(2, 16, capacity=1, kind=KvDtypeKind.FP16)
+    cache = KvCache(num_kv_heads=2, head_dim=16, capacity=1, kind=KvDtypeKind.FP16)
     for start, end in ((0, 4), (4, 5), (5, 9)):
         cache.ensure_contig_capacity(end)
         new = (k[:, start:end].contiguous(), v[:, start:end].contiguous())
-        backend.kv_cache_append_head_major(cache.k, cache.v, *new, cache_len=cache.length)
+        backend.kv_cache_append_head_major(cache.k[0], cache.v[0], *new, cache_len=cache.length)
         cache.set_len(end)
-    assert torch.equal(cache.k[:, :9], k)
-    assert torch.equal(cache.v[:, :9], v)
+    assert torch.equal(cache.k[0][:, :9], k)
+    assert torch.equal(cache.v[0][:, :9], v)
 
 
 def test_contiguous_cache_limits():
-    cache = KvCache(2, 4, capacity=3)
+    cache = KvCache(num_kv_heads=2, head_dim=4, capacity=3)
     for length in (-1, 4):
         with pytest.raises(InputError, match="capacity of 3"):
             cache.set_len(length)
@@ -69,9 +71,10 @@ def test_contiguous_cache_limits():
         cache.ensure_contig_capacity(4)
     cache.set_len(3)
     cache.free()
-    assert cache.length == cache.capacity == 0
-    with pytest.raises(InputError):
-        KvCache(2, 0, 3)
+    assert cache.length == cache.capacity == cache.k[0].shape[1] == 0
+    for bad in ({"head_dim": 0}, {"num_layers": 0}, {"capacity": -1}):
+        with pytest.raises(InputError):
+            KvCache(**{"num_kv_heads": 2, "head_dim": 4, "capacity": 3, **bad})
 
 
 def test_blocks_are_taken_once_and_freed_once():

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
     from ferrum_triton.backends import get_backend
     from ferrum_triton.models import load_model, load_tokenizer
-    from ferrum_triton.runtime.generation import Stats, generate_text
+    from ferrum_triton.models.generation import Stats, generate_text
     from ferrum_triton.runtime.sampling import Sampler
 
     if options.threads:

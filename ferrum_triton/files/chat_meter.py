@@ -7,7 +7,7 @@ undone when the fuel is out is the expensive part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from jinja2 import TemplateError
@@ -19,7 +19,7 @@ MAX_NESTING = 64
 # Values a tuple holds, with those of tuples in it: a tuple can be a key, and hashing walks it all.
 MAX_TUPLE = 100
 
-_VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
+_LISTED: Any = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
 
 
 class LimitExceeded(TemplateError):
@@ -53,21 +53,23 @@ class Meter:
 
     def walk(self, *values: Any, factor: int = 1) -> None:
         """Pay for going through ``values`` and all they hold, each time they hold it."""
-        stack = [iter(values)]
-        while stack:
-            for value in stack[-1]:
-                self.burn(factor)
-                if isinstance(value, str):
+        self._walk(values, factor, 0)
+
+    def _walk(self, values: Collection[Any], factor: int, depth: int) -> None:
+        if depth > MAX_NESTING:
+            raise LimitExceeded(f"values are nested more than {MAX_NESTING} deep")
+        self.burn(factor * len(values))
+        for value in values:
+            if isinstance(value, str):
+                if len(value) >= CHARS_PER_UNIT:
                     self.burn(factor * (len(value) // CHARS_PER_UNIT))
-                elif isinstance(value, range):
-                    self.burn(factor * len(value))
-                elif (inner := _contents(value)) is not None:
-                    if len(stack) > MAX_NESTING:
-                        raise LimitExceeded(f"values are nested more than {MAX_NESTING} deep")
-                    stack.append(inner)
-                    break
-            else:
-                stack.pop()
+            elif isinstance(value, range):
+                self.burn(factor * len(value))
+            elif isinstance(value, _LISTED):
+                self._walk(value, factor, depth + 1)
+            elif isinstance(value, Mapping):
+                self._walk(value.keys(), factor, depth + 1)
+                self._walk(value.values(), factor, depth + 1)
 
     def result(self, value: Any) -> Any:
         """Pay for a new value and return it, an iterator as a list: every value has a size."""
@@ -94,14 +96,6 @@ class Meter:
         for value in values:
             if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
                 raise LimitExceeded(f"an integer has more than {MAX_INT_BITS} bits")
-
-
-def _contents(value: Any) -> Iterator[Any] | None:
-    """What a container holds; None for anything else."""
-    if isinstance(value, Mapping):
-        return (part for item in value.items() for part in item)
-    listed: Any = value if isinstance(value, (list, tuple, *_VIEWS)) else None
-    return None if listed is None else iter(listed)
 
 
 def _num_values(value: tuple) -> int:

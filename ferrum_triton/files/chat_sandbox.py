@@ -12,6 +12,12 @@ Running on: work is paid from the :class:`~ferrum_triton.files.chat_meter.Meter`
   containers with all they hold.
 - Whatever can write more than it reads (repeating, replacing, joining, padding, powers) is bounded
   beforehand by the size of its result.
+
+Why not Jinja's own sandbox in a child process under limits of time and memory: a render takes
+0.6 ms here and 290 ms with a child started for it. Of the 135 hostile templates in
+tests/test_chat.py, only the limit on the child's address space stops 30, and macOS does not enforce
+it, nor has Windows one; 33 run until they are killed; and 16 are rendered, using up to half a
+gigabyte and some seconds, or what no chat template needs.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Tokenizer:
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """A decoder that takes ids one by one."""
-        return TextStream(self, skip_special=skip_special)
+        return TextStream(self._backend, skip_special=skip_special)
 
     def token(self, number: int) -> str | None:
         """The vocabulary's own spelling of a token, None for an unknown id."""
@@ -182,55 +182,48 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes a growing sequence of ids into text, whole characters at a time.
+    """Text of a growing sequence of ids, whole characters at a time.
+
+    ``tokenizers.decoders.DecodeStream`` does the work. What it holds back at the end (an unfinished
+    character), and what it cannot go on from (a run of byte tokens that turns out not to be UTF-8
+    after characters of it were given out), is taken from a decoding of all ids instead.
 
     The pieces of :meth:`push` and :meth:`finish` joined are what decoding all ids at once gives,
     as long as the bytes of the tokens are UTF-8.
     """
 
-    _WINDOW = 32
-    # A character has at most four bytes, so at most three tokens leave it open.
-    _MAX_OPEN = 3
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
-        self._ids: list[int] = []  # the last ids, the first of them as context only
-        self._sent = 0  # characters of their text already handed out
-        self._num_open = 0  # ids since the text last ended in a whole character
+    def __init__(self, backend: tokenizers.Tokenizer, *, skip_special: bool = True) -> None:
+        self._backend, self._skip_special = backend, skip_special
+        self._stream = self._new_stream()
+        self._ids: list[int] = []
+        self._num_sent = 0  # characters given out
 
     def push(self, number: int) -> str:
         """Take one id; returns the text that is certain now: none, a character or several."""
         self._ids.append(number)
-        text = self._decode(self._ids)
-        whole = len(text.rstrip("\ufffd"))
-        self._num_open = self._num_open + 1 if whole < len(text) else 0
-        if self._num_open > self._MAX_OPEN:
-            # Not a character to be: bytes that are no UTF-8, shown as such.
-            whole = max(whole, len(text) - self._MAX_OPEN)
-        # Decoders that show every byte of an unfinished run as U+FFFD take back what was whole.
-        stop = max(whole, self._sent)
-        piece = text[self._sent : stop]
-        self._sent = stop
-        if not self._num_open and len(self._ids) >= self._WINDOW:
-            self._shorten(text)
+        try:
+            piece = self._stream.step(self._backend, number) or ""
+        except Exception:  # the library's own class for "Invalid prefix encountered"
+            piece = self._rest()
+            self._stream = self._new_stream()
+            self._stream.step(self._backend, number)  # the context of what follows
+        self._num_sent += len(piece)
         return piece
 
     def finish(self) -> str:
         """The rest of the text. The stream starts afresh after it."""
-        text = self._decode(self._ids)[self._sent :]
-        self._ids, self._sent, self._num_open = [], 0, 0
-        return text
+        rest = self._rest()
+        self._stream, self._ids, self._num_sent = self._new_stream(), [], 0
+        return rest
 
-    def _shorten(self, text: str) -> None:
-        """Keep the last character's ids only, as context: the start of a text can be special."""
-        for keep in range(1, self._MAX_OPEN + 2):
-            context = self._decode(self._ids[-keep:])
-            if context and "\ufffd" not in context and text.endswith(context):
-                self._ids, self._sent = self._ids[-keep:], len(context)
-                return
+    def _new_stream(self) -> tokenizers.decoders.DecodeStream:
+        from tokenizers.decoders import DecodeStream
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special=self._skip_special)
+        return DecodeStream(skip_special_tokens=self._skip_special)
+
+    def _rest(self) -> str:
+        text = self._backend.decode(self._ids, skip_special_tokens=self._skip_special)
+        return text[self._num_sent :]
 
 
 def _end_ids(control: Mapping[str, int]) -> set[int]:

@@ -8,3 +8,6 @@ from ferrum_triton.ops import FAMILIES
 for _family in FAMILIES:
     if _family != "linear" and not _family.startswith("quant_"):
         import_module(f"ferrum_triton.kernels.{_family}")
+# Ops of the families norm and sampling, in files of their own.
+for _module in ("softmax", "sample_rows"):
+    import_module(f"ferrum_triton.kernels.{_module}")

@@ -1,4 +1,8 @@
-"""Elementwise, activation and layout ops: one program per block of one row."""
+"""Elementwise, activation and layout ops: every element is read once and written once.
+
+A program takes a block of one row; contiguous tensors are one row as a whole, so that only the
+last block is not full. The transposes take tiles of several short rows.
+"""
 
 import torch
 import triton
@@ -8,7 +12,16 @@ from torch import Tensor
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import power_of_two, tile_refusal
-from ferrum_triton.kernels.rows import as_flat, as_rows, cdiv, next_power_of_2
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.rows import (
+    as_flat,
+    cdiv,
+    group_size,
+    group_stride,
+    next_power_of_2,
+    row_offset,
+    row_views,
+)
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import elementwise as ops
 
@@ -28,13 +41,13 @@ def row_and_columns(num_cols, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def normal_tail(s):
-    """The normal distribution's share above s >= 0, erfc(s/√2) / 2.
+    """The share of the normal distribution above s >= 0, erfc(s/√2) / 2.
 
-    It is e^(-s²/2) · t · P(t) with t = 1 / (1 + 0.35 s), which maps every s into (0, 1]; P, of
-    degree 8, was fitted for the least relative error. 1 - erf would leave few bits of a small
-    tail, and of one from s = 5.5 on none.
+    It is e^(-s²/2) · t · P(t) with t = 1 / (1 + 0.35 s), which maps every s into (0, 1]. P has
+    degree 8 and was fitted for the least relative error. 1 - erf(s/√2) would cancel: a small tail
+    would keep few bits, and from s = 5.5 on none.
     """
-    s = tl.minimum(s, 16.0)  # from 14.2 on the tail is no float32 number but 0
+    s = tl.minimum(s, 16.0)  # from 14.2 on the tail is 0 in float32
     t = 1.0 / (1.0 + 0.35 * s)
     p = -0.029164928942918777
     p = p * t + 0.1440657675266266
@@ -46,7 +59,8 @@ def normal_tail(s):
     p = p * t + 0.1398644745349884
     p = p * t + 0.13962124288082123
     square = s * s
-    rounded_off = tl.fma(s, s, -square)  # of the square: up to 2⁻²⁵ s² of the result
+    # What rounding took from the square would change the result by up to a share of 2⁻²⁵ s².
+    rounded_off = tl.fma(s, s, -square)
     return tl.exp(-0.5 * square) * (1.0 - 0.5 * rounded_off) * (t * p)
 
 
@@ -67,43 +81,64 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @kernel
 def _gated_split_kernel(
-    y_ptr,  # [num_tokens, intermediate_size]
-    gate_up_ptr,  # [num_tokens, 2 * intermediate_size]
-    stride_y_token,
-    stride_gate_up_token,
+    y_ptr,  # [num_rows, intermediate_size]
+    gate_up_ptr,  # [num_rows, 2 * intermediate_size]
+    stride_y_row,
+    stride_gate_up_row,
+    stride_y_group,
+    stride_gate_up_group,
+    group_size,
     intermediate_size,
     ACTIVATION: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    token, i, mask = row_and_columns(intermediate_size, BLOCK_C)
-    gate_ptr = gate_up_ptr + token * stride_gate_up_token + i
+    """y = activation(gate) · up, where a row is [gate | up]"""
+    pdl_trigger(PDL)
+    row, i, mask = row_and_columns(intermediate_size, BLOCK_C)
+    gate_up_row = gate_up_ptr + row_offset(
+        row, stride_gate_up_row, stride_gate_up_group, group_size
+    )
+    pdl_wait(PDL)
 
-    gate = tl.load(gate_ptr, mask=mask, other=0.0)
-    up = tl.load(gate_ptr + intermediate_size, mask=mask, other=0.0)
+    gate = tl.load(gate_up_row + i, mask=mask, other=0.0)
+    up = tl.load(gate_up_row + i + intermediate_size, mask=mask, other=0.0)
 
     y = activated(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
-    tl.store(y_ptr + token * stride_y_token + i, y.to(y_ptr.dtype.element_ty), mask=mask)
+    y_row = y_ptr + row_offset(row, stride_y_row, stride_y_group, group_size)
+    tl.store(y_row + i, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _gated_kernel(
-    y_ptr,  # [num_tokens, intermediate_size]
-    gate_ptr,  # [num_tokens, intermediate_size]
-    up_ptr,  # [num_tokens, intermediate_size]
-    stride_y_token,
-    stride_gate_token,
-    stride_up_token,
+    y_ptr,  # [num_rows, intermediate_size]
+    gate_ptr,  # [num_rows, intermediate_size]
+    up_ptr,  # [num_rows, intermediate_size]
+    stride_y_row,
+    stride_gate_row,
+    stride_up_row,
+    stride_y_group,
+    stride_gate_group,
+    stride_up_group,
+    group_size,
     intermediate_size,
     ACTIVATION: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    token, i, mask = row_and_columns(intermediate_size, BLOCK_C)
+    """y = activation(gate) · up"""
+    pdl_trigger(PDL)
+    row, i, mask = row_and_columns(intermediate_size, BLOCK_C)
+    gate_row = gate_ptr + row_offset(row, stride_gate_row, stride_gate_group, group_size)
+    pdl_wait(PDL)
 
-    gate = tl.load(gate_ptr + token * stride_gate_token + i, mask=mask)
-    up = tl.load(up_ptr + token * stride_up_token + i, mask=mask)
+    gate = tl.load(gate_row + i, mask=mask)
+    up_row = up_ptr + row_offset(row, stride_up_row, stride_up_group, group_size)
+    up = tl.load(up_row + i, mask=mask)
 
     y = activated(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
-    tl.store(y_ptr + token * stride_y_token + i, y.to(y_ptr.dtype.element_ty), mask=mask)
+    y_row = y_ptr + row_offset(row, stride_y_row, stride_y_group, group_size)
+    tl.store(y_row + i, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -112,26 +147,43 @@ def _activation_kernel(
     x_ptr,  # [num_rows, num_cols]
     stride_y_row,
     stride_x_row,
+    stride_y_group,
+    stride_x_group,
+    group_size,
     num_cols,
     ACTIVATION: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """y = activation(x)"""
+    pdl_trigger(PDL)
     row, col, mask = row_and_columns(num_cols, BLOCK_C)
-    x = tl.load(x_ptr + row * stride_x_row + col, mask=mask)
+    x_row = x_ptr + row_offset(row, stride_x_row, stride_x_group, group_size)
+    pdl_wait(PDL)
+
+    x = tl.load(x_row + col, mask=mask)
     y = activated(x.to(tl.float32), ACTIVATION)
-    tl.store(y_ptr + row * stride_y_row + col, y.to(y_ptr.dtype.element_ty), mask=mask)
+    y_row = y_ptr + row_offset(row, stride_y_row, stride_y_group, group_size)
+    tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel(dynamic=("scale",))
 def _scale_kernel(
     x_ptr,  # [num_rows, num_cols], updated
     stride_x_row,
+    stride_x_group,
+    group_size,
     num_cols,
     scale,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """x ← scale · x"""
+    pdl_trigger(PDL)
     row, col, mask = row_and_columns(num_cols, BLOCK_C)
-    block = x_ptr + row * stride_x_row + col
+    block = x_ptr + row_offset(row, stride_x_row, stride_x_group, group_size) + col
+    pdl_wait(PDL)
+
     x = tl.load(block, mask=mask).to(tl.float32)
     tl.store(block, (x * scale).to(x_ptr.dtype.element_ty), mask=mask)
 
@@ -141,16 +193,24 @@ def _add_kernel(
     dst_ptr,  # [num_rows, num_cols], updated
     src_ptr,  # [num_rows, num_cols]
     stride_dst_row,
-    stride_src_row,
+    stride_src_row,  # 0 repeats one row
+    stride_dst_group,
+    stride_src_group,
+    group_size,
     num_cols,
     scale,
     HAS_SCALE: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """dst ← dst + scale · src"""
+    pdl_trigger(PDL)
     row, col, mask = row_and_columns(num_cols, BLOCK_C)
-    dst_block = dst_ptr + row * stride_dst_row + col
+    dst_block = dst_ptr + row_offset(row, stride_dst_row, stride_dst_group, group_size) + col
+    src_row = src_ptr + row_offset(row, stride_src_row, stride_src_group, group_size)
+    pdl_wait(PDL)
 
-    src = tl.load(src_ptr + row * stride_src_row + col, mask=mask).to(tl.float32)
+    src = tl.load(src_row + col, mask=mask).to(tl.float32)
     dst = tl.load(dst_block, mask=mask).to(tl.float32)
     if HAS_SCALE:
         src *= scale
@@ -164,8 +224,12 @@ def _copy_kernel(
     src_ptr,  # [length]
     length,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """dst ← src, converted to dst's dtype"""
+    pdl_trigger(PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    pdl_wait(PDL)
     values = tl.load(src_ptr + i, mask=i < length)
     tl.store(dst_ptr + i, values.to(dst_ptr.dtype.element_ty), mask=i < length)
 
@@ -183,7 +247,11 @@ def _transpose_kernel(
     size,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """y[inner, outer] = x[outer, inner]"""
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     blocks_per_row = tl.cdiv(size, BLOCK_C)
     first = (tl.program_id(0) // blocks_per_row).to(tl.int64) * BLOCK_R
     row = (first + tl.arange(0, BLOCK_R))[:, None]
@@ -259,19 +327,22 @@ def _gated_split(name: str, gate_up: Tensor, out: Tensor | None, activation: str
     y = gate_up.new_empty(shape) if out is None else out
     if y.numel() == 0:
         return y
-    rows, y_rows = as_rows(name, "gate_up", gate_up), as_rows(name, "out", y)
-    num_tokens, intermediate_size = y_rows.shape
-    config = SPLITS[name].pick(y.device, num_tokens, intermediate_size)
-    _gated_split_kernel.launch(
-        _blocks(num_tokens, intermediate_size, config),
-        y_rows,
-        rows,
-        y_rows.stride(0),
-        rows.stride(0),
-        intermediate_size,
-        ACTIVATION=activation,
-        **config,
-    )
+    for y_rows, gate_up_rows in row_views(y, gate_up):
+        num_rows, intermediate_size = y_rows.shape[:-1].numel(), y_rows.shape[-1]
+        config = SPLITS[name].pick(y.device, num_rows, intermediate_size)
+        _gated_split_kernel.launch(
+            _blocks(num_rows, intermediate_size, config),
+            y_ptr=y_rows,
+            gate_up_ptr=gate_up_rows,
+            stride_y_row=y_rows.stride(-2),
+            stride_gate_up_row=gate_up_rows.stride(-2),
+            stride_y_group=group_stride(y_rows),
+            stride_gate_up_group=group_stride(gate_up_rows),
+            group_size=group_size(y_rows),
+            intermediate_size=intermediate_size,
+            ACTIVATION=activation,
+            **config,
+        )
     return y
 
 
@@ -295,18 +366,26 @@ def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
     y = torch.empty_like(gate, memory_format=torch.contiguous_format) if out is None else out
     if y.numel() == 0:
         return y
-    named = (("out", y), ("gate", gate), ("up", up))
-    rows = as_flat(*(as_rows("silu_mul", name, tensor) for name, tensor in named))
-    num_rows, num_cols = rows[0].shape
-    config = FLAT["silu_mul"].pick(y.device, num_rows, num_cols)
-    _gated_kernel.launch(
-        _blocks(num_rows, num_cols, config),
-        *rows,
-        *(tensor.stride(0) for tensor in rows),
-        num_cols,
-        ACTIVATION="silu",
-        **config,
-    )
+    for views in row_views(y, gate, up):
+        y_rows, gate_rows, up_rows = as_flat(*views)
+        num_rows, num_cols = y_rows.shape[:-1].numel(), y_rows.shape[-1]
+        config = FLAT["silu_mul"].pick(y.device, num_rows, num_cols)
+        _gated_kernel.launch(
+            _blocks(num_rows, num_cols, config),
+            y_ptr=y_rows,
+            gate_ptr=gate_rows,
+            up_ptr=up_rows,
+            stride_y_row=y_rows.stride(-2),
+            stride_gate_row=gate_rows.stride(-2),
+            stride_up_row=up_rows.stride(-2),
+            stride_y_group=group_stride(y_rows),
+            stride_gate_group=group_stride(gate_rows),
+            stride_up_group=group_stride(up_rows),
+            group_size=group_size(y_rows),
+            intermediate_size=num_cols,
+            ACTIVATION="silu",
+            **config,
+        )
     return y
 
 
@@ -315,17 +394,23 @@ def gelu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if y.numel() == 0:
         return y
-    rows = as_flat(as_rows("gelu", "out", y), as_rows("gelu", "x", x))
-    num_rows, num_cols = rows[0].shape
-    config = FLAT["gelu"].pick(y.device, num_rows, num_cols)
-    _activation_kernel.launch(
-        _blocks(num_rows, num_cols, config),
-        *rows,
-        *(tensor.stride(0) for tensor in rows),
-        num_cols,
-        ACTIVATION="gelu",
-        **config,
-    )
+    for views in row_views(y, x):
+        y_rows, x_rows = as_flat(*views)
+        num_rows, num_cols = y_rows.shape[:-1].numel(), y_rows.shape[-1]
+        config = FLAT["gelu"].pick(y.device, num_rows, num_cols)
+        _activation_kernel.launch(
+            _blocks(num_rows, num_cols, config),
+            y_ptr=y_rows,
+            x_ptr=x_rows,
+            stride_y_row=y_rows.stride(-2),
+            stride_x_row=x_rows.stride(-2),
+            stride_y_group=group_stride(y_rows),
+            stride_x_group=group_stride(x_rows),
+            group_size=group_size(y_rows),
+            num_cols=num_cols,
+            ACTIVATION="gelu",
+            **config,
+        )
     return y
 
 
@@ -333,55 +418,59 @@ def gelu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 def scale_inplace(x: Tensor, scale: float) -> None:
     if x.numel() == 0:
         return
-    (rows,) = as_flat(as_rows("scale_inplace", "x", x))
-    num_rows, num_cols = rows.shape
-    config = FLAT["scale_inplace"].pick(x.device, num_rows, num_cols)
-    _scale_kernel.launch(
-        _blocks(num_rows, num_cols, config),
-        rows,
-        rows.stride(0),
-        num_cols,
-        float(scale),
-        **config,
-    )
+    for views in row_views(x):
+        (rows,) = as_flat(*views)
+        num_rows, num_cols = rows.shape[:-1].numel(), rows.shape[-1]
+        config = FLAT["scale_inplace"].pick(x.device, num_rows, num_cols)
+        _scale_kernel.launch(
+            _blocks(num_rows, num_cols, config),
+            x_ptr=rows,
+            stride_x_row=rows.stride(-2),
+            stride_x_group=group_stride(rows),
+            group_size=group_size(rows),
+            num_cols=num_cols,
+            scale=float(scale),
+            **config,
+        )
 
 
-def _launch_add(name: str, dst: Tensor, src: Tensor, scale: float | None = None) -> None:
-    """dst += scale * src for [num_rows, num_cols]; a row stride of 0 repeats one row of src."""
-    num_rows, num_cols = dst.shape
-    config = FLAT[name].pick(dst.device, num_rows, num_cols)
-    _add_kernel.launch(
-        _blocks(num_rows, num_cols, config),
-        dst,
-        src,
-        dst.stride(0),
-        src.stride(0),
-        num_cols,
-        0.0 if scale is None else float(scale),
-        HAS_SCALE=scale is not None,
-        **config,
-    )
+def _add(name: str, dst: Tensor, src: Tensor, scale: float | None = None) -> None:
+    """dst ← dst + scale · src"""
+    if dst.numel() == 0:
+        return
+    for views in row_views(dst, src):
+        dst_rows, src_rows = as_flat(*views)
+        num_rows, num_cols = dst_rows.shape[:-1].numel(), dst_rows.shape[-1]
+        config = FLAT[name].pick(dst.device, num_rows, num_cols)
+        _add_kernel.launch(
+            _blocks(num_rows, num_cols, config),
+            dst_ptr=dst_rows,
+            src_ptr=src_rows,
+            stride_dst_row=dst_rows.stride(-2),
+            stride_src_row=src_rows.stride(-2),
+            stride_dst_group=group_stride(dst_rows),
+            stride_src_group=group_stride(src_rows),
+            group_size=group_size(dst_rows),
+            num_cols=num_cols,
+            scale=0.0 if scale is None else float(scale),
+            HAS_SCALE=scale is not None,
+            **config,
+        )
 
 
 @ops.add_inplace.impl("triton")
 def add_inplace(residual: Tensor, x: Tensor) -> None:
-    if x.numel():
-        dst, src = as_rows("add_inplace", "residual", residual), as_rows("add_inplace", "x", x)
-        _launch_add("add_inplace", *as_flat(dst, src))
+    _add("add_inplace", residual, x)
 
 
 @ops.scaled_add_inplace.impl("triton")
 def scaled_add_inplace(dst: Tensor, src: Tensor, scale: float) -> None:
-    if src.numel():
-        rows = as_rows("scaled_add_inplace", "dst", dst), as_rows("scaled_add_inplace", "src", src)
-        _launch_add("scaled_add_inplace", *as_flat(*rows), scale)
+    _add("scaled_add_inplace", dst, src, scale)
 
 
 @ops.add_bias.impl("triton")
 def add_bias(x: Tensor, bias: Tensor) -> None:
-    if x.numel():
-        rows = as_rows("add_bias", "x", x)
-        _launch_add("add_bias", rows, bias.expand(rows.shape))
+    _add("add_bias", x, bias.expand(x.shape))
 
 
 @ops.copy_slice.impl("triton")
@@ -395,41 +484,38 @@ def copy_slice(
     source, target = src.view(-1)[src_offset:], dst.view(-1)[dst_offset:]
     length = min(source.numel(), target.numel()) if length is None else length
     if length:
-        grid = (cdiv(length, BLOCK),)
-        _copy_kernel.launch(grid, target, source, length, BLOCK_C=BLOCK, num_warps=WARPS)
+        _copy_kernel.launch(
+            (cdiv(length, BLOCK),),
+            dst_ptr=target,
+            src_ptr=source,
+            length=length,
+            BLOCK_C=BLOCK,
+            num_warps=WARPS,
+        )
 
 
-def _transpose(x: Tensor, out: Tensor | None) -> Tensor:
+@ops.transpose_head_to_token.impl("triton")
+@ops.transpose_token_to_head.impl("triton")
+def transpose_leading(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     num_outer, num_inner, size = x.shape
-    shape = (num_inner, num_outer, size)
-    y = x.new_empty(shape) if out is None else out
+    y = x.new_empty((num_inner, num_outer, size)) if out is None else out
     if x.numel() == 0:
         return y
     block_c = min(next_power_of_2(size), 256)
     block_r = max(2048 // block_c, 1)
     _transpose_kernel.launch(
         (cdiv(num_outer * num_inner, block_r) * cdiv(size, block_c),),
-        y,
-        x,
-        y.stride(0),
-        y.stride(1),
-        x.stride(0),
-        x.stride(1),
-        num_outer,
-        num_outer * num_inner,
-        size,
+        y_ptr=y,
+        x_ptr=x,
+        stride_y_inner=y.stride(0),
+        stride_y_outer=y.stride(1),
+        stride_x_outer=x.stride(0),
+        stride_x_inner=x.stride(1),
+        num_outer=num_outer,
+        num_rows=num_outer * num_inner,
+        size=size,
         BLOCK_R=block_r,
         BLOCK_C=block_c,
         num_warps=WARPS,
     )
     return y
-
-
-@ops.transpose_head_to_token.impl("triton")
-def transpose_head_to_token(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return _transpose(x, out)
-
-
-@ops.transpose_token_to_head.impl("triton")
-def transpose_token_to_head(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return _transpose(x, out)

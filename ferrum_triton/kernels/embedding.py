@@ -1,4 +1,7 @@
-"""Embedding rows: one program per block of one row."""
+"""Embedding: rows of a table in an activation dtype, gathered by token id.
+
+A program copies a block of one row. Tables of packed weights are in the package ``quant``.
+"""
 
 from collections.abc import Sequence
 
@@ -10,7 +13,15 @@ from ferrum_triton.errors import FerrumError
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import power_of_two, tile_refusal
-from ferrum_triton.kernels.rows import as_rows, cdiv, next_power_of_2
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.rows import (
+    cdiv,
+    group_size,
+    group_stride,
+    next_power_of_2,
+    row_offset,
+    row_views,
+)
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import embedding as ops
 
@@ -20,22 +31,32 @@ def _embedding_lookup_kernel(
     y_ptr,  # [num_ids, hidden_size]
     table_ptr,  # [vocab_size, hidden_size]
     ids_ptr,  # [num_ids]
-    stride_y_token,
+    stride_y_row,
+    stride_ids_row,
+    stride_y_group,
+    stride_ids_group,
     stride_table_row,
+    group_size,
     vocab_size,
     hidden_size,
     BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """y[i] = table[ids[i]], or zeros where the table has no such row"""
+    pdl_trigger(PDL)
     blocks_per_row = tl.cdiv(hidden_size, BLOCK_H)
-    token = (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    i = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     h = tl.program_id(0) % blocks_per_row * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = h < hidden_size
+    pdl_wait(PDL)
 
-    row = tl.load(ids_ptr + token).to(tl.int64)
+    id_offset = row_offset(i, stride_ids_row, stride_ids_group, group_size)
+    row = tl.load(ids_ptr + id_offset).to(tl.int64)
     known = (row >= 0) & (row < vocab_size)
 
     values = tl.load(table_ptr + row * stride_table_row + h, mask=mask & known, other=0.0)
-    tl.store(y_ptr + token * stride_y_token + h, values, mask=mask)
+    y_row = y_ptr + row_offset(i, stride_y_row, stride_y_group, group_size)
+    tl.store(y_row + h, values, mask=mask)
 
 
 def lookup_heuristic(gpu: Gpu, num_ids: int, hidden_size: int) -> Config:
@@ -82,21 +103,24 @@ def embedding_lookup_dev(table: Tensor, ids: Tensor, *, out: Tensor | None = Non
     y = table.new_empty(shape) if out is None else out
     if y.numel() == 0:
         return y
-    flat_ids = ids if ids.dim() == 1 else ids.reshape(-1)
-    y_rows = as_rows("embedding_lookup_dev", "out", y)
-    num_ids = y_rows.shape[0]
-    config = lookup_config.pick(table.device, num_ids, hidden_size)
-    _embedding_lookup_kernel.launch(
-        (num_ids * cdiv(hidden_size, config["BLOCK_H"]),),
-        y_rows,
-        table,
-        flat_ids,
-        y_rows.stride(0),
-        table.stride(0),
-        vocab_size,
-        hidden_size,
-        **config,
-    )
+    for y_rows, id_rows in row_views(y, ids.unsqueeze(-1)):
+        num_ids = y_rows.shape[:-1].numel()
+        config = lookup_config.pick(table.device, num_ids, hidden_size)
+        _embedding_lookup_kernel.launch(
+            (num_ids * cdiv(hidden_size, config["BLOCK_H"]),),
+            y_ptr=y_rows,
+            table_ptr=table,
+            ids_ptr=id_rows,
+            stride_y_row=y_rows.stride(-2),
+            stride_ids_row=id_rows.stride(-2),
+            stride_y_group=group_stride(y_rows),
+            stride_ids_group=group_stride(id_rows),
+            stride_table_row=table.stride(0),
+            group_size=group_size(y_rows),
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            **config,
+        )
     return y
 
 

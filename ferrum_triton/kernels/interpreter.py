@@ -15,6 +15,7 @@ interpreter is refused.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -101,6 +102,33 @@ def _deferred_twin(function: JITFunction) -> Callable[..., Any]:
     return call
 
 
+@contextlib.contextmanager
+def _no_idle_work() -> Iterator[None]:
+    """Leaves out work of the interpreter whose results nobody reads, for the length of one launch.
+
+    Triton 3.6 repeats every addition, subtraction and multiplication of integers in 64 bits, to
+    check for overflow, and then drops the check unless it debugs. It also builds its table of
+    numpy's dtypes anew at every look-up. Together they are half of an interpreted product's time.
+    """
+    builder, look_up = interpreter.interpreter_builder, interpreter._get_np_dtype
+    options = builder.options
+    if not options.debug:
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    interpreter._get_np_dtype = _numpy_dtype
+    try:
+        yield
+    finally:
+        builder.options, interpreter._get_np_dtype = options, look_up
+
+
+_numpy_dtype_of_scalar = functools.cache(interpreter._get_np_dtype)
+
+
+def _numpy_dtype(dtype: tl.dtype) -> np.dtype:
+    scalar = dtype.scalar
+    return np.dtype(np.uint64) if scalar.is_ptr() else _numpy_dtype_of_scalar(scalar)
+
+
 def run_raw(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], meta: dict) -> None:
     """Interpret ``kernel`` on tensors as they are.
 
@@ -122,7 +150,8 @@ def run_raw(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], met
     values = {k: v if k in constexprs else interpreter._implicit_cvt(v) for k, v in bound.items()}
     x, y, z = (*grid, 1, 1)[:3]
     interpreter.interpreter_builder.set_grid_dim(x, y, z)
-    with _standard_library(), np.errstate(all="ignore"):  # as on a GPU, inf and NaN are results
+    # As on a GPU, inf and NaN are results.
+    with _standard_library(), _no_idle_work(), np.errstate(all="ignore"):
         patches = interpreter._patch_lang(twin)
         # numpy 2.4 no longer turns an array of one element into an int by itself.
         patches.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))

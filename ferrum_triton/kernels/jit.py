@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton
-from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from ferrum_triton.errors import FerrumError
-from ferrum_triton.kernels import interpreter
+from ferrum_triton.kernels import compiled, interpreter
 
 # Compiler options a launch may set beside the kernel's own constexprs.
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")
@@ -37,9 +36,21 @@ META_CAPABILITY = (8, 0)
 # Combinations of arguments one kernel remembers before it starts over.
 MAX_ENTRIES = 4096
 
-# The launcher of a compiled kernel is Triton's private interface. It is called directly only where
-# it was tested (that halves the host time of a launch); elsewhere Triton does it all.
-DIRECT_LAUNCH = triton.__version__.startswith("3.6.") and torch.version.hip is None
+# Whether an integer is passed as an int32, in the source of a launch.
+INT32 = "-2147483648 <= {} <= 2147483647"
+
+# What the source of a launch calls its own.
+LOCALS = (
+    "axes",
+    "cooperative",
+    "device",
+    "entry",
+    "function",
+    "key",
+    "metadata",
+    "overlapped",
+    "run",
+)
 
 
 @dataclass(frozen=True)
@@ -52,26 +63,53 @@ class Launch:
     meta: dict[str, Any]
 
 
-_recording: ContextVar[list[Launch] | None] = ContextVar("ferrum_recording", default=None)
+class Recording(NamedTuple):
+    """Launches noted in the order they were asked for, and whether they run as well."""
+
+    launches: list[Launch]
+    runs: bool
+
+
+_recording: ContextVar[Recording | None] = ContextVar("ferrum_recording", default=None)
 _meta_capability: ContextVar[tuple[int, int]] = ContextVar(
     "ferrum_meta_capability", default=META_CAPABILITY
 )
 
+# An element for every recording under way in any thread: a launch asks for its own thread's only
+# where there is one at all.
+RECORDINGS: list[Recording] = []
+
+
+@contextlib.contextmanager
+def note_launches(runs: bool) -> Iterator[list[Launch]]:
+    """Collect the launches made inside the block.
+
+    Args:
+        runs: the launches run too, where their tensors can be run on.
+    """
+    recording = Recording([], runs)
+    token = _recording.set(recording)
+    RECORDINGS.append(recording)
+    try:
+        yield recording.launches
+    finally:
+        RECORDINGS.pop()
+        _recording.reset(token)
+
 
 @contextlib.contextmanager
 def record_launches(capability: tuple[int, int] = META_CAPABILITY) -> Iterator[list[Launch]]:
-    """Collect the launches made on meta tensors inside the block; nothing runs.
+    """Collect the launches made inside the block; those on meta tensors do not run.
 
     Args:
-        capability: of the GPU the launchers should choose for.
+        capability: compute capability of the GPU that launchers choose for on meta tensors.
     """
-    launches: list[Launch] = []
-    tokens = _recording.set(launches), _meta_capability.set(capability)
+    token = _meta_capability.set(capability)
     try:
-        yield launches
+        with note_launches(runs=True) as launches:
+            yield launches
     finally:
-        _recording.reset(tokens[0])
-        _meta_capability.reset(tokens[1])
+        _meta_capability.reset(token)
 
 
 class Kernel:
@@ -79,145 +117,206 @@ class Kernel:
 
     Parameters come in this order: pointers (named ``*_ptr``, the first never None), host tensor
     descriptors (named ``*_desc``, or None), integers that rarely change (strides, sizes), the
-    ``dynamic`` scalars, constexprs. ``kernel.jit`` is the plain ``triton.jit`` function.
+    ``dynamic`` scalars, constexprs.
+
+    Attributes:
+        jit: the plain ``triton.jit`` function.
+        runtime: names of the parameters that are no constexprs, in the kernel's order.
+        constexprs: names of the others.
+        dynamic: names of the scalars that change from call to call.
     """
 
     def __init__(self, fn: Callable[..., Any], dynamic: Sequence[str] = ()) -> None:
         self.jit = JITFunction(fn, do_not_specialize=list(dynamic))
         self.name = fn.__name__
-        runtime = [p.name for p in self.jit.params if not p.is_constexpr]
-        self._num_pointers = sum(name.endswith("_ptr") for name in runtime)
-        self._num_descriptors = sum(name.endswith("_desc") for name in runtime)
-        self._num_specialized = len(runtime) - len(dynamic)
-        pointers = runtime[: self._num_pointers]
-        descriptors = runtime[self._num_pointers :][: self._num_descriptors]
-        if (
-            not all(name.endswith("_ptr") for name in pointers)
-            or not all(name.endswith("_desc") for name in descriptors)
-            or runtime[self._num_specialized :] != list(dynamic)
-        ):
+        self.runtime = tuple(p.name for p in self.jit.params if not p.is_constexpr)
+        self.constexprs = tuple(p.name for p in self.jit.params if p.is_constexpr)
+        self.dynamic = tuple(dynamic)
+        self.pointers = tuple(name for name in self.runtime if name.endswith("_ptr"))
+        self.descriptors = tuple(name for name in self.runtime if name.endswith("_desc"))
+        given = (*self.pointers, *self.descriptors, *self.dynamic)
+        self.sizes = tuple(name for name in self.runtime if name not in given)
+        wanted = (*self.pointers, *self.descriptors, *self.sizes, *self.dynamic)
+        if self.runtime != wanted:
             raise TypeError(f"{self.name}: parameters are not in the order Kernel describes")
-        self._runtime = runtime
-        self._constexprs = [p.name for p in self.jit.params if p.is_constexpr]
-        self._entries: dict[tuple, _Entry] = {}
+        self._entries: dict[tuple, compiled.Entry | None] = {}
 
-    def launch(self, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-        """Run the kernel over ``grid``.
+    @functools.cached_property
+    def launch(self) -> Callable[..., None]:
+        """Run the kernel over a grid: ``launch(grid, y_ptr=y, ..., BLOCK=64, num_warps=4)``.
 
-        Args:
-            grid: programs along each axis.
-            args: the first runtime arguments, in the kernel's order.
-            meta: the other runtime arguments by name, the constexprs and compiler options. A
-                constexpr named ``PDL`` is filled in where it is not given: see
-                :mod:`ferrum_triton.kernels.pdl`.
+        The first argument is the grid, programs along each axis. The runtime arguments follow, by
+        position or by name; constexprs and compiler options are named. A constexpr named ``PDL``
+        is filled in where it is not given: see :mod:`ferrum_triton.kernels.pdl`.
         """
-        args += tuple(meta.pop(name) for name in self._runtime[len(args) :])
+        return self._functions["launch"]
+
+    @functools.cached_property
+    def find(self) -> Callable[..., compiled.Entry | None]:
+        """The compiled entry that a launch with the same arguments would use, if there is one."""
+        return self._functions["find"]
+
+    @functools.cached_property
+    def _functions(self) -> dict[str, Any]:
+        """``launch`` and ``find``, written out for this kernel's parameters.
+
+        A launch is most of what a small op costs the host, so it makes no loop over arguments, and
+        builds no dictionary.
+        """
+        names: dict[str, Any] = {
+            "RECORDINGS": RECORDINGS,
+            "can_overlap": can_overlap,
+            "current_device": compiled.current_device,
+            "current_stream": compiled.current_stream,
+            "defaults": {p.name: p.default for p in self.jit.params if p.has_default},
+            "elsewhere": self._elsewhere,
+            "entries": self._entries,
+            "hooks": compiled.HOOKS,
+            "no_enter_hook": compiled.NO_ENTER_HOOK,
+            "no_exit_hook": compiled.NO_EXIT_HOOK,
+            "on_device": torch.cuda.device,
+            "slowly": self._slowly,
+            "was_noted": self._was_noted,
+        }
+        taken = {"grid", *OPTIONS, *names, *LOCALS} & {*self.runtime, *self.constexprs}
+        if taken:
+            raise TypeError(f"{self.name}: {sorted(taken)} are names that its launch uses itself")
+        exec(compile(_source_of(self), f"<launch of {self.name}>", "exec"), names)
+        names["launch"].__qualname__ = f"{self.name}.launch"
+        names["find"].__qualname__ = f"{self.name}.find"
+        return names
+
+    def _was_noted(self, grid: tuple[int, ...], args: tuple, meta: dict[str, Any]) -> bool:
+        """Note the launch where this thread records; whether it must not run."""
+        recording = _recording.get()
+        if recording is None:
+            return False
+        recording.launches.append(Launch(self, grid, args, _given(meta)))
+        return not recording.runs
+
+    def _elsewhere(self, grid: tuple[int, ...], args: tuple, meta: dict[str, Any]) -> None:
+        """Launch on tensors that are not on a GPU."""
         first = args[0]
-        if "PDL" in self._constexprs:
-            if "PDL" not in meta:
-                meta["PDL"] = can_overlap(first.device)
-            if meta["PDL"]:
-                meta["launch_pdl"] = True
-        if first.is_cuda:
-            self._launch_compiled(first.get_device(), grid, args, meta)
-        elif first.is_cpu:
+        if first.is_cpu:
             constexprs = {k: v for k, v in meta.items() if k not in OPTIONS}
             interpreter.run(self.jit, grid, args, constexprs)
-        else:
-            launches = _recording.get()
-            if launches is None:
-                where = f"{self.name} cannot run on {first.device}"
-                raise FerrumError(f"{where}; record_launches() lists its launches there")
-            launches.append(Launch(self, grid, args, meta))
+        elif _recording.get() is None:
+            where = f"{self.name} cannot run on {first.device}"
+            raise FerrumError(f"{where}; record_launches() lists its launches there")
 
-    def _launch_compiled(self, device: int, grid: tuple, args: tuple, meta: dict) -> None:
-        # The key is at least as fine as what Triton specialises on (types, 16-byte alignment of
-        # pointers, 1 and multiples of 16 among integers), so one entry never serves two binaries:
-        # code compiled for aligned loads would read a misaligned tensor wrongly.
-        dtypes: list[Any] = []
-        addresses = 0
-        for tensor in args[: self._num_pointers]:
-            if tensor is None:
-                dtypes.append(None)
-            else:
-                dtypes.append(tensor.dtype)
-                addresses |= tensor.data_ptr()
-        aligned = addresses % 16 == 0 or tuple(
-            tensor is not None and tensor.data_ptr() % 16 == 0
-            for tensor in args[: self._num_pointers]
-        )
-        for scalar in args[self._num_specialized :]:
-            wide = scalar.__class__ is int and not -(2**31) <= scalar < 2**31
-            dtypes.append("int64" if wide else scalar.__class__)
-        sizes = args[self._num_pointers : self._num_specialized]
-        if self._num_descriptors:
-            # Code depends on their element and block alone: the rest is encoded at each launch.
-            described = sizes[: self._num_descriptors]
-            sizes = sizes[self._num_descriptors :]
-            dtypes += [d and (d.base.dtype, *d.block_shape) for d in described]
-        key = (device, aligned, sizes, *dtypes, *meta.values())
-
-        entry = self._entries.get(key)
-        if entry is None:
-            self._compile(key, device, grid, args, meta)
-            return
-        if torch._C._cuda_getDevice() != device:
-            with torch.cuda.device(device):
-                self._launch_entry(entry, device, grid, args, meta)
-        else:
-            self._launch_entry(entry, device, grid, args, meta)
-
-    def _launch_entry(
-        self, entry: _Entry, device: int, grid: tuple, args: tuple, meta: dict
+    def _slowly(
+        self, key: tuple, device: int, grid: tuple[int, ...], args: tuple, meta: dict[str, Any]
     ) -> None:
-        if entry.launch is None or _is_watched():
-            self.jit[grid](*args, **meta)
-            return
-        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        entry.launch(x, y, z, stream, *entry.head, None, None, None, *args, *entry.tail)
-
-    def _compile(self, key: tuple, device: int, grid: tuple, args: tuple, meta: dict) -> None:
-        if torch.cuda.is_current_stream_capturing():
+        """Launch through Triton a kernel that is not compiled yet, or that somebody watches."""
+        known = key in self._entries
+        if not known and torch.cuda.is_current_stream_capturing():
             raise FerrumError(
                 f"{self.name} is not compiled for these arguments yet, and compiling cannot be "
                 "captured in a graph. Run the step once before capturing it."
             )
         with torch.cuda.device(device):
-            compiled = self.jit[grid](*args, **meta)
-        if len(self._entries) >= MAX_ENTRIES:
-            self._entries.clear()
-        self._entries[key] = _Entry.of(compiled, [meta[name] for name in self._constexprs])
+            result = self.jit[grid](*args, **_given(meta))
+        if not known:
+            if len(self._entries) >= MAX_ENTRIES:
+                self._entries.clear()
+            self._entries[key] = compiled.entry_of(result)
 
 
-def _is_watched() -> bool:
-    """Whether a profiler has asked Triton to tell it of every launch."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool((enter is not None and enter.calls) or (leave is not None and leave.calls))
+def _given(meta: dict[str, Any]) -> dict[str, Any]:
+    """``meta`` without the compiler options that were left to their defaults."""
+    return {k: v for k, v in meta.items() if v is not None or k not in OPTIONS}
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A compiled kernel, ready for Triton's C launcher.
+def _source_of(kernel: Kernel) -> str:
+    """The Python source of a kernel's ``launch`` and ``find``."""
+    defaults = {p.name for p in kernel.jit.params if p.has_default} | {"PDL"}
+    values = {name: f"{name}=defaults[{name!r}]" for name in defaults} | {"PDL": "PDL=None"}
+    runtime = [values.get(name, name) for name in kernel.runtime]
+    constexprs = [values.get(name, name) for name in kernel.constexprs]
+    options = [f"{option}=None" for option in OPTIONS]
+    signature = ", ".join(["grid", *runtime, "*", *constexprs, *options])
+    named = [*kernel.constexprs, *OPTIONS]
+    meta = "{" + ", ".join(f"{name!r}: {name}" for name in named) + "}"
+    args = "(" + "".join(f"{name}, " for name in kernel.runtime) + ")"
+    again = ", ".join(["grid", *kernel.runtime, *(f"{name}={name}" for name in named)])
+    first = kernel.pointers[0]
+    # The C launcher ignores constexprs, but counts them.
+    addresses = [f"at_{name}" for name in kernel.pointers]
+    passed = ", ".join(
+        [*addresses, *kernel.runtime[len(addresses) :], *("None" for _ in kernel.constexprs)]
+    )
+    overlap = f"""
+    if PDL is None:
+        PDL = can_overlap({first}.device)
+    if PDL:
+        launch_pdl = True""" * ("PDL" in kernel.constexprs)
+    return f"""
+def launch({signature}):{overlap}
+    if RECORDINGS and was_noted(grid, {args}, {meta}):
+        return
+    if not {first}.is_cuda:
+        elsewhere(grid, {args}, {meta})
+        return
+    {_key_source(kernel)}
+    entry = entries.get(key)
+    if (
+        entry is None
+        or hooks.launch_enter_hook is not no_enter_hook
+        or hooks.launch_exit_hook is not no_exit_hook
+        or no_enter_hook.calls
+        or no_exit_hook.calls
+    ):
+        slowly(key, device, grid, {args}, {meta})
+        return
+    if current_device() != device:
+        with on_device(device):
+            launch({again})
+        return
+    run, function, cooperative, overlapped, metadata = entry
+    axes = len(grid)
+    run(
+        grid[0], grid[1] if axes > 1 else 1, grid[2] if axes > 2 else 1, current_stream(device),
+        function, cooperative, overlapped, None, None, metadata, None, None, None, {passed}
+    )
 
-    ``launch`` is None where that launcher may not be called directly: an untested Triton, or a
-    kernel that wants scratch memory allocated for each launch.
+def find({signature}):{overlap}
+    {_key_source(kernel)}
+    return entries.get(key)
+"""
+
+
+def _key_source(kernel: Kernel) -> str:
+    """Statements that set ``device``, the pointers' addresses and ``key``.
+
+    The key is at least as fine as what Triton specialises on (types, 16-byte alignment of
+    pointers, 1 and multiples of 16 among integers), so one entry never serves two binaries: code
+    compiled for aligned loads would read a misaligned tensor wrongly. Of descriptors code depends
+    on their element and block alone: the rest is encoded at each launch.
     """
-
-    launch: Callable[..., None] | None
-    head: tuple = ()
-    tail: tuple = ()
-
-    @classmethod
-    def of(cls, compiled: Any, constexprs: list[Any]) -> _Entry:
-        if not DIRECT_LAUNCH:
-            return cls(None)
-        launcher = compiled.run
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
-            return cls(None)
-        options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-        head = (compiled.function, *options, compiled.packed_metadata)
-        return cls(launcher.launch, head, tuple(constexprs))
+    first, *others = kernel.pointers
+    lines = [f"device = {first}.get_device()", f"at_{first} = {first}.data_ptr()"]
+    lines += [f"at_{name} = 0 if {name} is None else {name}.data_ptr()" for name in others]
+    addresses = " | ".join(f"at_{name}" for name in kernel.pointers)
+    each = "".join(f"at_{name} & 15 == 0, " for name in kernel.pointers)
+    parts = [
+        "device",
+        f"({addresses}) & 15 and ({each})",
+        f"{first}.dtype",
+        *(f"None if {name} is None else {name}.dtype" for name in others),
+        *(
+            f"None if {name} is None else ({name}.base.dtype, *{name}.block_shape)"
+            for name in kernel.descriptors
+        ),
+        *kernel.sizes,
+        *(
+            f"{name}.__class__ if {name}.__class__ is not int or {INT32.format(name)} else 'int64'"
+            for name in kernel.dynamic
+        ),
+        *kernel.constexprs,
+        *OPTIONS,
+    ]
+    lines.append("key = (" + "".join(f"{part}, " for part in parts) + ")")
+    return "\n    ".join(lines)
 
 
 def kernel(
@@ -233,6 +332,23 @@ def kernel(
     if fn is None:
         return functools.partial(Kernel, dynamic=dynamic)
     return Kernel(fn, dynamic)
+
+
+class ReplayTable(dict):
+    """Calls of one op by what they depend on, forgotten by :func:`forget_replays`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _replay_tables[id(self)] = self
+
+
+_replay_tables: weakref.WeakValueDictionary[int, ReplayTable] = weakref.WeakValueDictionary()
+
+
+def forget_replays() -> None:
+    """Have every op ask its launcher again: what launchers choose by has changed."""
+    for table in list(_replay_tables.values()):
+        table.clear()
 
 
 @functools.cache

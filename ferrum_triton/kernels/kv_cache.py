@@ -1,9 +1,13 @@
-"""Cache append: one program per KV head and block of tokens, for keys and values at once."""
+"""Appending to a contiguous cache: keys and values copied to their rows, in one launch.
+
+A program takes one KV head and a block of tokens, keys and values both.
+"""
 
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, tokens_per_program
 from ferrum_triton.ops import kv_cache as ops
 
@@ -30,10 +34,15 @@ def _kv_cache_append_kernel(
     cache_len,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= head_dim
+    PDL: tl.constexpr,
 ):
+    """k_cache[h, row(t)] = k[h, t] and v likewise; row(t) is t's slot, or cache_len + t"""
+    pdl_trigger(PDL)
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     token = (tl.program_id(0) // num_kv_heads).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = token < num_tokens
+    pdl_wait(PDL)
+
     row = token + cache_len
     if slots_ptr is not None:
         row = tl.load(slots_ptr + token, mask=in_batch, other=-1).to(tl.int64)
@@ -64,24 +73,24 @@ def kv_cache_append_head_major(
     block_t = tokens_per_program(num_tokens, num_kv_heads, block_d, k.device)
     _kv_cache_append_kernel.launch(
         (cdiv(num_tokens, block_t) * num_kv_heads,),
-        k_cache,
-        v_cache,
-        k,
-        v,
-        slots,
-        k_cache.stride(0),
-        k_cache.stride(1),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        num_kv_heads,
-        head_dim,
-        num_tokens,
-        k_cache.shape[1],
-        cache_len,
+        k_cache_ptr=k_cache,
+        v_cache_ptr=v_cache,
+        k_ptr=k,
+        v_ptr=v,
+        slots_ptr=slots,
+        stride_k_cache_head=k_cache.stride(0),
+        stride_k_cache_row=k_cache.stride(1),
+        stride_v_cache_head=v_cache.stride(0),
+        stride_v_cache_row=v_cache.stride(1),
+        stride_k_head=k.stride(0),
+        stride_k_token=k.stride(1),
+        stride_v_head=v.stride(0),
+        stride_v_token=v.stride(1),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_tokens=num_tokens,
+        capacity=k_cache.shape[1],
+        cache_len=cache_len,
         BLOCK_T=block_t,
         BLOCK_D=block_d,
         num_warps=1 if block_t * block_d <= 256 else 4,

@@ -1,7 +1,8 @@
-"""Normalisation: a program holds one row, or a tile of short ones, in registers, or reads it twice.
+"""Normalisation over the last dimension: RMS norm, layer norm and gated RMS norm.
 
-Reading twice is for tensors that no cache holds. The second read comes from the caches, while the
-registers it frees let more rows be on their way; where the tensor fits, it only takes longer.
+A program holds one row, or a tile of short ones, in registers, and so reads it once. Rows of
+tensors that no cache holds are read twice instead: the second read comes from the caches, while
+the registers it frees let more rows be on their way. Where the tensor fits, it only takes longer.
 """
 
 import functools
@@ -14,31 +15,36 @@ from torch import Tensor
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import integer, power_of_two, tile_refusal
-from ferrum_triton.kernels.rows import as_rows, cdiv, next_power_of_2
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.rows import (
+    cdiv,
+    group_size,
+    group_stride,
+    next_power_of_2,
+    row_offset,
+    row_views,
+)
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import norm as ops
 
-# Columns beyond which a row of softmax is read twice rather than kept: 32 values a thread.
-MAX_SOFTMAX_TILE = 16384
-LONG_BLOCK, LONG_WARPS = 4096, 8
 # Elements from which a tensor's rows are read twice, and the columns of one step.
 LARGE, TWICE_BLOCK = 1 << 26, 2048
 
 
 @triton.jit
-def tile_of_rows(num_tokens, hidden_size, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
+def tile_of_rows(num_rows, num_cols, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
     """This program's rows [BLOCK_T, 1], the columns [1, BLOCK_H], and the mask of both.
 
     A single row is a number and a vector, which compiles to less than a tile of one row.
     """
-    token = tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, BLOCK_H)
-    mask = h < hidden_size
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK_H)
+    mask = col < num_cols
     if BLOCK_T > 1:
-        token = (token * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-        h = h[None, :]
-        mask = (token < num_tokens) & (h < hidden_size)
-    return token, h, mask
+        row = (row * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+        col = col[None, :]
+        mask = (row < num_rows) & (col < num_cols)
+    return row, col, mask
 
 
 @triton.jit
@@ -52,50 +58,50 @@ def sum_of_rows(x):
 
 
 @triton.jit
-def max_of_rows(x):
-    """Maxima over the columns, as :func:`sum_of_rows`."""
-    if len(x.shape) == 1:
-        largest = tl.max(x, axis=0)
-    else:
-        largest = tl.max(x, axis=1)[:, None]
-    return largest
+def load_weight(weight_ptr, col, num_cols):
+    """Weights of columns. Every row needs them: rows streaming by must not push them out."""
+    return tl.load(weight_ptr + col, mask=col < num_cols, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
-def load_weight(weight_ptr, h, hidden_size):
-    """Weights of the columns h. Every row needs them: rows streaming by must not push them out."""
-    return tl.load(weight_ptr + h, mask=h < hidden_size, other=0.0, eviction_policy="evict_last")
-
-
-@triton.jit
-def inverse_rms(squares, hidden_size, eps):
+def inverse_rms(squares, num_cols, eps):
     """1 / sqrt(mean(x²) + eps), of the squares of rows that are 0 past their end."""
-    return tl.rsqrt(sum_of_rows(squares) / hidden_size + eps)
+    return tl.rsqrt(sum_of_rows(squares) / num_cols + eps)
 
 
-@kernel(dynamic=("num_tokens", "eps"))
+@kernel(dynamic=("num_rows", "eps"))
 def _rms_norm_kernel(
-    y_ptr,  # [num_tokens, hidden_size]
-    x_ptr,  # [num_tokens, hidden_size]
+    y_ptr,  # [num_rows, hidden_size]
+    x_ptr,  # [num_rows, hidden_size]
     weight_ptr,  # [hidden_size]
-    stride_y_token,
-    stride_x_token,
+    stride_y_row,
+    stride_x_row,
+    stride_y_group,
+    stride_x_group,
+    group_size,
     hidden_size,
-    num_tokens,
+    num_rows,
     eps,
     READS: tl.constexpr,
     BLOCK_T: tl.constexpr,  # 1 if rows are read twice
     BLOCK_H: tl.constexpr,  # power of two, >= hidden_size if rows are read once
+    PDL: tl.constexpr,
 ):
+    """y = x / sqrt(mean(x²) + eps) · weight"""
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     if READS == 1:
-        token, h, mask = tile_of_rows(num_tokens, hidden_size, BLOCK_T, BLOCK_H)
-        x = tl.load(x_ptr + token * stride_x_token + h, mask=mask, other=0.0).to(tl.float32)
+        row, h, mask = tile_of_rows(num_rows, hidden_size, BLOCK_T, BLOCK_H)
+        x_row = x_ptr + row_offset(row, stride_x_row, stride_x_group, group_size)
+        x = tl.load(x_row + h, mask=mask, other=0.0).to(tl.float32)
         weight = load_weight(weight_ptr, h, hidden_size).to(tl.float32)
         y = x * inverse_rms(x * x, hidden_size, eps) * weight
-        tl.store(y_ptr + token * stride_y_token + h, y.to(y_ptr.dtype.element_ty), mask=mask)
+        y_row = y_ptr + row_offset(row, stride_y_row, stride_y_group, group_size)
+        tl.store(y_row + h, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
-        token = tl.program_id(0).to(tl.int64)
-        x_row, y_row = x_ptr + token * stride_x_token, y_ptr + token * stride_y_token
+        row = tl.program_id(0).to(tl.int64)
+        x_row = x_ptr + row_offset(row, stride_x_row, stride_x_group, group_size)
+        y_row = y_ptr + row_offset(row, stride_y_row, stride_y_group, group_size)
         squares = tl.zeros([BLOCK_H], tl.float32)
         for first in range(0, hidden_size, BLOCK_H):
             h = first + tl.arange(0, BLOCK_H)
@@ -118,35 +124,48 @@ def residual_sum(residual_row, x_row, h, mask, EVICT: tl.constexpr):
     return (residual.to(tl.float32) + x).to(residual_row.dtype.element_ty)
 
 
-@kernel(dynamic=("num_tokens", "eps"))
+@kernel(dynamic=("num_rows", "eps"))
 def _fused_add_rms_norm_kernel(
-    y_ptr,  # [num_tokens, hidden_size]
-    residual_ptr,  # [num_tokens, hidden_size], updated
-    x_ptr,  # [num_tokens, hidden_size]
+    y_ptr,  # [num_rows, hidden_size]
+    residual_ptr,  # [num_rows, hidden_size], updated
+    x_ptr,  # [num_rows, hidden_size]
     weight_ptr,  # [hidden_size]
-    stride_y_token,
-    stride_residual_token,
-    stride_x_token,
+    stride_y_row,
+    stride_residual_row,
+    stride_x_row,
+    stride_y_group,
+    stride_residual_group,
+    stride_x_group,
+    group_size,
     hidden_size,
-    num_tokens,
+    num_rows,
     eps,
     READS: tl.constexpr,
     BLOCK_T: tl.constexpr,  # 1 if rows are read twice
     BLOCK_H: tl.constexpr,  # power of two, >= hidden_size if rows are read once
+    PDL: tl.constexpr,
 ):
+    """residual ← residual + x, rounded; y = residual / sqrt(mean(residual²) + eps) · weight"""
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     if READS == 1:
-        token, h, mask = tile_of_rows(num_tokens, hidden_size, BLOCK_T, BLOCK_H)
-        residual_rows = residual_ptr + token * stride_residual_token
-        stored = residual_sum(residual_rows, x_ptr + token * stride_x_token, h, mask, "")
+        row, h, mask = tile_of_rows(num_rows, hidden_size, BLOCK_T, BLOCK_H)
+        residual_offset = row_offset(row, stride_residual_row, stride_residual_group, group_size)
+        residual_row = residual_ptr + residual_offset
+        x_row = x_ptr + row_offset(row, stride_x_row, stride_x_group, group_size)
+        stored = residual_sum(residual_row, x_row, h, mask, "")
         total = stored.to(tl.float32)
         weight = load_weight(weight_ptr, h, hidden_size).to(tl.float32)
         y = total * inverse_rms(total * total, hidden_size, eps) * weight
-        tl.store(residual_rows + h, stored, mask=mask)
-        tl.store(y_ptr + token * stride_y_token + h, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(residual_row + h, stored, mask=mask)
+        y_row = y_ptr + row_offset(row, stride_y_row, stride_y_group, group_size)
+        tl.store(y_row + h, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
-        token = tl.program_id(0).to(tl.int64)
-        x_row, y_row = x_ptr + token * stride_x_token, y_ptr + token * stride_y_token
-        residual_row = residual_ptr + token * stride_residual_token
+        row = tl.program_id(0).to(tl.int64)
+        x_row = x_ptr + row_offset(row, stride_x_row, stride_x_group, group_size)
+        y_row = y_ptr + row_offset(row, stride_y_row, stride_y_group, group_size)
+        residual_offset = row_offset(row, stride_residual_row, stride_residual_group, group_size)
+        residual_row = residual_ptr + residual_offset
         squares = tl.zeros([BLOCK_H], tl.float32)
         for first in range(0, hidden_size, BLOCK_H):
             h = first + tl.arange(0, BLOCK_H)
@@ -163,23 +182,32 @@ def _fused_add_rms_norm_kernel(
             tl.store(residual_row + h, stored, mask=mask)
 
 
-@kernel(dynamic=("num_tokens", "eps"))
+@kernel(dynamic=("num_rows", "eps"))
 def _layer_norm_kernel(
-    y_ptr,  # [num_tokens, hidden_size]
-    x_ptr,  # [num_tokens, hidden_size]
+    y_ptr,  # [num_rows, hidden_size]
+    x_ptr,  # [num_rows, hidden_size]
     weight_ptr,  # [hidden_size]
     bias_ptr,  # [hidden_size] or None
-    stride_y_token,
-    stride_x_token,
+    stride_y_row,
+    stride_x_row,
+    stride_y_group,
+    stride_x_group,
+    group_size,
     hidden_size,
-    num_tokens,
+    num_rows,
     eps,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,  # power of two >= hidden_size
+    PDL: tl.constexpr,
 ):
-    token, h, mask = tile_of_rows(num_tokens, hidden_size, BLOCK_T, BLOCK_H)
+    """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias"""
+    pdl_trigger(PDL)
+    row, h, mask = tile_of_rows(num_rows, hidden_size, BLOCK_T, BLOCK_H)
+    x_row = x_ptr + row_offset(row, stride_x_row, stride_x_group, group_size)
+    y_row = y_ptr + row_offset(row, stride_y_row, stride_y_group, group_size)
+    pdl_wait(PDL)
 
-    x = tl.load(x_ptr + token * stride_x_token + h, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_row + h, mask=mask, other=0.0).to(tl.float32)
     weight = load_weight(weight_ptr, h, hidden_size)
     if bias_ptr is not None:
         bias = load_weight(bias_ptr, h, hidden_size)
@@ -191,7 +219,7 @@ def _layer_norm_kernel(
     if bias_ptr is not None:
         y += bias.to(tl.float32)
 
-    tl.store(y_ptr + token * stride_y_token + h, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_row + h, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel(dynamic=("num_rows", "eps"))
@@ -203,80 +231,32 @@ def _gated_rms_norm_kernel(
     stride_y_row,
     stride_core_row,
     stride_z_row,
+    stride_y_group,
+    stride_core_group,
+    stride_z_group,
+    group_size,
     head_dim,
     num_rows,
     eps,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,  # power of two >= head_dim
+    PDL: tl.constexpr,
 ):
+    """y = core / sqrt(mean(core²) + eps) · weight · silu(z)"""
+    pdl_trigger(PDL)
     row, d, mask = tile_of_rows(num_rows, head_dim, BLOCK_T, BLOCK_H)
+    core_row = core_ptr + row_offset(row, stride_core_row, stride_core_group, group_size)
+    pdl_wait(PDL)
 
-    core = tl.load(core_ptr + row * stride_core_row + d, mask=mask, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + row * stride_z_row + d, mask=mask, other=0.0).to(tl.float32)
+    core = tl.load(core_row + d, mask=mask, other=0.0).to(tl.float32)
+    z_row = z_ptr + row_offset(row, stride_z_row, stride_z_group, group_size)
+    z = tl.load(z_row + d, mask=mask, other=0.0).to(tl.float32)
     weight = load_weight(weight_ptr, d, head_dim).to(tl.float32)
 
     y = core * inverse_rms(core * core, head_dim, eps) * weight * (z * tl.sigmoid(z))
 
-    tl.store(y_ptr + row * stride_y_row + d, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@kernel(dynamic=("num_rows",))
-def _softmax_kernel(
-    y_ptr,  # [num_rows, num_cols]
-    x_ptr,  # [num_rows, num_cols]
-    stride_y_row,
-    stride_x_row,
-    num_cols,
-    num_rows,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,  # power of two >= num_cols
-):
-    row, col, mask = tile_of_rows(num_rows, num_cols, BLOCK_T, BLOCK_H)
-
-    x = tl.load(x_ptr + row * stride_x_row + col, mask=mask, other=float("-inf")).to(tl.float32)
-
-    weights = tl.exp(x - max_of_rows(x))
-    y = weights / sum_of_rows(weights)
-
-    tl.store(y_ptr + row * stride_y_row + col, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def finite_shift(top):
-    """What to subtract before exponentiating: 0 where nothing but -inf was seen yet."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@kernel
-def _softmax_long_kernel(
-    y_ptr,  # [num_rows, num_cols]
-    x_ptr,  # [num_rows, num_cols]
-    stride_y_row,
-    stride_x_row,
-    num_cols,
-    BLOCK_C: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    x_row, y_row = x_ptr + row * stride_x_row, y_ptr + row * stride_y_row
-
-    # Each lane keeps its own maximum and sum, so that the loop needs no exchange between lanes.
-    tops = tl.full([BLOCK_C], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK_C], tl.float32)
-    for first in range(0, num_cols, BLOCK_C):
-        col = first + tl.arange(0, BLOCK_C)
-        x = tl.load(x_row + col, mask=col < num_cols, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(tops, x)
-        shift = finite_shift(higher)
-        sums = sums * tl.exp(tops - shift) + tl.exp(x - shift)
-        tops = higher
-    shift = finite_shift(tl.max(tops, axis=0))
-    total = tl.sum(sums * tl.exp(tops - shift), axis=0)
-
-    for first in range(0, num_cols, BLOCK_C):
-        col = first + tl.arange(0, BLOCK_C)
-        x = tl.load(x_row + col, mask=col < num_cols, other=0.0).to(tl.float32)
-        y = tl.exp(x - shift) / total
-        tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=col < num_cols)
+    y_row = y_ptr + row_offset(row, stride_y_row, stride_y_group, group_size)
+    tl.store(y_row + d, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def row_heuristic(gpu: Gpu, num_rows: int, num_cols: int, operands: int = 1) -> Config:
@@ -364,24 +344,27 @@ softmax_config = tunable_rows("softmax_rows", ("num_rows", "num_cols"))
 
 
 def launch_rms_norm(tunable: Tunable, x: Tensor, weight: Tensor, eps: float, y: Tensor) -> None:
-    """y ← rms_norm(x), whatever y's dtype, for the op that ``tunable`` is of."""
+    """y ← rms_norm(x), in y's dtype, with the launch that ``tunable`` picks."""
     if x.numel() == 0:
         return
-    rows, y_rows = as_rows(tunable.op, "x", x), as_rows(tunable.op, "out", y)
-    num_tokens, hidden_size = rows.shape
-    config = tunable.pick(x.device, num_tokens, hidden_size)
-    _rms_norm_kernel.launch(
-        (cdiv(num_tokens, config["BLOCK_T"]),),
-        y_rows,
-        rows,
-        weight,
-        y_rows.stride(0),
-        rows.stride(0),
-        hidden_size,
-        num_tokens,
-        float(eps),
-        **config,
-    )
+    for y_rows, x_rows in row_views(y, x):
+        num_rows, hidden_size = x_rows.shape[:-1].numel(), x_rows.shape[-1]
+        config = tunable.pick(x.device, num_rows, hidden_size)
+        _rms_norm_kernel.launch(
+            (cdiv(num_rows, config["BLOCK_T"]),),
+            y_ptr=y_rows,
+            x_ptr=x_rows,
+            weight_ptr=weight,
+            stride_y_row=y_rows.stride(-2),
+            stride_x_row=x_rows.stride(-2),
+            stride_y_group=group_stride(y_rows),
+            stride_x_group=group_stride(x_rows),
+            group_size=group_size(x_rows),
+            hidden_size=hidden_size,
+            num_rows=num_rows,
+            eps=float(eps),
+            **config,
+        )
 
 
 @ops.rms_norm.impl("triton")
@@ -398,24 +381,27 @@ def fused_add_rms_norm(
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if x.numel() == 0:
         return y
-    rows, y_rows = as_rows("fused_add_rms_norm", "x", x), as_rows("fused_add_rms_norm", "out", y)
-    residual_rows = as_rows("fused_add_rms_norm", "residual", residual)
-    num_tokens, hidden_size = rows.shape
-    config = fused_add_rms_norm_config.pick(x.device, num_tokens, hidden_size)
-    _fused_add_rms_norm_kernel.launch(
-        (cdiv(num_tokens, config["BLOCK_T"]),),
-        y_rows,
-        residual_rows,
-        rows,
-        weight,
-        y_rows.stride(0),
-        residual_rows.stride(0),
-        rows.stride(0),
-        hidden_size,
-        num_tokens,
-        float(eps),
-        **config,
-    )
+    for y_rows, residual_rows, x_rows in row_views(y, residual, x):
+        num_rows, hidden_size = x_rows.shape[:-1].numel(), x_rows.shape[-1]
+        config = fused_add_rms_norm_config.pick(x.device, num_rows, hidden_size)
+        _fused_add_rms_norm_kernel.launch(
+            (cdiv(num_rows, config["BLOCK_T"]),),
+            y_ptr=y_rows,
+            residual_ptr=residual_rows,
+            x_ptr=x_rows,
+            weight_ptr=weight,
+            stride_y_row=y_rows.stride(-2),
+            stride_residual_row=residual_rows.stride(-2),
+            stride_x_row=x_rows.stride(-2),
+            stride_y_group=group_stride(y_rows),
+            stride_residual_group=group_stride(residual_rows),
+            stride_x_group=group_stride(x_rows),
+            group_size=group_size(x_rows),
+            hidden_size=hidden_size,
+            num_rows=num_rows,
+            eps=float(eps),
+            **config,
+        )
     return y
 
 
@@ -431,22 +417,25 @@ def layer_norm(
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if x.numel() == 0:
         return y
-    rows, y_rows = as_rows("layer_norm", "x", x), as_rows("layer_norm", "out", y)
-    num_tokens, hidden_size = rows.shape
-    config = layer_norm_config.pick(x.device, num_tokens, hidden_size)
-    _layer_norm_kernel.launch(
-        (cdiv(num_tokens, config["BLOCK_T"]),),
-        y_rows,
-        rows,
-        weight,
-        bias,
-        y_rows.stride(0),
-        rows.stride(0),
-        hidden_size,
-        num_tokens,
-        float(eps),
-        **config,
-    )
+    for y_rows, x_rows in row_views(y, x):
+        num_rows, hidden_size = x_rows.shape[:-1].numel(), x_rows.shape[-1]
+        config = layer_norm_config.pick(x.device, num_rows, hidden_size)
+        _layer_norm_kernel.launch(
+            (cdiv(num_rows, config["BLOCK_T"]),),
+            y_ptr=y_rows,
+            x_ptr=x_rows,
+            weight_ptr=weight,
+            bias_ptr=bias,
+            stride_y_row=y_rows.stride(-2),
+            stride_x_row=x_rows.stride(-2),
+            stride_y_group=group_stride(y_rows),
+            stride_x_group=group_stride(x_rows),
+            group_size=group_size(x_rows),
+            hidden_size=hidden_size,
+            num_rows=num_rows,
+            eps=float(eps),
+            **config,
+        )
     return y
 
 
@@ -457,41 +446,25 @@ def gated_rms_norm(
     y = torch.empty_like(core, memory_format=torch.contiguous_format) if out is None else out
     if core.numel() == 0:
         return y
-    rows, y_rows = as_rows("gated_rms_norm", "core", core), as_rows("gated_rms_norm", "out", y)
-    z_rows = as_rows("gated_rms_norm", "z", z)
-    num_rows, head_dim = rows.shape
-    config = gated_rms_norm_config.pick(core.device, num_rows, head_dim)
-    _gated_rms_norm_kernel.launch(
-        (cdiv(num_rows, config["BLOCK_T"]),),
-        y_rows,
-        rows,
-        z_rows,
-        weight,
-        y_rows.stride(0),
-        rows.stride(0),
-        z_rows.stride(0),
-        head_dim,
-        num_rows,
-        float(eps),
-        **config,
-    )
-    return y
-
-
-@ops.softmax_rows.impl("triton")
-def softmax_rows(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    if x.numel() == 0:
-        return y
-    rows, y_rows = as_rows("softmax_rows", "x", x), as_rows("softmax_rows", "out", y)
-    num_rows, num_cols = rows.shape
-    strides = y_rows.stride(0), rows.stride(0)
-    if num_cols <= MAX_SOFTMAX_TILE:
-        config = softmax_config.pick(x.device, num_rows, num_cols)
-        grid = (cdiv(num_rows, config["BLOCK_T"]),)
-        _softmax_kernel.launch(grid, y_rows, rows, *strides, num_cols, num_rows, **config)
-    else:
-        _softmax_long_kernel.launch(
-            (num_rows,), y_rows, rows, *strides, num_cols, BLOCK_C=LONG_BLOCK, num_warps=LONG_WARPS
+    for y_rows, core_rows, z_rows in row_views(y, core, z):
+        num_rows, head_dim = core_rows.shape[:-1].numel(), core_rows.shape[-1]
+        config = gated_rms_norm_config.pick(core.device, num_rows, head_dim)
+        _gated_rms_norm_kernel.launch(
+            (cdiv(num_rows, config["BLOCK_T"]),),
+            y_ptr=y_rows,
+            core_ptr=core_rows,
+            z_ptr=z_rows,
+            weight_ptr=weight,
+            stride_y_row=y_rows.stride(-2),
+            stride_core_row=core_rows.stride(-2),
+            stride_z_row=z_rows.stride(-2),
+            stride_y_group=group_stride(y_rows),
+            stride_core_group=group_stride(core_rows),
+            stride_z_group=group_stride(z_rows),
+            group_size=group_size(core_rows),
+            head_dim=head_dim,
+            num_rows=num_rows,
+            eps=float(eps),
+            **config,
         )
     return y

@@ -1,20 +1,33 @@
-"""Writing into a paged pool: the QKV preparation of ``rope.py``, aimed at the slots of pages."""
+"""Writing into a paged pool: the QKV preparation of :mod:`rope`, aimed at the slots of pages.
+
+A program prepares a tile of :mod:`heads`; what it stores of keys and values goes through
+:mod:`kv_pool`, which knows places, layouts and quantisation.
+"""
 
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import kernel, processors
-from ferrum_triton.kernels.kv_pool import place_tokens, pool_arguments, pool_shapes, store_cached
-from ferrum_triton.kernels.rope import (
-    as_heads,
-    head_blocks,
-    head_group,
+from ferrum_triton.kernels.heads import (
+    Tables,
+    group_of_program,
+    head_tile,
     load_heads,
-    normalize_heads,
-    qkv_tile,
-    rotate_heads,
+    prepare_heads,
     store_heads,
+    vectors_of,
 )
+from ferrum_triton.kernels.jit import kernel, processors
+from ferrum_triton.kernels.kv_pool import (
+    Placement,
+    Pool,
+    place_tokens,
+    placement_arguments,
+    pool_arguments,
+    pool_format,
+    store_cached,
+)
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.rope import as_heads
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops import paged_cache as ops
 from ferrum_triton.ops.kv_pool import token_view
@@ -31,8 +44,8 @@ def _paged_qkv_norm_rope_kernel(
     x_ptr,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
     q_weight_ptr,  # [head_dim] or None
     k_weight_ptr,  # [head_dim] or None
-    cos_ptr,  # [max_positions, HALF]
-    sin_ptr,  # [max_positions, HALF]
+    cos_ptr,  # [max_positions, half]
+    sin_ptr,  # [max_positions, half]
     positions_ptr,  # [num_tokens] or None
     slots_ptr,  # [num_tokens] or None
     block_tables_ptr,  # [num_seqs, max_blocks] or None
@@ -40,20 +53,10 @@ def _paged_qkv_norm_rope_kernel(
     cu_seqlens_q_ptr,  # [num_seqs + 1] or None
     stride_q_token,
     stride_q_head,
-    stride_k_cache_block,
-    stride_k_cache_head,
-    stride_k_cache_slot,
-    stride_k_cache_piece,
-    stride_v_cache_block,
-    stride_v_cache_head,
-    stride_v_cache_slot,
-    stride_v_cache_piece,
-    stride_k_scales_block,
-    stride_k_scales_head,
-    stride_k_scales_slot,
-    stride_v_scales_block,
-    stride_v_scales_head,
-    stride_v_scales_slot,
+    k_cache_strides,  # PoolStrides
+    v_cache_strides,
+    k_scales_strides,  # ScaleStrides
+    v_scales_strides,
     stride_x_token,
     stride_x_head,
     stride_cos_position,
@@ -68,31 +71,19 @@ def _paged_qkv_norm_rope_kernel(
     num_blocks,
     max_positions,
     eps,
-    MODE: tl.constexpr,
-    FORMAT: tl.constexpr,  # of the pool: "" (a float's), "int8" or "fp8"
-    K_PIECE: tl.constexpr,
-    V_PIECE: tl.constexpr,
+    FORMAT: tl.constexpr,  # a PoolFormat
     ONE_SEQUENCE: tl.constexpr,  # every token is of the one sequence, else each of its own
     BLOCK_S: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    HEADS: tl.constexpr,  # a program; divides num_heads and num_kv_heads
-    HALF: tl.constexpr,  # pairs rotated
-    REST: tl.constexpr,  # head_dim - 2 * HALF, passed through
-    BLOCK_HALF: tl.constexpr,  # power of two >= HALF
-    BLOCK_REST: tl.constexpr,  # power of two >= REST, or 0
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    tile, first_head, is_query, is_value = head_group(num_heads, num_kv_heads, HEADS)
-    token = tile.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = (first_head + tl.arange(0, HEADS)).to(tl.int64)
+    """q[t] = rope(norm(x[t, :Hq])), and k and v of token t into its place in the pool."""
+    pdl_trigger(PDL)
+    group = group_of_program(num_heads, num_kv_heads, TILE)
+    token, head, is_query, is_value = group
     in_batch = token < num_tokens
-
-    source = x_ptr + (token * stride_x_token)[:, None] + (head * stride_x_head)[None, :]
-    x0, x1, tail = load_heads(
-        source[:, :, None], in_batch[:, None, None], HALF, REST, BLOCK_HALF, BLOCK_REST, MODE == 3
-    )
-    block, offset, placed, position = place_tokens(
-        token,
-        in_batch,
+    source = vectors_of(x_ptr, token, head, stride_x_token, stride_x_head)
+    placement = Placement(
         slots_ptr,
         block_tables_ptr,
         pos_offsets_ptr,
@@ -102,60 +93,37 @@ def _paged_qkv_norm_rope_kernel(
         num_seqs,
         max_blocks,
         num_blocks,
-        ONE_SEQUENCE,
-        BLOCK_S,
     )
+    tables = Tables(cos_ptr, sin_ptr, stride_cos_position, stride_sin_position, max_positions)
+    pdl_wait(PDL)
 
-    if MODE == 1:
-        if is_query:
-            x0, x1, tail = normalize_heads(
-                x0, x1, tail, q_weight_ptr, eps, HALF, REST, BLOCK_HALF, BLOCK_REST
-            )
-        elif not is_value:
-            x0, x1, tail = normalize_heads(
-                x0, x1, tail, k_weight_ptr, eps, HALF, REST, BLOCK_HALF, BLOCK_REST
-            )
-    if MODE != 0:
-        if not is_value:
-            if positions_ptr is not None:
-                position = tl.load(positions_ptr + token, mask=in_batch, other=-1).to(tl.int64)
-            x0, x1 = rotate_heads(
-                x0,
-                x1,
-                position,
-                cos_ptr,
-                sin_ptr,
-                stride_cos_position,
-                stride_sin_position,
-                max_positions,
-                HALF,
-                BLOCK_HALF,
-            )
+    heads = load_heads(source, in_batch[:, None, None], TILE)
+    places = place_tokens(token, in_batch, placement, ONE_SEQUENCE, BLOCK_S)
+    heads = prepare_heads(
+        heads=heads,
+        group=group,
+        position=places.position,
+        in_batch=in_batch,
+        q_weight_ptr=q_weight_ptr,
+        k_weight_ptr=k_weight_ptr,
+        positions_ptr=positions_ptr,
+        tables=tables,
+        eps=eps,
+        TILE=TILE,
+    )
 
     # Each branch has its own store: of a pointer that comes out of a branch, the compiler does not
     # know the alignment.
     if is_query:
-        out = q_ptr + (token * stride_q_token)[:, None] + (head * stride_q_head)[None, :]
-        store_heads(
-            out[:, :, None], in_batch[:, None, None], x0, x1, tail, 0, 0,
-            HALF, REST, BLOCK_HALF, BLOCK_REST, MODE == 3,
-        )  # fmt: skip
+        out = vectors_of(q_ptr, token, head, stride_q_token, stride_q_head)
+        store_heads(out, in_batch[:, None, None], heads, 0, 0, TILE)
     elif is_value:
-        store_cached(
-            v_cache_ptr, v_scales_ptr, x0, x1, tail,
-            head - num_heads - num_kv_heads, block, offset, placed,
-            stride_v_cache_block, stride_v_cache_head, stride_v_cache_slot, stride_v_cache_piece,
-            stride_v_scales_block, stride_v_scales_head, stride_v_scales_slot,
-            V_PIECE, FORMAT, HALF, REST, BLOCK_HALF, BLOCK_REST, MODE == 3,
-        )  # fmt: skip
+        kv_head = head - num_heads - num_kv_heads
+        pool = Pool(v_cache_ptr, v_scales_ptr, v_cache_strides, v_scales_strides)
+        store_cached(pool, heads, kv_head, places, FORMAT.v_piece, FORMAT, TILE)
     else:
-        store_cached(
-            k_cache_ptr, k_scales_ptr, x0, x1, tail,
-            head - num_heads, block, offset, placed,
-            stride_k_cache_block, stride_k_cache_head, stride_k_cache_slot, stride_k_cache_piece,
-            stride_k_scales_block, stride_k_scales_head, stride_k_scales_slot,
-            K_PIECE, FORMAT, HALF, REST, BLOCK_HALF, BLOCK_REST, MODE == 3,
-        )  # fmt: skip
+        pool = Pool(k_cache_ptr, k_scales_ptr, k_cache_strides, k_scales_strides)
+        store_cached(pool, heads, head - num_heads, places, FORMAT.k_piece, FORMAT, TILE)
 
 
 @kernel(dynamic=("num_tokens", "num_seqs", "max_blocks", "num_blocks"))
@@ -170,20 +138,10 @@ def _kv_cache_append_paged_kernel(
     block_tables_ptr,  # [num_seqs, max_blocks] or None
     pos_offsets_ptr,  # [num_seqs] or None
     cu_seqlens_q_ptr,  # [num_seqs + 1] or None
-    stride_k_cache_block,
-    stride_k_cache_head,
-    stride_k_cache_slot,
-    stride_k_cache_piece,
-    stride_v_cache_block,
-    stride_v_cache_head,
-    stride_v_cache_slot,
-    stride_v_cache_piece,
-    stride_k_scales_block,
-    stride_k_scales_head,
-    stride_k_scales_slot,
-    stride_v_scales_block,
-    stride_v_scales_head,
-    stride_v_scales_slot,
+    k_cache_strides,  # PoolStrides
+    v_cache_strides,
+    k_scales_strides,  # ScaleStrides
+    v_scales_strides,
     stride_k_token,
     stride_k_head,
     stride_v_token,
@@ -195,25 +153,17 @@ def _kv_cache_append_paged_kernel(
     num_seqs,
     max_blocks,
     num_blocks,
-    FORMAT: tl.constexpr,  # of the pool: "" (a float's), "int8" or "fp8"
-    K_PIECE: tl.constexpr,
-    V_PIECE: tl.constexpr,
-    ONE_SEQUENCE: tl.constexpr,
+    FORMAT: tl.constexpr,  # a PoolFormat
+    ONE_SEQUENCE: tl.constexpr,  # every token is of the one sequence, else each of its own
     BLOCK_S: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    HEADS: tl.constexpr,  # a program; divides num_kv_heads
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    tile, first_head, _, is_value = head_group(0, num_kv_heads, HEADS)
-    token = tile.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = (first_head + tl.arange(0, HEADS)).to(tl.int64)
+    """k and v of token t into its place in the pool."""
+    pdl_trigger(PDL)
+    token, head, _, is_value = group_of_program(0, num_kv_heads, TILE)
     in_batch = token < num_tokens
-    block, offset, placed, _ = place_tokens(
-        token,
-        in_batch,
+    placement = Placement(
         slots_ptr,
         block_tables_ptr,
         pos_offsets_ptr,
@@ -223,33 +173,21 @@ def _kv_cache_append_paged_kernel(
         num_seqs,
         max_blocks,
         num_blocks,
-        ONE_SEQUENCE,
-        BLOCK_S,
     )
+    pdl_wait(PDL)
 
+    places = place_tokens(token, in_batch, placement, ONE_SEQUENCE, BLOCK_S)
     if is_value:
         head -= num_kv_heads
-        source = v_ptr + (token * stride_v_token)[:, None] + (head * stride_v_head)[None, :]
-        x0, x1, tail = load_heads(
-            source[:, :, None], in_batch[:, None, None], HALF, REST, BLOCK_HALF, BLOCK_REST, False
-        )
-        store_cached(
-            v_cache_ptr, v_scales_ptr, x0, x1, tail, head, block, offset, placed,
-            stride_v_cache_block, stride_v_cache_head, stride_v_cache_slot, stride_v_cache_piece,
-            stride_v_scales_block, stride_v_scales_head, stride_v_scales_slot,
-            V_PIECE, FORMAT, HALF, REST, BLOCK_HALF, BLOCK_REST, False,
-        )  # fmt: skip
+        source = vectors_of(v_ptr, token, head, stride_v_token, stride_v_head)
+        heads = load_heads(source, in_batch[:, None, None], TILE)
+        pool = Pool(v_cache_ptr, v_scales_ptr, v_cache_strides, v_scales_strides)
+        store_cached(pool, heads, head, places, FORMAT.v_piece, FORMAT, TILE)
     else:
-        source = k_ptr + (token * stride_k_token)[:, None] + (head * stride_k_head)[None, :]
-        x0, x1, tail = load_heads(
-            source[:, :, None], in_batch[:, None, None], HALF, REST, BLOCK_HALF, BLOCK_REST, False
-        )
-        store_cached(
-            k_cache_ptr, k_scales_ptr, x0, x1, tail, head, block, offset, placed,
-            stride_k_cache_block, stride_k_cache_head, stride_k_cache_slot, stride_k_cache_piece,
-            stride_k_scales_block, stride_k_scales_head, stride_k_scales_slot,
-            K_PIECE, FORMAT, HALF, REST, BLOCK_HALF, BLOCK_REST, False,
-        )  # fmt: skip
+        source = vectors_of(k_ptr, token, head, stride_k_token, stride_k_head)
+        heads = load_heads(source, in_batch[:, None, None], TILE)
+        pool = Pool(k_cache_ptr, k_scales_ptr, k_cache_strides, k_scales_strides)
+        store_cached(pool, heads, head, places, FORMAT.k_piece, FORMAT, TILE)
 
 
 @ops.split_qkv_norm_rope_into_paged_cache.impl("triton")
@@ -281,51 +219,35 @@ def split_qkv_norm_rope_into_paged_cache(
     q = qkv.new_empty((num_tokens, num_heads, head_dim)) if out is None else out
     if num_tokens == 0:
         return q
-    k_pool, k_scales, k_strides, k_scale_strides = pool_arguments(k_cache, k_scales, layout)
-    v_pool, v_scales, v_strides, v_scale_strides = pool_arguments(v_cache, v_scales, layout)
-    block_size, sizes, constexprs = pool_shapes(k_cache, layout, block_tables, cu_seqlens_q)
-    block_t, heads, num_warps = qkv_tile(
-        num_tokens, num_heads, num_kv_heads, head_dim, processors(x.device)
+    tile, num_warps = head_tile(
+        num_tokens, num_heads, num_kv_heads, head_dim, cos.shape[1], qk_mode, processors(x.device)
     )
+    q_weight, k_weight = (q_weight, k_weight) if qk_mode == NORM_ROPE else (None, None)
     _paged_qkv_norm_rope_kernel.launch(
-        (cdiv(num_tokens, block_t) * ((num_heads + 2 * num_kv_heads) // heads),),
-        q,
-        k_pool,
-        v_pool,
-        k_scales,
-        v_scales,
-        x,
-        *((q_weight, k_weight) if qk_mode == NORM_ROPE else (None, None)),
-        cos,
-        sin,
-        positions,
-        slots,
-        block_tables,
-        pos_offsets,
-        cu_seqlens_q,
-        q.stride(0),
-        q.stride(1),
-        *k_strides,
-        *v_strides,
-        *k_scale_strides,
-        *v_scale_strides,
-        x.stride(0),
-        x.stride(1),
-        cos.stride(0),
-        sin.stride(0),
-        0 if block_tables is None else block_tables.stride(0),
-        num_heads,
-        num_kv_heads,
-        block_size,
-        num_tokens,
-        *sizes,
-        cos.shape[0],
-        float(eps),
-        MODE=qk_mode,
-        **constexprs,
-        BLOCK_T=block_t,
-        HEADS=heads,
-        **head_blocks(head_dim, cos.shape[1] if qk_mode != COPY else head_dim // 2),
+        (cdiv(num_tokens, tile.tokens) * ((num_heads + 2 * num_kv_heads) // tile.heads),),
+        q_ptr=q,
+        **pool_arguments("k", k_cache, k_scales, layout),
+        **pool_arguments("v", v_cache, v_scales, layout),
+        x_ptr=x,
+        q_weight_ptr=q_weight,
+        k_weight_ptr=k_weight,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        positions_ptr=positions,
+        **placement_arguments(k_cache, layout, slots, block_tables, pos_offsets, cu_seqlens_q),
+        stride_q_token=q.stride(0),
+        stride_q_head=q.stride(1),
+        stride_x_token=x.stride(0),
+        stride_x_head=x.stride(1),
+        stride_cos_position=cos.stride(0),
+        stride_sin_position=sin.stride(0),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        num_tokens=num_tokens,
+        max_positions=cos.shape[0],
+        eps=float(eps),
+        FORMAT=pool_format(k_cache.dtype, layout, k_cache.shape[-1]),
+        TILE=tile,
         num_warps=num_warps,
     )
     return q
@@ -348,40 +270,23 @@ def kv_cache_append_paged(
     num_tokens, num_kv_heads, head_dim = k.shape
     if num_tokens == 0:
         return
-    k_pool, k_scales, k_strides, k_scale_strides = pool_arguments(k_cache, k_scales, layout)
-    v_pool, v_scales, v_strides, v_scale_strides = pool_arguments(v_cache, v_scales, layout)
-    block_size, sizes, constexprs = pool_shapes(k_cache, layout, block_tables, cu_seqlens_q)
-    block_t, heads, num_warps = qkv_tile(
-        num_tokens, 0, num_kv_heads, head_dim, processors(k.device)
+    tile, num_warps = head_tile(
+        num_tokens, 0, num_kv_heads, head_dim, 0, COPY, processors(k.device)
     )
     _kv_cache_append_paged_kernel.launch(
-        (cdiv(num_tokens, block_t) * (2 * num_kv_heads // heads),),
-        k_pool,
-        v_pool,
-        k_scales,
-        v_scales,
-        k,
-        v,
-        slots,
-        block_tables,
-        pos_offsets,
-        cu_seqlens_q,
-        *k_strides,
-        *v_strides,
-        *k_scale_strides,
-        *v_scale_strides,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        0 if block_tables is None else block_tables.stride(0),
-        num_kv_heads,
-        block_size,
-        num_tokens,
-        *sizes,
-        **constexprs,
-        BLOCK_T=block_t,
-        HEADS=heads,
-        **head_blocks(head_dim, head_dim // 2),
+        (cdiv(num_tokens, tile.tokens) * (2 * num_kv_heads // tile.heads),),
+        **pool_arguments("k", k_cache, k_scales, layout),
+        **pool_arguments("v", v_cache, v_scales, layout),
+        k_ptr=k,
+        v_ptr=v,
+        **placement_arguments(k_cache, layout, slots, block_tables, pos_offsets, cu_seqlens_q),
+        stride_k_token=k.stride(0),
+        stride_k_head=k.stride(1),
+        stride_v_token=v.stride(0),
+        stride_v_head=v.stride(1),
+        num_kv_heads=num_kv_heads,
+        num_tokens=num_tokens,
+        FORMAT=pool_format(k_cache.dtype, layout, k_cache.shape[-1]),
+        TILE=tile,
         num_warps=num_warps,
     )

@@ -81,23 +81,33 @@ def compile_launch(launch: Launch, target: Target) -> Resources:
 def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
     """What Triton would compile for a launch: types, constants and alignment of its arguments."""
     kernel = launch.kernel.jit
-    constants = {k: v for k, v in launch.meta.items() if k not in OPTIONS}
+    meta = {k: v for k, v in launch.meta.items() if k not in OPTIONS}
     options = {k: v for k, v in launch.meta.items() if k in OPTIONS}
-    signature, attributes = {}, {}
-    names = [p.name for p in kernel.params if not p.is_constexpr]
-    for i, (name, value) in enumerate(zip(names, launch.args, strict=True)):
-        generic = kernel.params[i].do_not_specialize
-        if value is None or (type(value) is int and value == 1 and not generic):
-            signature[name], constants[name] = "constexpr", value
-            continue
-        signature[name] = mangle_type(value)
-        aligned = isinstance(value, torch.Tensor) or (
-            type(value) is int and value % 16 == 0 and not generic
-        )
-        if aligned:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    signature |= {name: "constexpr" for name in constants if name not in signature}
-    ordered = {p.name: signature[p.name] for p in kernel.params}
     positions = {p.name: i for i, p in enumerate(kernel.params)}
-    constexprs = {(positions[name],): value for name, value in constants.items()}
-    return ASTSource(kernel, ordered, constexprs, attributes), options
+    generic = {p.name for p in kernel.params if p.do_not_specialize}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def type_of(value: Any, path: tuple[int, ...], specialize: bool) -> Any:
+        """The type of an argument; notes whether it is constant, or a multiple of 16."""
+        if isinstance(value, tuple):
+            types = [type_of(part, (*path, i), specialize) for i, part in enumerate(value)]
+            return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
+        is_int = type(value) is int and specialize
+        if value is None or (is_int and value == 1):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor) or (is_int and value % 16 == 0):
+            attributes[path] = [["tt.divisibility", 16]]
+        return mangle_type(value)
+
+    names = [p.name for p in kernel.params if not p.is_constexpr]
+    signature = {
+        name: type_of(value, (positions[name],), name not in generic)
+        for name, value in zip(names, launch.args, strict=True)
+    }
+    for name, value in meta.items():
+        signature[name] = "constexpr"
+        constants[positions[name],] = value
+    ordered = {p.name: signature[p.name] for p in kernel.params}
+    return ASTSource(kernel, ordered, constants, attributes), options

@@ -1,8 +1,7 @@
-"""Choosing tokens: argmax in two steps, penalties by gather and scatter, sampling by bisection.
+"""Choosing tokens: argmax, repetition penalties and uniform numbers. Draws: :mod:`sample_rows`.
 
-No kernel sorts. Sampling looks for the logit where a filter cuts the row by halving the range of
-logits and counting, or weighing, what lies above. Every step moves an end of the range to a logit
-that occurs, so the search ends at one exactly, after reading the row a dozen times or two.
+An argmax program scans a chunk of a row, and a second kernel merges the chunks. Penalties are
+gathered by one kernel and scattered by another, in which a program takes a chunk of a row's list.
 """
 
 import torch
@@ -13,18 +12,16 @@ from torch import Tensor
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import integer, power_of_two, tile_refusal
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops import sampling as ops
 
 LIST_BLOCK, MAX_LIST_CHUNKS = 256, 64
-# 32 bytes of a row a thread, two loads in flight; more and the running sums spill.
-SAMPLE_BYTES, SAMPLE_WARPS = 16384, 16
 UNIFORM_BLOCK = 128
 
 NOTHING = tl.constexpr(-(2**63))  # the key of what must not be chosen
 NO_COLUMN = tl.constexpr(2**31 - 1)
-LARGEST = tl.constexpr(ops.LARGEST)
 
 
 @triton.jit
@@ -66,7 +63,10 @@ def _argmax_chunk_kernel(
     BLOCK_V: tl.constexpr,
     LOOPED: tl.constexpr,  # a chunk is longer than a block
     ONE_CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """The key of the largest logit of a chunk, or its column where a chunk is the row."""
+    pdl_trigger(PDL)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
     # In blocks, so that the compiler sees that addresses are aligned.
     start = tl.program_id(0) % num_chunks * num_blocks * BLOCK_V
@@ -75,6 +75,7 @@ def _argmax_chunk_kernel(
 
     largest = tl.full([BLOCK_V], float("-inf"), tl.float32)
     at = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
+    pdl_wait(PDL)
     if LOOPED:
         end = tl.minimum(start + num_blocks * BLOCK_V, vocab_size)
         for first in tl.range(start, end, BLOCK_V, num_stages=3):
@@ -102,9 +103,13 @@ def _argmax_merge_kernel(
     num_chunks,
     MASKED: tl.constexpr,
     BLOCK_C: tl.constexpr,  # power of two >= num_chunks
+    PDL: tl.constexpr,
 ):
+    """y = the column of the largest key of a row"""
+    pdl_trigger(PDL)
     row = tl.program_id(0)
     chunk = tl.arange(0, BLOCK_C)
+    pdl_wait(PDL)
     keys = tl.load(key_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=NOTHING)
     tl.store(y_ptr + row, index_of_key(tl.max(keys, axis=0), MASKED))
 
@@ -167,14 +172,14 @@ def argmax_rows(logits: Tensor, mask: Tensor | None = None, *, out: Tensor | Non
         result = torch.empty(num_rows * num_chunks, dtype=torch.int64, device=device)
     _argmax_chunk_kernel.launch(
         (num_rows * num_chunks,),
-        result,
-        logits,
-        mask,
-        logits.stride(0),
-        vocab_size,
-        0 if mask is None else mask.shape[0],
-        num_chunks,
-        num_blocks,
+        result_ptr=result,
+        logits_ptr=logits,
+        mask_ptr=mask,
+        stride_logits_row=logits.stride(0),
+        vocab_size=vocab_size,
+        mask_size=0 if mask is None else mask.shape[0],
+        num_chunks=num_chunks,
+        num_blocks=num_blocks,
         BLOCK_V=block,
         LOOPED=num_blocks > 1,
         ONE_CHUNK=num_chunks == 1,
@@ -184,9 +189,9 @@ def argmax_rows(logits: Tensor, mask: Tensor | None = None, *, out: Tensor | Non
         merged = next_power_of_2(num_chunks)
         _argmax_merge_kernel.launch(
             (num_rows,),
-            y,
-            result,
-            num_chunks,
+            y_ptr=y,
+            key_ptr=result,
+            num_chunks=num_chunks,
             MASKED=mask is not None,
             BLOCK_C=merged,
             num_warps=min(max(merged // 128, 1), 4),
@@ -215,9 +220,16 @@ def _penalise_kernel(
     num_listed,
     SCATTER: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """values[i] = penalised logits[row, token_ids[i]]; then, scattering, the other way round.
+
+    A logit x is penalised as x / penalty if it is positive, else as x · penalty.
+    """
+    pdl_trigger(PDL)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
     chunk = tl.program_id(0) % num_chunks
+    pdl_wait(PDL)
     start, end = listed_range(row_offsets_ptr, row, num_listed)
     penalty = tl.load(penalties_ptr + row).to(tl.float32)
     end = tl.where(penalty == 1.0, start, end)
@@ -250,15 +262,15 @@ def repetition_penalty_inplace(
     for scatter in (False, True):
         _penalise_kernel.launch(
             (num_rows * num_chunks,),
-            values,
-            logits,
-            penalties,
-            row_offsets,
-            token_ids,
-            logits.stride(0),
-            vocab_size,
-            num_chunks,
-            num_listed,
+            values_ptr=values,
+            logits_ptr=logits,
+            penalties_ptr=penalties,
+            row_offsets_ptr=row_offsets,
+            token_ids_ptr=token_ids,
+            stride_logits_row=logits.stride(0),
+            vocab_size=vocab_size,
+            num_chunks=num_chunks,
+            num_listed=num_listed,
             SCATTER=scatter,
             BLOCK_L=LIST_BLOCK,
             num_warps=4,
@@ -272,9 +284,13 @@ def _uniform_kernel(
     offsets_ptr,  # [num_rows]
     num_rows,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """y = the top 24 bits of Philox(seed, offset), as a fraction of 2²⁴"""
+    pdl_trigger(PDL)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = row < num_rows
+    pdl_wait(PDL)
     seed = tl.load(seeds_ptr + row, mask=mask, other=0).to(tl.int64)
     offset = tl.load(offsets_ptr + row, mask=mask, other=0).to(tl.int64)
     word = tl.randint(seed, offset).to(tl.uint32, bitcast=True)
@@ -287,204 +303,13 @@ def uniform_rows(seeds: Tensor, offsets: Tensor, *, out: Tensor | None = None) -
     if out is None:
         out = torch.empty(num_rows, dtype=torch.float32, device=seeds.device)
     if num_rows:
-        grid = (cdiv(num_rows, UNIFORM_BLOCK),)
         _uniform_kernel.launch(
-            grid, out, seeds, offsets, num_rows, BLOCK_R=UNIFORM_BLOCK, num_warps=4
+            (cdiv(num_rows, UNIFORM_BLOCK),),
+            y_ptr=out,
+            seeds_ptr=seeds,
+            offsets_ptr=offsets,
+            num_rows=num_rows,
+            BLOCK_R=UNIFORM_BLOCK,
+            num_warps=4,
         )
-    return out
-
-
-@triton.jit
-def choosable(row_ptr, v, vocab_size):
-    """The logits of columns ``v``: -inf for NaN and past the end, +inf as the largest float32."""
-    x = tl.load(row_ptr + v, mask=v < vocab_size, other=float("-inf")).to(tl.float32)
-    return tl.minimum(tl.where(x == x, x, float("-inf")), LARGEST)
-
-
-@triton.jit
-def weight_of(x, top, temperature):
-    """e^((x - top) / temperature), and 0 for -inf at any temperature."""
-    return tl.where(x == float("-inf"), 0.0, tl.exp((x - top) / temperature))
-
-
-@triton.jit
-def cut_of_row(
-    row_ptr,
-    vocab_size,
-    low,  # the least and the largest logit the cut may be, both in the row
-    high,
-    wanted,
-    top,
-    temperature,
-    BY_WEIGHT: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """The largest logit t for which those >= t amount to ``wanted``, and what those > t amount to.
-
-    The amount of a set of logits is their number, or the sum of their weights.
-    """
-    above = tl.full([], 0.0, tl.float32)
-    while low < high:
-        middle = tl.maximum(0.5 * low + 0.5 * high, low)  # low + high may overflow
-        middle = tl.where(middle < high, middle, low)
-        amounts = tl.zeros([BLOCK_V], tl.float32)
-        least_above = tl.full([BLOCK_V], float("inf"), tl.float32)
-        largest_below = tl.full([BLOCK_V], float("-inf"), tl.float32)
-        for first in range(0, vocab_size, BLOCK_V):
-            x = choosable(row_ptr, first + tl.arange(0, BLOCK_V), vocab_size)
-            amount = weight_of(x, top, temperature) if BY_WEIGHT else 1.0
-            greater = x > middle
-            amounts += tl.where(greater, amount, 0.0)
-            least_above = tl.minimum(least_above, tl.where(greater, x, float("inf")))
-            largest_below = tl.maximum(largest_below, tl.where(greater, float("-inf"), x))
-        amount_above = tl.sum(amounts, axis=0)
-        enough = amount_above >= wanted
-        low = tl.where(enough, tl.min(least_above, axis=0), low)
-        high = tl.where(enough, high, tl.max(largest_below, axis=0))
-        above = tl.where(enough, above, amount_above)
-    return high, above
-
-
-@triton.jit
-def kept_weight(
-    row_ptr, vocab_size, threshold, ties, floor, top, temperature, BLOCK_V: tl.constexpr
-):
-    """The sum of the weights kept: above the threshold and ``ties`` equal to it, from floor up."""
-    sums, equals = tl.zeros([BLOCK_V], tl.float32), tl.zeros([BLOCK_V], tl.float32)
-    for first in range(0, vocab_size, BLOCK_V):
-        x = choosable(row_ptr, first + tl.arange(0, BLOCK_V), vocab_size)
-        weight = weight_of(x, top, temperature)
-        sums += tl.where((x > threshold) & (weight >= floor), weight, 0.0)
-        equals += tl.where(x == threshold, 1.0, 0.0)
-    each = weight_of(threshold, top, temperature)
-    each = tl.where(each >= floor, each, 0.0)
-    return tl.sum(sums, axis=0) + tl.minimum(ties, tl.sum(equals, axis=0)) * each
-
-
-@kernel
-def _sample_kernel(
-    y_ptr,  # [num_rows] int32
-    logits_ptr,  # [num_rows, vocab_size]
-    u_ptr,  # [num_rows]
-    temperature_ptr,  # [num_rows], [1] or None, and so are the next three
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    stride_logits_row,
-    stride_temperature,  # 0 for one value, else 1
-    stride_top_k,
-    stride_top_p,
-    stride_min_p,
-    vocab_size,
-    BLOCK_V: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride_logits_row
-    temperature = tl.full([], 1.0, tl.float32)
-    top_k = tl.full([], 0.0, tl.float32)
-    top_p = tl.full([], 1.0, tl.float32)
-    floor = tl.full([], 0.0, tl.float32)
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + row * stride_temperature).to(tl.float32)
-    if top_k_ptr is not None:
-        top_k = tl.load(top_k_ptr + row * stride_top_k).to(tl.float32)
-    if top_p_ptr is not None:
-        top_p = tl.load(top_p_ptr + row * stride_top_p).to(tl.float32)
-    if min_p_ptr is not None:
-        min_p = tl.load(min_p_ptr + row * stride_min_p).to(tl.float32)
-        floor = tl.where(min_p == min_p, tl.minimum(min_p, 1.0), 0.0)
-    greedy = (temperature > 0) == 0  # NaN is greedy
-    temperature = tl.where(greedy, 1.0, temperature)
-    top_k = tl.where(greedy, 1.0, top_k)
-    top_p = tl.where(greedy, 1.0, top_p)
-
-    tops = tl.full([BLOCK_V], float("-inf"), tl.float32)
-    bottoms = tl.full([BLOCK_V], float("inf"), tl.float32)
-    for first in range(0, vocab_size, BLOCK_V):
-        x = choosable(row_ptr, first + tl.arange(0, BLOCK_V), vocab_size)
-        tops = tl.maximum(tops, x)
-        bottoms = tl.minimum(bottoms, tl.where(x == float("-inf"), float("inf"), x))
-    top, bottom = tl.max(tops, axis=0), tl.min(bottoms, axis=0)
-
-    # Kept is what lies above the threshold, and the first ``ties`` columns equal to it.
-    limited = (top_k > 0) & (top_k < vocab_size)
-    searched = limited & (top_k > 1)
-    kth, above = cut_of_row(
-        row_ptr, vocab_size, tl.where(searched, bottom, top), top, top_k, top, temperature,
-        BY_WEIGHT=False, BLOCK_V=BLOCK_V,
-    )  # fmt: skip
-    threshold = tl.where(limited, kth, float("-inf"))
-    ties = tl.where(limited, top_k - above, 0.0)
-    if top_p < 1.0:
-        candidates = kept_weight(
-            row_ptr, vocab_size, threshold, ties, 0.0, top, temperature, BLOCK_V
-        )
-        wanted = top_p * candidates
-        least, above = cut_of_row(
-            row_ptr, vocab_size, tl.maximum(bottom, threshold), top, wanted, top, temperature,
-            BY_WEIGHT=True, BLOCK_V=BLOCK_V,
-        )  # fmt: skip
-        each = weight_of(least, top, temperature)
-        needed = tl.ceil((wanted - above) / each)
-        needed = tl.where(each > 0, tl.maximum(needed, 1.0), vocab_size)
-        # No more than top-k left, which only rounding could exceed.
-        ties = tl.where(least == threshold, tl.minimum(needed, ties), needed)
-        threshold = least
-
-    total = kept_weight(row_ptr, vocab_size, threshold, ties, floor, top, temperature, BLOCK_V)
-    target = tl.load(u_ptr + row).to(tl.float32) * total
-
-    chosen = tl.full([], NO_COLUMN, tl.int32)
-    last = tl.full([], 0, tl.int32)
-    walked = tl.full([], 0.0, tl.float32)
-    equals = tl.full([], 0.0, tl.float32)
-    first = tl.full([], 0, tl.int32)
-    while (first < vocab_size) & (chosen == NO_COLUMN):
-        v = first + tl.arange(0, BLOCK_V)
-        x = choosable(row_ptr, v, vocab_size)
-        weight = weight_of(x, top, temperature)
-        equal = tl.where(x == threshold, 1.0, 0.0)
-        earlier = equals + tl.cumsum(equal, axis=0) - equal
-        kept = (x > threshold) | ((x == threshold) & (earlier < ties))
-        kept = kept & (weight >= floor) & (weight > 0)
-        weight = tl.where(kept, weight, 0.0)
-        hit = kept & (walked + tl.cumsum(weight, axis=0) > target)
-        chosen = tl.min(tl.where(hit, v, NO_COLUMN), axis=0)
-        last = tl.maximum(last, tl.max(tl.where(kept, v, 0), axis=0))
-        walked += tl.sum(weight, axis=0)
-        equals += tl.sum(equal, axis=0)
-        first += BLOCK_V
-    # Rounding may leave the target just past the sum.
-    tl.store(y_ptr + row, tl.where(chosen == NO_COLUMN, last, chosen))
-
-
-@ops.sample_rows.impl("triton")
-def sample_rows(
-    logits: Tensor,
-    u: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    num_rows, vocab_size = logits.shape
-    if out is None:
-        out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    if num_rows == 0:
-        return out
-    filters = (temperature, top_k, top_p, min_p)
-    _sample_kernel.launch(
-        (num_rows,),
-        out,
-        logits,
-        u,
-        *filters,
-        logits.stride(0),
-        *(int(f is not None and f.shape[0] > 1) for f in filters),
-        vocab_size,
-        BLOCK_V=SAMPLE_BYTES // logits.element_size(),
-        num_warps=SAMPLE_WARPS,
-    )
     return out

@@ -20,6 +20,7 @@ import triton
 
 from ferrum_triton.kernels import tables
 from ferrum_triton.kernels.gpu import Gpu, gpu_of
+from ferrum_triton.kernels.jit import forget_replays
 from ferrum_triton.kernels.parameters import OPTIONS, Config, Dim, Parameter, gpu_refusal, one_of
 from ferrum_triton.kernels.tables import BadTable, Row, quoted
 
@@ -216,20 +217,22 @@ class Tunable:
     def forced(self, config: Config) -> Iterator[None]:
         """Use ``config`` for every shape inside the block: how candidates are timed."""
         before, self._forced = self._forced, config
-        self._forget_picks()
+        self._choose_anew()
         try:
             yield
         finally:
             self._forced = before
-            self._forget_picks()
+            self._choose_anew()
 
     def forget(self) -> None:
         """Choose anew, from the tables as they are now."""
         self._tables.clear()
-        self._forget_picks()
+        self._choose_anew()
 
-    def _forget_picks(self) -> None:
+    def _choose_anew(self) -> None:
+        """Forget what was chosen, and the plans and calls whose launches were chosen so."""
         self._picked.clear()
+        forget_replays()
         for forget in _made_of_picks:
             forget()
 
@@ -249,7 +252,7 @@ class Tunable:
 def record_picks() -> Iterator[list[Pick]]:
     """Collect the choices made inside the block, each shape's once."""
     for tunable in TUNABLES.values():
-        tunable._forget_picks()
+        tunable._choose_anew()
     picks: list[Pick] = []
     token = _picks.set(picks)
     try:

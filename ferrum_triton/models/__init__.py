@@ -12,10 +12,10 @@ from ferrum_triton.files.json_file import read_json
 from ferrum_triton.files.safetensors import open_safetensors
 from ferrum_triton.files.tokenizer import Tokenizer
 from ferrum_triton.models.config import LlamaConfig
-from ferrum_triton.models.llama import Cache, Llama
+from ferrum_triton.models.llama import Llama
 from ferrum_triton.models.weights import GgufSource, HfSource, Progress, load_weights
 
-__all__ = ["Cache", "Llama", "LlamaConfig", "load_model", "load_tokenizer"]
+__all__ = ["Llama", "LlamaConfig", "load_model", "load_tokenizer"]
 
 
 def load_model(
@@ -28,9 +28,9 @@ def load_model(
 
     Args:
         path: the file or directory.
-        backend: where the model will run.
-        dtype: of activations and cache, and of weights that are not kept packed.
-        progress: called with tensors loaded and tensors there are.
+        backend: the backend the model will run on.
+        dtype: the dtype of activations and cache, and of weights that are not kept packed.
+        progress: a function called with the numbers of tensors loaded and to load.
 
     Raises:
         FileError: the file is malformed, or of a model this package cannot run.

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from ferrum_triton.backends import Backend
-from ferrum_triton.ops.quant_fused import FEW
+from ferrum_triton.ops.quant_fused import MAX_ROWS
 from ferrum_triton.quant import FusedTensor, QuantizedTensor
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
@@ -32,7 +32,7 @@ def matmul(
         [m, n] in x's dtype, which is also a dense W's.
     """
     if isinstance(weight, FusedTensor):
-        packed = _in_planes(weight.parts) if x.shape[0] <= FEW else ()
+        packed = _in_planes(weight.parts) if x.shape[0] <= MAX_ROWS else ()
         if len(packed) in (2, 3):
             q, *between, v = packed
             k_blocks, k_kind = (between[0].blocks, between[0].kind) if between else (None, "")
@@ -59,7 +59,7 @@ def apply(backend: Backend, x: Tensor, linear: Linear) -> Tensor:
 def gated(backend: Backend, x: Tensor, linear: Linear) -> Tensor:
     """silu(gate) · up, [m, n / 2], which are the halves of x Wᵀ + bias."""
     weight = linear.weight
-    if linear.bias is None and x.shape[0] <= FEW:
+    if linear.bias is None and x.shape[0] <= MAX_ROWS:
         packed = _in_planes(weight.parts) if isinstance(weight, FusedTensor) else ()
         if len(packed) == 2 and packed[0].shape == packed[1].shape:
             gate, up = packed

@@ -17,34 +17,21 @@ from ferrum_triton.models.rope import rope_tables
 from ferrum_triton.models.weights import LayerWeights, LlamaWeights
 from ferrum_triton.ops.rope import NORM_ROPE, ROPE, ROPE_INTERLEAVED
 from ferrum_triton.quant import QuantizedTensor
+from ferrum_triton.runtime.kv_cache import KvCache
+from ferrum_triton.types import KvDtypeKind
 
-
-class Cache:
-    """Keys and values of one sequence, contiguous and head-major, for every layer.
-
-    Attributes:
-        k, v: per layer, [num_kv_heads, capacity, head_dim].
-        length: positions filled.
-    """
-
-    def __init__(
-        self, config: LlamaConfig, capacity: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (config.num_kv_heads, capacity, config.head_dim)
-        layers = range(config.num_layers)
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
-        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
-        self.capacity, self.length = capacity, 0
+# Attention over a contiguous cache reads keys and values of the activations' dtype.
+_CACHE_KINDS = {kind.dtype: kind for kind in KvDtypeKind if not kind.quantised}
 
 
 class Llama:
     """A model ready to run.
 
     Args:
-        config: its hyperparameters.
-        weights: its weights, on the backend's device.
-        backend: where it runs.
-        dtype: of the activations and the cache.
+        config: the model's hyperparameters.
+        weights: the model's weights, on the backend's device.
+        backend: the backend it runs on.
+        dtype: the dtype of the activations and the cache.
     """
 
     def __init__(
@@ -57,7 +44,7 @@ class Llama:
         else:
             self.qk_mode = ROPE_INTERLEAVED if config.rope.interleaved else ROPE
 
-    def new_cache(self, capacity: int) -> Cache:
+    def new_cache(self, capacity: int) -> KvCache:
         """An empty cache for ``capacity`` positions, at most the model's context length."""
         if not 1 <= capacity <= self.config.max_positions:
             raise InputError(
@@ -69,7 +56,14 @@ class Llama:
             )
         if capacity > len(self.cos):
             self.cos, self.sin = self._rope_tables(capacity)
-        return Cache(self.config, capacity, self.dtype, self.backend.device)
+        return KvCache(
+            num_layers=self.config.num_layers,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            capacity=capacity,
+            kind=_CACHE_KINDS[self.dtype],
+            device=self.backend.device,
+        )
 
     def _rope_tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """Only as long as the caches need: a context of a million positions takes a gigabyte."""
@@ -77,13 +71,13 @@ class Llama:
         return tables[0].to(self.backend.device), tables[1].to(self.backend.device)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, cache: Cache, *, all_logits: bool = False) -> Tensor:
+    def forward(self, ids: Tensor, cache: KvCache, *, all_logits: bool = False) -> Tensor:
         """Append tokens to the sequence in ``cache`` and predict what follows.
 
         Args:
             ids: [num_tokens] int32 or int64 on the backend's device.
-            cache: of this model; its length grows by num_tokens.
-            all_logits: predict after every new token, not just the last.
+            cache: a cache of this model; its length grows by num_tokens.
+            all_logits: whether to predict after every new token, not just the last.
 
         Returns:
             Logits [1, vocab_size], or [num_tokens, vocab_size] for all.
@@ -110,7 +104,7 @@ class Llama:
             residual = residual[-1:] if newest else residual
             h = backend.fused_add_rms_norm(residual, x, layer.mlp_norm, eps)
             x = self._mlp(h, layer)
-        cache.length += num_tokens
+        cache.set_len(cache.length + num_tokens)
 
         h = backend.fused_add_rms_norm(residual, x, self.weights.final_norm, eps)
         return self._head(h)

@@ -9,7 +9,6 @@ FAMILIES = (
     "embedding",
     "linear",
     "quant",
-    "quant_int8",
     "quant_fused",
     "kv_cache",
     "rope",

@@ -91,6 +91,7 @@ def _(table, ids):
             "bf16/h4096/m1",
             torch.bfloat16,
             {"num_tokens": 1, "vocab_size": 128256, "hidden_size": 4096},
+            graph=False,
         )
     ],
 )

@@ -11,9 +11,15 @@ from ferrum_triton.registry import Case, op
     tensors={"a": "T[m, k]", "b": "T[n, k]"},
     axes={"m": (0, 1, 5), "n": (1, 7, 64), "k": (1, 33, 128), "wide": (False, True)},
     bench=[
-        Case(f"bf16/n4096k4096/m{m}", torch.bfloat16, {"m": m, "n": 4096, "k": 4096})
-        for m in (1, 4096)
+        Case(f"bf16/n{n}k{k}/m{m}", torch.bfloat16, {"m": m, "n": n, "k": k})
+        for n, k, tokens in (
+            (4096, 4096, (1, 4, 8, 4096)),
+            (6144, 4096, (1, 4, 8)),
+            (4096, 12288, (1, 4, 8)),
+        )
+        for m in tokens
     ],
+    after_norm="a",
 )
 def gemm(a: Tensor, b: Tensor, wide: bool = False) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · b[n, k]: activations by a weight stored [out_features, in_features].

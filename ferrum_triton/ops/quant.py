@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.quant import FORMATS, dequantize_rows, quantize_rows
-from ferrum_triton.quant.kinds import KINDS, file_kind, format_of, take_rows
+from ferrum_triton.quant.kinds import KINDS, file_kind, format_of, is_kind, take_rows
 from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.registry import Case, Op, op
 
@@ -23,6 +23,15 @@ SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
 OTHER_SHAPES = [(n, k) for n in (1024, 2560, 29568) for k in (3584, 5120, 8192)] + [
     (n, 4096) for n in (6144, 8192, 14336)
 ]
+# Products of an MLP in Qwen3-8B, Qwen3-32B and Llama-3-70B, up and down, and of attention.
+MODEL_SHAPES = (
+    (5120, 5120),
+    (12288, 4096),
+    (4096, 12288),
+    (25600, 5120),
+    (5120, 25600),
+    (8192, 28672),
+)
 
 
 def case_name(kind: str) -> str:
@@ -48,7 +57,7 @@ def pack_sample(make, kind: str, num_rows: int, num_blocks: int) -> Tensor:
 def check_kind(
     op: Op, blocks: Tensor, kind: str, blocks_name: str = "blocks", kind_name: str = "kind"
 ) -> None:
-    if kind not in KINDS:
+    if not is_kind(kind):
         op.reject(kind_name, repr(kind), ", ".join(KINDS))
     fmt = format_of(kind)
     if not fmt.is_row(blocks.shape[-1]):
@@ -196,7 +205,13 @@ def wide_product(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     },
     bench=[product_case(kind, 1, n, k) for kind in PLANE_FORMATS for n, k in SHAPES]
     + [product_case("Q4_K:planes", 1, n, k) for n, k in OTHER_SHAPES]
-    + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (1, 4)],
+    + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (1, 4)]
+    + [
+        product_case(f"{kind}:planes", m, n, k)
+        for n, k in MODEL_SHAPES
+        for kind, m in (("Q4_K", 1), ("Q6_K", 1), ("Q4_K", 2), ("Q4_K", 5))
+    ],
+    after_norm="a",
 )
 def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for few rows of a, where reading W takes the time.
@@ -242,9 +257,15 @@ def _(make, kind, m, n, num_blocks):
         "n": (1, 5, 70),
         "num_blocks": (1, 2, 5),
     },
-    bench=[product_case("Q4_K:planes", m, 28672, 4096) for m in (2, 4, 8, 16, 32, 64, 256, 4096)]
+    bench=[
+        product_case("Q4_K:planes", m, 28672, 4096)
+        for m in (2, 3, 4, 8, 16, 32, 64, 128, 256, 4096)
+    ]
+    + [product_case("Q4_K:planes", m, 4096, 14336) for m in (4, 8, 16, 32, 64, 128, 256)]
+    + [product_case(kind, 2, 4096, 14336) for kind in PLANE_FORMATS]
     + [product_case("Q6_K:planes", m, 28672, 4096) for m in (8, 64, 4096)]
     + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)],
+    after_norm="a",
 )
 def gemm_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for any number of rows of a.
@@ -304,6 +325,7 @@ def _ended_case(m: int, k: int) -> Case:
         "ends": ("both", "bias", "residual", "none"),
     },
     bench=[_ended_case(m, k) for m in (1, 4, 16) for k in (4096, 14336)],
+    after_norm="a",
 )
 def linear_quant(
     a: Tensor,

@@ -11,19 +11,24 @@ from torch import Tensor
 from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.ops.quant import (
     case_name,
-    check_few,
     check_product,
     pack_sample,
     wide_product,
 )
 from ferrum_triton.quant.kinds import KINDS, format_of
-from ferrum_triton.registry import Case, op
+from ferrum_triton.registry import Case, Op, op
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-# Rows of a up to which rows in planes are multiplied in one launch.
-FEW = 2
+# Rows of a that the ops take: more fill the tensor cores by one matrix at a time.
+MAX_ROWS = 64
 
 SIZES = {"m": (0, 1, 2, 3, 8), "num_blocks": (1, 3)}
+
+
+def _check_rows(op: Op, a: Tensor) -> None:
+    if a.shape[0] > MAX_ROWS:
+        advice = "Call gemm_quant for each matrix."
+        op.reject("a", f"of shape {list(a.shape)}", f"at most {MAX_ROWS} rows", advice)
 
 
 def _case(kinds: tuple[str, ...], shape: str, m: int, axes: dict[str, Any]) -> Case:
@@ -57,6 +62,7 @@ def _gate_up_case(gate: str, up: str, m: int) -> Case:
         _gate_up_case("Q3_K:planes", "Q5_K:planes", 2),
         _gate_up_case("Q8_0:planes", "Q8_0:planes", 1),
     ],
+    after_norm="a",
 )
 def gemv_quant_gate_up_silu(
     a: Tensor,
@@ -66,13 +72,13 @@ def gemv_quant_gate_up_silu(
     up_kind: str,
     activation: str = "silu",
 ) -> Tensor:
-    """y = silu(a · Gᵀ) · (a · Uᵀ) for few rows of a.
+    """y = silu(a · Gᵀ) · (a · Uᵀ) for up to 64 rows of a.
 
-    Both products are those of :func:`gemv_quant`, in float32 until the one rounding at the end. Up
-    to 2 rows by weights in planes are one launch.
+    Both products are those of :func:`gemv_quant`, in float32 until the one rounding at the end. By
+    weights in planes they are one launch, if more than 8 rows meet one format.
 
     Args:
-        a: [m, K] with m <= 8, finite.
+        a: [m, K] with m <= 64, finite.
         gate_blocks: uint8 [n, row_bytes], G's packed rows.
         up_blocks: uint8 [n, row_bytes], U's, of a format that may be another.
         gate_kind, up_kind: the formats.
@@ -93,7 +99,7 @@ def _(a, gate_blocks, up_blocks, gate_kind, up_kind, activation):
     this = gemv_quant_gate_up_silu
     check_product(this, a, gate_blocks, gate_kind, "gate_")
     check_product(this, a, up_blocks, up_kind, "up_")
-    check_few(this, a)
+    _check_rows(this, a)
     if activation not in ACTIVATIONS:
         this.reject("activation", repr(activation), ", ".join(ACTIVATIONS))
 
@@ -146,6 +152,7 @@ def _qkv_case(q: str, k: str | None, v: str, m: int) -> Case:
         _qkv_case("Q4_K:planes", "Q5_K:planes", "Q6_K:planes", 1),
         _qkv_case("Q3_K:planes", "Q2_K:planes", "Q5_K:planes", 2),
     ],
+    after_norm="a",
 )
 def gemv_quant_qkv(
     a: Tensor,
@@ -156,12 +163,13 @@ def gemv_quant_qkv(
     k_kind: str,
     v_kind: str,
 ) -> Tensor:
-    """y = a · [Q; K; V]ᵀ for few rows of a and three matrices over one K, of any formats.
+    """y = a · [Q; K; V]ᵀ for up to 64 rows of a and three matrices over one K, of any formats.
 
-    The products are those of :func:`gemv_quant`. Up to 2 rows by weights in planes are one launch.
+    The products are those of :func:`gemv_quant`. By weights in planes they are one launch, if
+    more than 8 rows meet one format.
 
     Args:
-        a: [m, K] with m <= 8, finite.
+        a: [m, K] with m <= 64, finite.
         q_blocks: uint8 [nq, row_bytes], packed rows.
         k_blocks: uint8 [nk, row_bytes], or None for two matrices: rows of one format lie in one.
         v_blocks: uint8 [nv, row_bytes].
@@ -181,7 +189,7 @@ def _(a, q_blocks, k_blocks, v_blocks, q_kind, k_kind, v_kind):
     if k_blocks is not None:
         check_product(gemv_quant_qkv, a, k_blocks, k_kind, "k_")
     check_product(gemv_quant_qkv, a, v_blocks, v_kind, "v_")
-    check_few(gemv_quant_qkv, a)
+    _check_rows(gemv_quant_qkv, a)
 
 
 @gemv_quant_qkv.sample

@@ -6,7 +6,6 @@ ggml's encoders search for a smaller mean error instead.
 """
 
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -34,7 +33,7 @@ def quantize_blocks(weights: Tensor, fmt: BlockFormat) -> Tensor:
     num_blocks = weights.shape[-1] // fmt.block_size
     x = weights.float().unflatten(-1, (num_blocks, fmt.block_size))
     blocks = x.new_zeros((*x.shape[:-1], fmt.block_bytes), dtype=torch.uint8)
-    _ENCODERS[fmt.name](blocks, x, fmt)
+    _encoder_of(fmt)(blocks, x, fmt)
     return blocks.reshape(*weights.shape[:-1], row_bytes)
 
 
@@ -95,9 +94,16 @@ def _encode_sub_ranges(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
     fmt.q.write(blocks, q.round().clamp(0, fmt.q.largest).flatten(-2))
 
 
-def _encode_sub_blocks(blocks: Tensor, x: Tensor, fmt: BlockFormat, level: int) -> None:
-    """The weight of largest magnitude in each sub-block becomes ``level``, whatever its sign."""
+def _encode_sub_blocks(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
+    """The weight of largest magnitude in each sub-block becomes one level, whatever its sign.
+
+    The lowest level, which is beyond the highest. Of many levels the highest: clipping what is
+    opposite to the largest would cost more than a level gains.
+    """
     assert fmt.scales
+    level = fmt.q.largest if fmt.bits >= 6 else fmt.q.smallest
+    if fmt.values:
+        level = min(fmt.values)
     sub = x.unflatten(-1, (len(fmt.scales), -1))
     steps = (_extreme(sub) / level).squeeze(-1)
     fmt.d.write(blocks, steps.abs().amax(dim=-1, keepdim=True) / fmt.scales.largest)
@@ -107,8 +113,8 @@ def _encode_sub_blocks(blocks: Tensor, x: Tensor, fmt: BlockFormat, level: int) 
     fmt.q.write(blocks, _nearest(sub * _inverse((d * scales)[..., None]), fmt).flatten(-2))
 
 
-def _encode_iq4_nl(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
-    """The weight of largest magnitude becomes the lowest level, -127."""
+def _encode_levels(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
+    """IQ4_NL: the weight of largest magnitude becomes the lowest level, -127."""
     assert fmt.values
     fmt.d.write(blocks, _extreme(x) / fmt.values[0])
     fmt.q.write(blocks, _nearest(x * _inverse(fmt.d.read(blocks)), fmt))
@@ -142,18 +148,16 @@ def _encode_mxfp4(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
     fmt.q.write(blocks, torch.where((x < 0) & (code > 0), code + 8, code))
 
 
-_ENCODERS: dict[str, Callable[[Tensor, Tensor, BlockFormat], None]] = {
-    "Q4_0": _encode_even,
-    "Q4_1": _encode_range,
-    "Q5_0": _encode_even,
-    "Q5_1": _encode_range,
-    "Q8_0": _encode_q8_0,
-    "Q2_K": _encode_sub_ranges,
-    "Q3_K": partial(_encode_sub_blocks, level=-4),
-    "Q4_K": _encode_sub_ranges,
-    "Q5_K": _encode_sub_ranges,
-    "Q6_K": partial(_encode_sub_blocks, level=31),
-    "IQ4_NL": _encode_iq4_nl,
-    "IQ4_XS": partial(_encode_sub_blocks, level=-127),
-    "MXFP4": _encode_mxfp4,
-}
+def _encoder_of(fmt: BlockFormat) -> Callable[[Tensor, Tensor, BlockFormat], None]:
+    """The encoder that a description asks for."""
+    if fmt.is_exponent:
+        return _encode_mxfp4
+    if fmt.mins:
+        return _encode_sub_ranges
+    if fmt.scales:
+        return _encode_sub_blocks
+    if fmt.m:
+        return _encode_range
+    if fmt.values:
+        return _encode_levels
+    return _encode_q8_0 if fmt.signed else _encode_even

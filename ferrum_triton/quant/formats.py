@@ -3,11 +3,17 @@
 A weight row of K values is K / block_size blocks back to back, each holding its own scales; bytes
 are little-endian and scales are fp16 unless said. Names and layouts are ggml's
 (``ggml-common.h``); the order of the float32 operations is that of its reference dequantisers, so
-that every implementation gives the same bits. A format is one entry of :data:`FORMATS`, the name of
-its encoder in :mod:`ferrum_triton.quant.encode`, and its tile and decoder among the kernels.
+that every implementation gives the same bits.
+
+A format is one :class:`BlockFormat`, an entry of :data:`FORMATS`. All else follows from it: this
+module's decoder, the repacked layout (:mod:`ferrum_triton.quant.planes`) and what the kernels know
+of the format, which take the description itself as a constant.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +24,15 @@ from ferrum_triton.quant.layout import Half, HalvedExponent, Integers, Run, Scal
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """One block format: weight i, in sub-block j of as many as there are ``scales``, is
+    """The description of one block format. Weight i, in sub-block j, is
 
         w[i] = (d · scales[j]) · q[i] - m · mins[j]
 
     without the factors and terms the format has not; a format with ``m`` and no mins adds m. Where
     there are ``values``, values[q[i]] takes q[i]'s place.
+
+    Kernels take a description as a constant, and Triton's cache keys hold its text. So a kernel
+    compiled for one description never serves another of the same name.
 
     Attributes:
         name: ggml's name, e.g. ``"Q4_K"``.
@@ -35,7 +44,7 @@ class BlockFormat:
         m: minimum, or scale of the minimums.
         scales: integers that scale the sub-blocks, of equal size.
         mins: integers that scale ``m`` for each sub-block.
-        values: what a ``q`` stands for where that is not its own value.
+        values: codebook, up to 16 integers of 8 bits that the integers q are indices of.
     """
 
     name: str
@@ -48,6 +57,80 @@ class BlockFormat:
     scales: Integers | None = None
     mins: Integers | None = None
     values: tuple[int, ...] | None = None
+
+    def __hash__(self) -> int:
+        """The name's hash: launches look kernels up by it, and a string remembers its own."""
+        return hash(self.name)
+
+    @property
+    def low_bits(self) -> int:
+        """Low bits of an integer, that lie together: 2, 4 or 8."""
+        return self.q.low[0].bits
+
+    @property
+    def high_bits(self) -> int:
+        """Bits of an integer that lie apart from the low ones: 0, 1 or 2."""
+        return self.q.high.bits if self.q.high else 0
+
+    @property
+    def bits(self) -> int:
+        """Bits of an integer."""
+        return self.low_bits + self.high_bits
+
+    @property
+    def offset(self) -> int:
+        """What is taken from every stored integer."""
+        return self.q.offset
+
+    @property
+    def signed(self) -> bool:
+        """Whether integers are bytes in two's complement."""
+        return self.q.signed
+
+    @property
+    def bias(self) -> int:
+        """What makes the smallest value of the codebook 0."""
+        return -min(self.values) if self.values else 0
+
+    @property
+    def has_minimum(self) -> bool:
+        """Whether a block has m beside d."""
+        return self.m is not None
+
+    @property
+    def is_exponent(self) -> bool:
+        """Whether d is a power of two, stored as a byte."""
+        return isinstance(self.d, HalvedExponent)
+
+    @property
+    def sub_size(self) -> int:
+        """Weights that share a scale: those of a sub-block, or of a block without sub-blocks."""
+        return self.block_size // len(self.scales) if self.scales else self.block_size
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether each half of a group of 32 weights has a scale of its own."""
+        return self.sub_size == 16
+
+    @property
+    def scale_code(self) -> str:
+        """How the sub-blocks' integers lie in the repacked layout.
+
+        * ``""``: there are none.
+        * ``"pair"``: a scale and a minimum, a byte each.
+        * ``"nibbles"``: a scale and a minimum of four bits in a byte, the scale lower.
+        * ``"byte"``: a scale for each 16 weights, as a signed byte.
+        * ``"byte32"``: the same for each 32.
+        * ``"power"``: d itself, the byte of a power of two, for each 32.
+        * ``"packed"``: a scale of four low bits, two in a byte, and two high bits, four in a byte.
+        """
+        if self.scales is None:
+            return "power" if self.is_exponent else ""
+        if self.mins is not None:
+            return "nibbles" if self.scales.bits == self.mins.bits == 4 else "pair"
+        if not self.has_halves:
+            return "byte32"
+        return "packed" if self.scales.bits == 6 else "byte"
 
     def row_bytes(self, num_weights: int) -> int:
         """Bytes of a row of ``num_weights`` weights, a multiple of the block size."""
@@ -275,4 +358,16 @@ _ALL = (
     ),
 )
 
-FORMATS: dict[str, BlockFormat] = {fmt.name: fmt for fmt in _ALL}
+
+class Formats(dict[str, BlockFormat]):
+    """Descriptions by name."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Formats:
+        """Itself: Triton copies what its functions refer to, and refuses what changed since.
+
+        A format that is added changes nothing about a kernel of another one.
+        """
+        return self
+
+
+FORMATS = Formats({fmt.name: fmt for fmt in _ALL})

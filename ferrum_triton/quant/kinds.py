@@ -17,6 +17,11 @@ from ferrum_triton.quant.planes import take_rows as take_rows_of_planes
 KINDS = (*PLANE_FORMATS, *FORMATS)
 
 
+def is_kind(kind: str) -> bool:
+    """Whether ``kind`` names a format, one that was added since :data:`KINDS` was made too."""
+    return kind in FORMATS or kind in PLANE_FORMATS
+
+
 def format_of(kind: str) -> BlockFormat | PlaneFormat:
     """The format that ``kind``, one of :data:`KINDS`, names."""
     return FORMATS[kind] if kind in FORMATS else PLANE_FORMATS[kind]

@@ -78,33 +78,45 @@ class Integers:
         return sum(map(len, self.low))
 
     @property
+    def bits(self) -> int:
+        """Bits of an integer as it is stored."""
+        return self.low[0].bits + (self.high.bits if self.high else 0)
+
+    @property
     def largest(self) -> int:
         """The largest there is."""
-        bits = self.low[0].bits + (self.high.bits if self.high else 0)
-        return (1 << bits - self.signed) - 1 - self.offset
+        return (1 << self.bits - self.signed) - 1 - self.offset
 
     @property
     def smallest(self) -> int:
         return -self.largest - 1 if self.signed else -self.offset
 
+    def codes(self, blocks: Tensor) -> Tensor:
+        """The integers as they are stored: uint8 [..., block_bytes] -> uint8 [..., len(self)]."""
+        parts = [run.read(blocks) for run in self.low]
+        codes = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if self.high is not None:
+            codes = codes | self.high.read(blocks) << self.low[0].bits
+        return codes
+
     def read(self, blocks: Tensor) -> Tensor:
         """uint8 [..., block_bytes] -> int8 [..., len(self)], uint8 if none can be negative."""
-        parts = [run.read(blocks) for run in self.low]
-        values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        if self.high is not None:
-            values = values | self.high.read(blocks) << self.low[0].bits
+        codes = self.codes(blocks)
         if self.signed:
-            return values.view(torch.int8)
-        return values.view(torch.int8) - self.offset if self.offset else values
+            return codes.view(torch.int8)
+        return codes.view(torch.int8) - self.offset if self.offset else codes
 
-    def write(self, blocks: Tensor, values: Tensor) -> None:
-        """Store whole numbers from ``smallest`` to ``largest``, of any dtype."""
-        codes = (values + self.offset).to(torch.int16).to(torch.uint8)
+    def write_codes(self, blocks: Tensor, codes: Tensor) -> None:
+        """Set the runs' bits, which are 0, from uint8 [..., len(self)]."""
         parts = codes.split([len(run) for run in self.low], -1)
         for run, part in zip(self.low, parts, strict=True):
             run.write(blocks, part)
         if self.high is not None:
             self.high.write(blocks, codes >> self.low[0].bits)
+
+    def write(self, blocks: Tensor, values: Tensor) -> None:
+        """Store whole numbers from ``smallest`` to ``largest``, of any dtype."""
+        self.write_codes(blocks, (values + self.offset).to(torch.int16).to(torch.uint8))
 
 
 class Scale(Protocol):

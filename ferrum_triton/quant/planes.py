@@ -9,8 +9,11 @@ after the other. A plane has a row for each row of the matrix, K in its own orde
   4p + b, p = 0, 1, ..., the first lowest. So a shift and a mask give four neighbours as bytes.
 * ``s``: sub-scales as bytes. Q4_K, Q5_K: scale and minimum of each 32 weights, unpacked from six
   bits. Q6_K: one int8 for each 16. Q2_K: the file's byte for each 16. Q3_K: the low nibbles of two
-  sub-blocks in a byte, the first lower, and their upper two bits in ``t``, four in a byte.
-* ``d``: fp16 for each block, or two fp16 (d below, minimum above) where there are two.
+  sub-blocks in a byte, the first lower, and their upper two bits in ``t``, four in a byte. IQ4_XS:
+  one int8 for each 32. MXFP4: the exponent of each 32.
+* ``d``: fp16 for each block, or two fp16 (d below, minimum above) where there are two. MXFP4: the
+  largest exponent of each 256 weights, of blocks that are not all 0. It repeats what ``s`` says:
+  products in float16 take the others relative to it.
 
 Rows of planes are filled up to multiples of 16 bytes with zeros. The whole is uint8 [rows,
 row_bytes], contiguous; it has as many bytes a row as that, but its own rows mean nothing, so that
@@ -23,15 +26,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
-from ferrum_triton.quant.layout import Integers, Run
+from ferrum_triton.quant.layout import Run
 
 ROW_ALIGN = 16
+# Low bits of an integer and the bits apart from them, as kernels unpack them.
+CODE_BITS = ((2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (8, 0))
+# Weights of a block with sub-blocks, and weights that share a byte of the plane d where blocks are
+# scaled by powers of two.
+LARGEST_OF = 256
 SUFFIX = ":planes"
 # Bytes of blocks repacked at a time: codes take up to eight times their room while they are moved.
 CHUNK_BYTES = 32 << 20
@@ -42,12 +52,48 @@ class PlaneFormat:
     """A block format whose rows are in planes.
 
     Attributes:
-        file: the format as a file has it.
-        plane_bytes: bytes of a block in each plane, in the order of the planes.
+        file: the format's description.
+
+    Raises:
+        InputError: kernels do not know such a format.
     """
 
     file: BlockFormat
-    plane_bytes: dict[str, int]
+
+    def __post_init__(self) -> None:
+        fmt = self.file
+        if (
+            (fmt.low_bits, fmt.high_bits) not in CODE_BITS
+            or fmt.block_size != (LARGEST_OF if fmt.scales else 32)
+            or fmt.sub_size not in (16, 32)
+            or (fmt.low_bits == 2 and not fmt.has_halves)
+            or (fmt.values is None and fmt.is_exponent)
+            or (fmt.values is not None and (fmt.bits, fmt.has_minimum) != (4, False))
+        ):
+            advice = "CONTRIBUTING lists what kernels know of a format."
+            raise InputError("PlaneFormat", "file", fmt.name, "a format with planes", advice)
+
+    @cached_property
+    def plane_bytes(self) -> dict[str, Fraction]:
+        """Bytes of a block in each plane, in the order of the planes."""
+        fmt = self.file
+        num_scales = fmt.block_size // fmt.sub_size
+        # Bits of a sub-block in s and t.
+        s, t = {"": (0, 0), "pair": (16, 0), "packed": (4, 2)}.get(fmt.scale_code, (8, 0))
+        sizes = {
+            "q": Fraction(fmt.block_size * fmt.low_bits, 8),
+            "h": Fraction(fmt.block_size * fmt.high_bits, 8),
+            "s": Fraction(s * num_scales, 8),
+            "t": Fraction(t * num_scales, 8),
+            "d": Fraction(4 if fmt.has_minimum else 2),
+        }
+        if fmt.is_exponent:
+            sizes["d"] = Fraction(fmt.block_size, LARGEST_OF)
+        return {plane: size for plane, size in sizes.items() if size}
+
+    def used_bytes(self, plane: str, num_blocks: int) -> int:
+        """Bytes of a row of so many blocks in a plane, before it is filled up."""
+        return math.ceil(num_blocks * self.plane_bytes[plane])
 
     @property
     def name(self) -> str:
@@ -59,15 +105,15 @@ class PlaneFormat:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all planes."""
-        return sum(self.plane_bytes.values())
+        """Whole bytes of a block in all planes."""
+        return math.floor(sum(self.plane_bytes.values()))
 
     def row_sizes(self, num_weights: int) -> dict[str, int]:
         """Bytes of a row of each plane, for rows of ``num_weights`` weights."""
         num_blocks = self.file.row_bytes(num_weights) // self.file.block_bytes
         return {
-            plane: -(-num_blocks * each // ROW_ALIGN) * ROW_ALIGN
-            for plane, each in self.plane_bytes.items()
+            plane: -(-self.used_bytes(plane, num_blocks) // ROW_ALIGN) * ROW_ALIGN
+            for plane in self.plane_bytes
         }
 
     def row_bytes(self, num_weights: int) -> int:
@@ -100,21 +146,8 @@ class PlaneFormat:
         return num_weights
 
 
-def _plane_bytes(fmt: BlockFormat) -> dict[str, int]:
-    sizes = {"q": fmt.block_size * fmt.q.low[0].bits // 8}
-    if fmt.q.high:
-        sizes["h"] = fmt.block_size * fmt.q.high.bits // 8
-    if fmt.name == "Q3_K":
-        sizes |= {"s": 8, "t": 4}
-    elif fmt.scales:
-        sizes["s"] = 16
-    return sizes | {"d": 4 if fmt.m else 2}
-
-
 PLANE_FORMATS: dict[str, PlaneFormat] = {
-    kind + SUFFIX: PlaneFormat(fmt, _plane_bytes(fmt))
-    for kind, fmt in FORMATS.items()
-    if fmt.values is None
+    kind + SUFFIX: PlaneFormat(fmt) for kind, fmt in FORMATS.items()
 }
 
 
@@ -170,10 +203,10 @@ def from_planes(planes: Tensor, kind: str, chunk_bytes: int = CHUNK_BYTES) -> Te
     stacked, stored = views(_stack(planes), kind), _stack(blocks)
     for chunk in _chunks(stored.shape, chunk_bytes):
         each = {
-            name: plane[chunk][..., : num_blocks * form.plane_bytes[name]]
+            name: plane[chunk][..., : form.used_bytes(name, num_blocks)]
             for name, plane in stacked.items()
         }
-        _join(stored[chunk].unflatten(-1, (num_blocks, form.file.block_bytes)), each, form.file)
+        _join(stored[chunk].unflatten(-1, (num_blocks, form.file.block_bytes)), each, form)
     return blocks
 
 
@@ -209,20 +242,20 @@ def _plane(bits: int, num_weights: int) -> Run:
     return Run(0, bits, lanes=4, planes=planes, chunks=num_weights // (4 * planes))
 
 
-# Q3_K's sub-scales: neighbours share a byte, so that those of a run of weights lie in few bytes.
-_LOW_SCALES = Run(0, bits=4, lanes=1, planes=2, chunks=8)
-_HIGH_SCALES = Run(0, bits=2, lanes=1, planes=4, chunks=4)
-
-
-def _low_codes(integers: Integers, blocks: Tensor) -> Tensor:
-    return torch.cat([run.read(blocks) for run in integers.low], dim=-1)
-
-
-def _packed(codes: Tensor, run: Run, num_bytes: int) -> Tensor:
-    """uint8 [..., codes] -> uint8 [..., num_bytes]."""
-    out = codes.new_zeros(*codes.shape[:-1], num_bytes)
+def _packed(codes: Tensor, run: Run) -> Tensor:
+    """The low bits of uint8 [..., codes] as uint8 [..., bytes of the run]."""
+    out = codes.new_zeros(*codes.shape[:-1], run.chunks * run.lanes)
     run.write(out, codes)
     return out
+
+
+def _scale_runs(num_scales: int) -> tuple[Run, Run]:
+    """How packed scales lie in the planes s and t.
+
+    Neighbours share a byte, so that the scales of a run of weights lie in few bytes.
+    """
+    low = Run(0, bits=4, lanes=1, planes=2, chunks=num_scales // 2)
+    return low, Run(0, bits=2, lanes=1, planes=4, chunks=num_scales // 4)
 
 
 def _split(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
@@ -231,50 +264,95 @@ def _split(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
     A block is a whole number of words in every plane but one of single bits of 32 weights, where it
     is one: rows are the blocks' pieces end to end.
     """
-    sizes = _plane_bytes(fmt)
-    bits = fmt.q.low[0].bits
-    planes = {"q": _packed(_low_codes(fmt.q, blocks), _plane(bits, fmt.block_size), sizes["q"])}
+    codes = fmt.q.codes(blocks)
+    planes = {"q": _packed(codes, _plane(fmt.low_bits, fmt.block_size))}
+    if fmt.high_bits:
+        planes["h"] = _packed(codes >> fmt.low_bits, _plane(fmt.high_bits, fmt.block_size))
+    planes |= _split_scales(blocks, fmt)
+    if fmt.is_exponent:
+        planes["d"] = _largest_exponents(planes["s"], codes, fmt)
+        return {name: plane.flatten(-2) for name, plane in planes.items()}
     d = blocks[..., fmt.d.at : fmt.d.at + 2]
     planes["d"] = torch.cat([d, blocks[..., fmt.m.at : fmt.m.at + 2]], -1) if fmt.m else d
-    if fmt.q.high:
-        run = _plane(fmt.q.high.bits, fmt.block_size)
-        planes["h"] = _packed(fmt.q.high.read(blocks), run, sizes["h"])
-    if fmt.name == "Q3_K":
-        assert fmt.scales and fmt.scales.high
-        planes["s"] = _packed(_low_codes(fmt.scales, blocks), _LOW_SCALES, 8)
-        planes["t"] = _packed(fmt.scales.high.read(blocks), _HIGH_SCALES, 4)
-    elif fmt.name == "Q2_K":
-        planes["s"] = blocks[..., :16]
-    elif fmt.scales:
-        scales = fmt.scales.read(blocks).view(torch.uint8)
-        if fmt.mins:
-            scales = torch.stack([scales, fmt.mins.read(blocks)], -1).flatten(-2)
-        planes["s"] = scales
     return {name: plane.flatten(-2) for name, plane in planes.items()}
 
 
-def _join(blocks: Tensor, planes: dict[str, Tensor], fmt: BlockFormat) -> None:
+def _largest_exponents(exponents: Tensor, codes: Tensor, fmt: BlockFormat) -> Tensor:
+    """The largest byte of each 256 weights, of blocks whose weights are not all 0.
+
+    Args:
+        exponents: uint8 [..., blocks, 1].
+        codes: uint8 [..., blocks, block_size].
+
+    Returns:
+        uint8 [..., blocks of 256 weights, 1].
+    """
+    assert fmt.values
+    zeros = torch.tensor([value == 0 for value in fmt.values], device=codes.device)
+    known = exponents.squeeze(-1).where(~zeros[codes.int()].all(-1), 0)
+    count = LARGEST_OF // fmt.block_size
+    known = torch.nn.functional.pad(known, (0, -known.shape[-1] % count))
+    return known.unflatten(-1, (-1, count)).amax(-1, keepdim=True)
+
+
+def _split_scales(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
+    """The planes s and t, of formats that have them."""
+    if fmt.is_exponent:
+        return {"s": blocks[..., fmt.d.at : fmt.d.at + 1]}
+    if fmt.scales is None:
+        return {}
+    if fmt.scale_code == "packed":
+        codes = fmt.scales.codes(blocks)
+        low, high = _scale_runs(len(fmt.scales))
+        return {"s": _packed(codes, low), "t": _packed(codes >> 4, high)}
+    scales = fmt.scales.read(blocks).view(torch.uint8)
+    if fmt.mins is not None:
+        mins = fmt.mins.read(blocks)
+        if fmt.scale_code == "nibbles":
+            scales = scales | mins << 4
+        else:
+            scales = torch.stack([scales, mins], -1).flatten(-2)
+    return {"s": scales}
+
+
+def _join(blocks: Tensor, planes: dict[str, Tensor], form: PlaneFormat) -> None:
     """What :func:`_split` took apart, into uint8 [..., blocks, block_bytes] of zeros."""
-    sizes, count = _plane_bytes(fmt), blocks.shape[-2]
-    each = {name: plane.unflatten(-1, (count, sizes[name])) for name, plane in planes.items()}
-    codes = _plane(fmt.q.low[0].bits, fmt.block_size).read(each["q"])
-    for run, part in zip(fmt.q.low, codes.split([len(run) for run in fmt.q.low], -1), strict=True):
-        run.write(blocks, part)
-    if fmt.q.high:
-        fmt.q.high.write(blocks, _plane(fmt.q.high.bits, fmt.block_size).read(each["h"]))
+    fmt, count = form.file, blocks.shape[-2]
+    each = {
+        name: plane.unflatten(-1, (count, int(form.plane_bytes[name])))
+        for name, plane in planes.items()
+        if form.plane_bytes[name] >= 1
+    }
+    codes = _plane(fmt.low_bits, fmt.block_size).read(each["q"])
+    if fmt.high_bits:
+        high = _plane(fmt.high_bits, fmt.block_size).read(each["h"])
+        codes = codes | high << fmt.low_bits
+    fmt.q.write_codes(blocks, codes)
+    _join_scales(blocks, each, fmt)
+    if fmt.is_exponent:
+        blocks[..., fmt.d.at : fmt.d.at + 1] = each["s"]
+        return
     blocks[..., fmt.d.at : fmt.d.at + 2] = each["d"][..., :2]
     if fmt.m:
         blocks[..., fmt.m.at : fmt.m.at + 2] = each["d"][..., 2:]
-    if fmt.name == "Q3_K":
-        assert fmt.scales and fmt.scales.high
-        fmt.scales.low[0].write(blocks, _LOW_SCALES.read(each["s"]))
-        fmt.scales.high.write(blocks, _HIGH_SCALES.read(each["t"]))
-    elif fmt.name == "Q2_K":
-        blocks[..., :16] = each["s"]
-    elif fmt.mins:
-        assert fmt.scales
-        scales, mins = each["s"].unflatten(-1, (-1, 2)).unbind(-1)
+
+
+def _join_scales(blocks: Tensor, planes: dict[str, Tensor], fmt: BlockFormat) -> None:
+    """What :func:`_split_scales` took apart."""
+    if fmt.scales is None:
+        return
+    stored = planes["s"]
+    if fmt.scale_code == "packed":
+        low, high = _scale_runs(len(fmt.scales))
+        fmt.scales.write_codes(blocks, low.read(stored) | high.read(planes["t"]) << 4)
+    elif fmt.scale_code == "nibbles":
+        assert fmt.mins
+        fmt.scales.write(blocks, stored & 15)
+        fmt.mins.write(blocks, stored >> 4)
+    elif fmt.scale_code == "pair":
+        assert fmt.mins
+        scales, mins = stored.unflatten(-1, (-1, 2)).unbind(-1)
         fmt.scales.write(blocks, scales)
         fmt.mins.write(blocks, mins)
-    elif fmt.scales:
-        fmt.scales.write(blocks, each["s"].view(torch.int8))
+    else:
+        fmt.scales.write(blocks, stored.view(torch.int8))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.quant.formats import BlockFormat
-from ferrum_triton.quant.kinds import KINDS, dequantize_rows, file_kind, format_of
+from ferrum_triton.quant.kinds import KINDS, dequantize_rows, file_kind, format_of, is_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS, SUFFIX, PlaneFormat, from_planes, to_planes
 
 
@@ -35,7 +35,7 @@ class QuantizedTensor:
     kind: str
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not is_kind(self.kind):
             advice = "Convert the file to one of these."
             _reject("kind", repr(self.kind), ", ".join(KINDS), advice)
         blocks = self.blocks

@@ -22,43 +22,58 @@ SCALE_DTYPE = torch.float16
 
 
 class KvCache:
-    """Keys and values of one sequence in one layer, contiguous and head-major.
+    """Keys and values of one sequence, contiguous and head-major.
 
     Attributes:
-        k, v: [num_kv_heads, capacity, head_dim]; rows from ``length`` on hold anything.
-        k_scales, v_scales: [num_kv_heads, capacity] of a quantised kind, else None.
-        length: positions filled; whoever writes sets it with :meth:`set_len`.
-        kind: how elements are stored.
+        k, v: a tensor per layer, [num_kv_heads, capacity, head_dim]; rows from ``length`` on hold
+            anything.
+        k_scales, v_scales: a tensor per layer of a quantised kind, [num_kv_heads, capacity]; empty
+            for other kinds.
+        length: the number of positions filled; whoever writes sets it with :meth:`set_len`.
+        capacity: the number of positions there is room for.
+        kind: the kind of elements stored.
     """
 
     def __init__(
         self,
+        *,
+        num_layers: int = 1,
         num_kv_heads: int,
         head_dim: int,
         capacity: int,
         kind: KvDtypeKind = KvDtypeKind.BF16,
         device: torch.device | str = "cpu",
     ) -> None:
-        _check_sizes("KvCache", num_kv_heads=num_kv_heads, head_dim=head_dim, capacity=capacity)
-        self.num_kv_heads, self.head_dim, self.kind = num_kv_heads, head_dim, KvDtypeKind(kind)
-        self.length = 0
-        self._allocate(capacity, torch.device(device))
+        _check_sizes(
+            "KvCache",
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            capacity=capacity,
+        )
+        self.num_layers, self.num_kv_heads, self.head_dim = num_layers, num_kv_heads, head_dim
+        self.kind, self.length = KvDtypeKind(kind), 0
+        self._device = torch.device(device)
+        self._allocate(capacity)
 
-    def _allocate(self, capacity: int, device: torch.device) -> None:
+    def _allocate(self, capacity: int) -> None:
         rows = (self.num_kv_heads, capacity)
-        self.k, self.v = _pair((*rows, self.head_dim), self.kind.dtype, device)
+        scaled_layers = self.num_layers if self.kind.quantised else 0
+        self.capacity = capacity
+        self.k, self.v = (
+            self._tensors(self.num_layers, (*rows, self.head_dim), self.kind.dtype) for _ in "kv"
+        )
         self.k_scales, self.v_scales = (
-            _pair(rows, SCALE_DTYPE, device) if self.kind.quantised else (None, None)
+            self._tensors(scaled_layers, rows, SCALE_DTYPE) for _ in "kv"
         )
 
-    @property
-    def capacity(self) -> int:
-        return self.k.shape[1]
+    def _tensors(self, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=self._device) for _ in range(count)]
 
     @property
     def tensors(self) -> list[Tensor]:
         """What a captured graph that uses this cache depends on."""
-        return [t for t in (self.k, self.v, self.k_scales, self.v_scales) if t is not None]
+        return [*self.k, *self.v, *self.k_scales, *self.v_scales]
 
     def set_len(self, length: int) -> None:
         """Declare ``length`` positions filled.
@@ -80,16 +95,16 @@ class KvCache:
         """
         if required <= self.capacity:
             return
-        refuse_in_capture("ensure_contig_capacity", self.k.device, "Reserve before the capture.")
+        refuse_in_capture("ensure_contig_capacity", self._device, "Reserve before the capture.")
         old = self.tensors
-        self._allocate(max(required, 2 * self.capacity), self.k.device)
+        self._allocate(max(required, 2 * self.capacity))
         for new, filled in zip(self.tensors, old, strict=True):
             new[:, : self.length].copy_(filled[:, : self.length])
 
     def free(self) -> None:
         """Give the memory back; the cache is empty and has no capacity."""
         self.length = 0
-        self._allocate(0, self.k.device)
+        self._allocate(0)
 
 
 class BlockAllocator:
@@ -301,10 +316,6 @@ class PagedKvCache:
         if not 0 <= seq < len(self.blocks):
             allowed = f"0 to {len(self.blocks) - 1}"
             _reject(what, "seq", str(seq), allowed, "Make a cache for more sequences.")
-
-
-def _pair(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(shape, dtype=dtype, device=device) for _ in "kv")
 
 
 def _check_sizes(what: str, **sizes: int) -> None:

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""One request's choice of tokens: its settings and seed, on the device, for the sampling ops."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from torch import Tensor
 from ferrum_triton.backends import Backend
 from ferrum_triton.errors import InputError
 
+INT32_MAX = 2**31 - 1
+
 
 class Sampler:
     """Greedy, or seeded sampling with temperature, top-k and top-p.
 
-    The filters apply in this order: temperature, top-k, top-p (computed among the top-k).
+    ``sample_rows`` draws with ``uniform_rows``: the n-th choice of a seed is the same on every
+    device.
 
     Args:
-        backend: whose argmax is used for greedy choice.
-        temperature: 0 is greedy; the logits are divided by it otherwise.
-        top_k: candidates kept; 0 keeps all.
-        top_p: the smallest set of most likely candidates whose probability reaches this is kept.
-        seed: of the random generator; two samplers of one seed choose alike.
+        backend: the backend whose ops choose.
+        temperature: the logits' divisor; 0 is greedy.
+        top_k: the number of candidates kept; 0 keeps all.
+        top_p: the probability that the likeliest of those are kept up to; 1 keeps all.
+        seed: the seed of the draws; two samplers of one seed choose alike.
 
     Raises:
         InputError: an argument is out of range.
@@ -45,29 +48,19 @@ class Sampler:
             if not fine:
                 raise InputError("Sampler", name, str(value), allowed, "Choose a value in range.")
         self.backend, self.temperature = backend, temperature
-        self.top_k, self.top_p = top_k, top_p
-        self._generator = torch.Generator().manual_seed(seed)
+        on = {"device": backend.device}
+        self._filters = {
+            "temperature": torch.tensor([temperature], dtype=torch.float32, **on),
+            "top_k": torch.tensor([min(top_k, INT32_MAX)], dtype=torch.int32, **on),
+            "top_p": torch.tensor([top_p], dtype=torch.float32, **on),
+        }
+        self._seed = torch.tensor([seed], dtype=torch.int64, **on)
+        self._step = torch.zeros(1, dtype=torch.int64, **on)
 
     def choose(self, logits: Tensor) -> int:
         """The next token after one row of logits [1, vocab_size]."""
         if self.temperature == 0:
             return int(self.backend.argmax_rows(logits))
-        weights = self.probabilities(logits[0].float().cpu())
-        return int(torch.multinomial(weights, 1, generator=self._generator))
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """The distribution sampled from, for float32 logits [vocab_size]; NaN is never chosen."""
-        logits = logits.masked_fill(logits.isnan(), -torch.inf)
-        if self.temperature == 0 or not logits.max() > -torch.inf:
-            return torch.zeros_like(logits).index_fill(0, logits.argmax(), 1.0)
-        # The largest is subtracted first: a tiny temperature may then not overflow.
-        logits = (logits - logits.max()).nan_to_num(0.0) / self.temperature
-        if 0 < self.top_k < logits.numel():
-            kept = logits.topk(self.top_k).indices
-            logits = torch.full_like(logits, -torch.inf).index_copy(0, kept, logits[kept])
-        weights = torch.softmax(logits, dim=0)
-        if self.top_p < 1:
-            ordered, order = weights.sort(descending=True, stable=True)
-            before = ordered.cumsum(0) - ordered  # probability of what is likelier
-            weights = weights.index_fill(0, order[before >= self.top_p], 0.0)
-        return weights / weights.sum()
+        u = self.backend.uniform_rows(self._seed, self._step)
+        self._step += 1
+        return int(self.backend.sample_rows(logits, u, **self._filters))

@@ -10,6 +10,7 @@ from ferrum_triton.backends.metal.elementwise import grid
 from ferrum_triton.backends.metal.shader import LANES, Shader, delivered, result
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.ops.moe import experts
+from ferrum_triton.quant import FORMATS
 
 GEMV = Shader("quant", "gemv_quant", "y x blocks", "num_rows num_groups row_bytes tiles")
 _EXPERTS = "num_experts num_rows num_groups row_bytes up_row_bytes tiles slots"
@@ -21,15 +22,8 @@ DEQUANTIZE = Shader("quant", "dequantize", "y blocks", "count num_groups row_byt
 EMBEDDING = Shader(
     "quant", "embedding_quant", "y blocks ids", "count num_groups row_bytes vocab_size"
 )
-# Bytes of a block, and its weights.
-KINDS = {
-    "Q4_0": (18, 32),
-    "Q4_1": (20, 32),
-    "Q8_0": (34, 32),
-    "Q4_K": (144, 256),
-    "Q5_K": (176, 256),
-    "Q6_K": (210, 256),
-}
+# Formats with a shader.
+KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 # Rows of activations up to which each reads the weights for itself; more have them decoded once.
 FEW = 8
 # Weights at a time; rows that a simdgroup takes; of a threadgroup.
@@ -38,8 +32,19 @@ GROUP, ROWS, SIMDGROUPS = 32, 4, 2
 
 def _weights(kind: str) -> str:
     """What the source calls weights of a kind."""
-    block_bytes, block_weights = KINDS[kind]
-    return f"Group<{kind}, {block_bytes}, {block_weights // GROUP}>"
+    fmt = FORMATS[kind]
+    high, scales = fmt.q.high, fmt.scales
+    places = (
+        fmt.block_bytes,
+        fmt.block_size // GROUP,
+        fmt.d.at,
+        fmt.m.at if fmt.m else 0,
+        fmt.q.low[0].at,
+        high.at if high else 0,
+        scales.low[0].at if scales else 0,
+        fmt.offset,
+    )
+    return f"Group<{kind}, {', '.join(map(str, places))}>"
 
 
 def _types(
@@ -73,8 +78,7 @@ def dequantize(
 ) -> Tensor:
     if kind not in KINDS:
         return delivered(ops.dequantize.reference(blocks, kind, dtype).contiguous(), out)
-    block_bytes, block_weights = KINDS[kind]
-    k = blocks.shape[-1] // block_bytes * block_weights
+    k = FORMATS[kind].row_weights(blocks.shape[-1])
     y = result(blocks, (*blocks.shape[:-1], k), out, dtype)
     if y.numel():
         count = y.numel() // GROUP
@@ -114,8 +118,7 @@ def embedding_lookup_quant(
     if kind not in KINDS:
         y = ops.embedding_lookup_quant.reference(blocks, ids, kind, dtype).contiguous()
         return delivered(y, out)
-    block_bytes, block_weights = KINDS[kind]
-    k = blocks.shape[1] // block_bytes * block_weights
+    k = FORMATS[kind].row_weights(blocks.shape[1])
     y = result(blocks, (*ids.shape, k), out, dtype)
     if y.numel():
         blocks = _aligned(blocks)

@@ -116,20 +116,26 @@ def dot_keys(q, k, FORMAT: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.cons
 
 @triton.jit
 def add_values(
-    acc, alpha, p, v, DTYPE: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr,
+    acc,
+    rescale,
+    weights,
+    v,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
-    """acc · alpha + p v, for values as they lie in the cache; in quarters if those are words."""
-    p = p.to(DTYPE)
+):
+    """acc · rescale + weights v, for v as it lies in the cache; in quarters if that is words."""
+    p = weights.to(DTYPE)
     if v.dtype == tl.int32:
         first, second, third, fourth = code_columns(v, DTYPE, FORMAT, PAIRS)
         acc = (
-            tl.dot(p, first, acc[0] * alpha[:, None]),
-            tl.dot(p, second, acc[1] * alpha[:, None]),
-            tl.dot(p, third, acc[2] * alpha[:, None]),
-            tl.dot(p, fourth, acc[3] * alpha[:, None]),
+            tl.dot(p, first, acc[0] * rescale[:, None]),
+            tl.dot(p, second, acc[1] * rescale[:, None]),
+            tl.dot(p, third, acc[2] * rescale[:, None]),
+            tl.dot(p, fourth, acc[3] * rescale[:, None]),
         )
     else:
         v = decoded(v, DTYPE, FORMAT)
-        acc = tl.dot(p, v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = tl.dot(p, v, acc * rescale[:, None], input_precision=PRECISION)
     return acc

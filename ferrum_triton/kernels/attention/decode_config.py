@@ -3,15 +3,25 @@
 import torch
 
 from ferrum_triton.kernels.gpu import Gpu
-from ferrum_triton.kernels.jit import capability
-from ferrum_triton.kernels.tuning import Config, Tunable
+from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.kernels.tuning import Config, Dim, Tunable
 
 # Keys of a unit where results may not depend on the batch.
 INVARIANT_KEYS = 1024
 
+# Shared memory that the queues below take; other GPUs have tiles that fit 64 KB.
+DEEP_QUEUES = 200_000
+
 
 def decode_heuristic(
-    gpu: Gpu, batch: int, num_kv_heads: int, capacity: int, key_bytes: int
+    gpu: Gpu,
+    batch: int,
+    num_kv_heads: int,
+    capacity: int,
+    key_bytes: int,
+    rows: int,
+    is_varlen: bool,
+    is_plain: bool,
 ) -> Config:
     """Tile, warps, loads in flight, programs to aim at and the least keys of a unit.
 
@@ -21,9 +31,25 @@ def decode_heuristic(
     those of equal length are not cut for a remainder's sake.
 
     Args:
-        key_bytes: what a key and its value take.
+        key_bytes: bytes of a key and its value.
+        rows: queries times heads of a sequence and KV head.
+        is_varlen: whether sequences differ in their queries.
+        is_plain: whether vectors are contiguous, of a power of two of 16-bit floats or codes.
     """
-    pairs = batch * num_kv_heads
+    if gpu.capability < (9, 0) or gpu.shared_limit < DEEP_QUEUES or not is_plain:
+        # What fits the registers of sm_80 and the 64 KB of shared memory of gfx942, and what
+        # addresses of pieces and masks of columns leave room for.
+        return _config(32, 256, 128, 4, 2)
+    config = _deep_queue(batch * num_kv_heads, capacity, key_bytes)
+    if rows > 16:
+        return {**_free(config), "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+    if is_varlen and key_bytes <= 512:
+        # What tells sequences apart takes registers that deeper queues on 2 warps do not leave.
+        return {**_free(config), "num_warps": 4, "num_stages": 3}
+    return config
+
+
+def _deep_queue(pairs: int, capacity: int, key_bytes: int) -> Config:
     if key_bytes > 512:
         return _config(32, 256, 128, 2, 5)
     if pairs * capacity <= 16384:
@@ -31,8 +57,15 @@ def decode_heuristic(
     if key_bytes < 512:
         return _config(64, 512, 128, 2, 5)
     if pairs >= 256:
-        return _config(64, 480, 1024, 2, 3)
+        # Shared memory holds five of these programs on an SM; with 200 registers so do registers,
+        # of which the assembler takes 255 unasked, to no end: nothing spills.
+        return {**_config(64, 480, 1024, 2, 3), "maxnreg": 200}
     return _config(64, 256, 128, 2, 5)
+
+
+def _free(config: Config) -> Config:
+    """The configuration without its bound on registers."""
+    return {name: value for name, value in config.items() if name != "maxnreg"}
 
 
 def _config(block_n: int, programs: int, least_keys: int, warps: int, stages: int) -> Config:
@@ -45,56 +78,48 @@ def _config(block_n: int, programs: int, least_keys: int, warps: int, stages: in
     }
 
 
-def decode_candidates(
-    gpu: Gpu, batch: int, num_kv_heads: int, capacity: int, key_bytes: int
-) -> list[Config]:
+def decode_candidates(gpu: Gpu, *shape: Dim) -> list[Config]:
     """Tiles of 16 to 128 keys, on one warp for every 16 to 32 of them."""
-    tiles = ((16, 1, 6), (32, 2, 5), (64, 2, 5), (64, 4, 3), (64, 4, 5), (128, 4, 3))
-    return [
+    tiles = ((16, 1, 6), (32, 2, 5), (32, 4, 2), (64, 2, 5), (64, 4, 3), (64, 4, 5), (128, 4, 3))
+    configs = [
         _config(block_n, programs, least_keys, warps, stages)
         for block_n, warps, stages in tiles
         for programs in (256, 512, 1024)
         for least_keys in (64, 128)
     ]
+    return [config for config in configs if not decode_fits(gpu, config, *shape)]
+
+
+def decode_fits(
+    gpu: Gpu, config: Config, batch: int, num_kv_heads: int, capacity: int, key_bytes: int, *_: Dim
+) -> str:
+    """Why a configuration's queue of tiles is too large for a GPU, or ""."""
+    queue = config["BLOCK_N"] * key_bytes * config["num_stages"]
+    over = queue > gpu.shared_limit
+    return f"{queue} bytes of tiles, of {gpu.shared_limit} bytes of shared memory" if over else ""
 
 
 decode_config = Tunable(
     "paged_decode_attention",
-    ("batch", "num_kv_heads", "capacity", "key_bytes"),
+    ("batch", "num_kv_heads", "capacity", "key_bytes", "rows", "is_varlen", "is_plain"),
     decode_heuristic,
     decode_candidates,
+    fits=decode_fits,
 )
 
 
-def decode_launch(
-    device: torch.device,
-    batch: int,
-    num_kv_heads: int,
-    capacity: int,
-    head_dim: int,
-    cache: torch.dtype,
-    rows: int,
-    in_pieces: bool,
-    batch_invariant: bool,
-    is_varlen: bool = False,
-) -> Config:
-    """The configuration of a launch of ``rows`` queries times heads a sequence and KV head.
-
-    ``in_pieces``: vectors of the cache are not contiguous.
-    """
+def is_plain(head_dim: int, cache: torch.dtype, layout: str) -> bool:
+    """Whether loads of a cache's vectors need neither masks nor addresses of pieces."""
     odd = head_dim & (head_dim - 1) or (head_dim > 128 and cache.itemsize == 1)
-    if capability(device) < (9, 0) or cache == torch.float32 or in_pieces or odd:
-        # What fits the registers of sm_80 and the 64 KB of shared memory of gfx942, and what
-        # addresses of pieces and masks of columns leave room for.
-        return _config(32, 256, 128, 4, 2)
+    return not (odd or cache == torch.float32 or layout == "vllm_x")
+
+
+def unit_sizes(config: Config, at_work: int, batch_invariant: bool) -> tuple[int, int]:
+    """The least tiles of a unit, and the units a head that tiles are shared among.
+
+    Args:
+        at_work: programs a unit has.
+    """
     if batch_invariant:
-        # What must not depend on the batch may not depend on what suits the batch either.
-        batch, capacity = 1, INVARIANT_KEYS
-    key_bytes = 2 * head_dim * cache.itemsize
-    config = decode_config.pick(device, batch, num_kv_heads, capacity, key_bytes)
-    if rows > 16:
-        config = {**config, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
-    elif is_varlen and key_bytes <= 512:
-        # What tells sequences apart takes registers that deeper queues on 2 warps do not leave.
-        config = {**config, "num_warps": 4, "num_stages": 3}
-    return config
+        return cdiv(INVARIANT_KEYS, config["BLOCK_N"]), 0
+    return cdiv(config["LEAST_KEYS"], config["BLOCK_N"]), max(config["PROGRAMS"] // at_work, 1)

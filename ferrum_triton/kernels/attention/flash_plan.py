@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import capability, processors
+from ferrum_triton.kernels.gpu import INTERPRETER, Gpu, gpu_of
 from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.kernels.tuning import Config, Dim, Tunable
 
 # Keys and values of the heads that run side by side should stay in the L2 cache (50 to 60 MB on
 # Hopper) beside the queries and outputs that pass through it.
@@ -19,6 +20,12 @@ MAX_SPLITS = 64
 # Keys for which a split is worth its share of the merging.
 MIN_KEYS = 128
 
+# Queries from which on a block holds those of one head instead of a KV head's whole group.
+MANY_QUERIES = 128
+
+# Rows up to which loads through pointers are as fast as through tensor maps.
+FEW_ROWS = 32
+
 # Architectures with tensor maps and 227 KB of shared memory: Hopper, and Blackwell's large GPUs.
 LARGE = (9, 10)
 
@@ -26,22 +33,14 @@ LARGE = (9, 10)
 MAX_MAP_STRIDE = 1 << 40
 
 
-class Tile(NamedTuple):
-    """Rows of queries and keys a program works on at a time, and how."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
 class FlashPlan(NamedTuple):
     """One launch.
 
     Attributes:
+        tile: BLOCK_M, BLOCK_N, num_warps and num_stages.
         packed: rows of a block are (query, head of the group); else queries of one head.
-        described: keys and values come through tensor descriptors, and unless packed or split so
-            do queries and outputs.
+        use_tma: keys and values come through tensor maps, and unless packed or split so do queries
+            and outputs.
         one_loop: tiles that are not whole are masked in a branch: no pipeline drains between
             loops. Not where the rows past the device's lengths must be cleared, since that takes
             a tile out of shared memory.
@@ -50,12 +49,9 @@ class FlashPlan(NamedTuple):
         heads_at_once: heads whose blocks run side by side.
     """
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
+    tile: Config
     packed: bool
-    described: bool
+    use_tma: bool
     one_loop: bool
     splits: int
     min_tiles: int
@@ -75,14 +71,14 @@ def choose_plan(
     batch, num_heads, q_len, head_dim = q.shape
     num_kv_heads, capacity = k.shape[1], k.shape[2]
     group = num_heads // num_kv_heads
-    packed = group > 1 and q_len < 128
+    packed = is_packed(group, q_len)
     rows = q_len * group if packed else q_len
     # In the interpreter always, so that tests see them.
-    worth = q.device.type == "cpu" or (rows > 32 and q.dtype != torch.float32)
-    described = worth and most_keys > 0 and all(can_describe(x) for x in (q, k, v, out))
+    worth = q.device.type == "cpu" or (rows > FEW_ROWS and q.dtype != torch.float32)
+    use_tma = worth and most_keys > 0 and all(can_describe(x) for x in (q, k, v, out))
     return _plan(
         q.device,
-        capability(q.device),
+        gpu_of(q.device),
         q.dtype,
         batch * num_kv_heads,
         1 if packed else group,
@@ -92,15 +88,20 @@ def choose_plan(
         min(most_keys, window + q_len - 1) if window else most_keys,
         window > 0,
         packed,
-        described,
-        described and kv_lens is None,
+        use_tma,
+        use_tma and kv_lens is None,
     )
+
+
+def is_packed(group: int, q_len: int) -> bool:
+    """Whether the heads of a group are rows of one block."""
+    return group > 1 and q_len < MANY_QUERIES
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
     device: torch.device,
-    compute: tuple[int, int],
+    gpu: Gpu,
     dtype: torch.dtype,
     kv_heads: int,  # of all sequences
     blocks_per_head: int,  # query heads that a KV head's programs take one by one
@@ -110,26 +111,27 @@ def _plan(
     most_keys: int,
     has_window: bool,
     packed: bool,
-    described: bool,
+    use_tma: bool,
     one_loop: bool,
 ) -> FlashPlan:
-    tile = _tile(device, compute, dtype, rows, head_dim, one_loop, has_window)
-    programs = kv_heads * blocks_per_head * cdiv(rows, tile.block_m)
+    picked = flash_config.pick(device, rows, head_dim, dtype == torch.float32, one_loop, has_window)
+    block_m, block_n = picked["BLOCK_M"], picked["BLOCK_N"]
+    programs = kv_heads * blocks_per_head * cdiv(rows, block_m)
 
-    # Four programs on each processor where rows are few and memory is what counts; where a block
-    # fills the tensor cores, one. Then as few as give each the same share of the keys. Their
-    # number follows the cache's capacity: with its length, a generation would meet new kernels.
-    wanted = processors(device) * (4 if tile.block_m <= 32 else 1)
-    tiles = cdiv(capacity, tile.block_n)
-    min_tiles = max(cdiv(32 if device.type == "cpu" else MIN_KEYS, tile.block_n), 1)
+    # Four programs on each SM where rows are few and memory is what counts; where a block fills
+    # the tensor cores, one. Then as few as give each the same share of the keys. Their number
+    # follows the cache's capacity: with its length, a generation would meet new kernels.
+    wanted = gpu.num_sms * (4 if block_m <= 32 else 1)
+    tiles = cdiv(capacity, block_n)
+    min_tiles = max(cdiv(32 if gpu.arch == INTERPRETER else MIN_KEYS, block_n), 1)
     share = max(cdiv(tiles, max(min(wanted // programs, MAX_SPLITS), 1)), min_tiles)
 
     room = max(CACHED_BYTES // max(2 * most_keys * head_dim * dtype.itemsize, 1), 1)
     together = next(n for n in range(min(room, kv_heads), 0, -1) if kv_heads % n == 0)
     return FlashPlan(
-        *tile,
+        picked,
         packed=packed,
-        described=described,
+        use_tma=use_tma,
         one_loop=one_loop,
         splits=max(cdiv(tiles, share), 1),
         min_tiles=min_tiles,
@@ -137,50 +139,74 @@ def _plan(
     )
 
 
-def _tile(
-    device: torch.device,
-    compute: tuple[int, int],
-    dtype: torch.dtype,
-    rows: int,
-    head_dim: int,
-    one_loop: bool,
-    has_window: bool,
-) -> Tile:
-    if device.type == "cpu":
-        # The interpreter: tiles small enough that small samples have whole and crossed ones.
-        return Tile(16, 16, 1, 1)
-    if dtype == torch.float32:
-        return Tile(16, 32, 8, 1) if head_dim > 64 else Tile(16, 32, 4, 2)
-    if compute[0] in LARGE:
-        return _tile_large(compute, rows, head_dim, one_loop, has_window)
-    # Tiles that fit 99 KB of shared memory (sm_86 and up) and the 64 KB of gfx942, and spill
-    # nowhere.
+def flash_heuristic(
+    gpu: Gpu, rows: int, head_dim: int, is_float32: bool, one_loop: bool, has_window: bool
+) -> Config:
+    """Tiles that spill nowhere: large ones where tensor maps and 227 KB of shared memory are."""
+    if gpu.arch == INTERPRETER:
+        # Tiles small enough that small samples have whole and crossed ones.
+        return tile(16, 16, 1, 1)
+    if is_float32:
+        return tile(16, 32, 8, 1) if head_dim > 64 else tile(16, 32, 4, 2)
+    if gpu.capability[0] in LARGE:
+        return _large_tile(gpu.capability[0] == 9, rows, head_dim, one_loop, has_window)
+    # What fits 99 KB of shared memory (sm_86, sm_89, sm_120) and the 64 KB of gfx942.
     if rows <= 16:
-        return Tile(16, 64, 4, 2 if head_dim > 128 else 3)
+        return tile(16, 64, 4, 2 if head_dim > 128 else 3)
     if head_dim > 128:
-        return Tile(64, 32, 8, 1)
-    return Tile(64, 64, 4, 2) if rows <= 64 else Tile(128, 64, 8, 2)
+        return tile(64, 32, 8, 1)
+    return tile(64, 64, 4, 2) if rows <= 64 else tile(128, 64, 8, 2)
 
 
-def _tile_large(
-    compute: tuple[int, int], rows: int, head_dim: int, one_loop: bool, has_window: bool
-) -> Tile:
-    if rows <= 32:
-        block_m = 16 if rows <= 16 else 32
-        return Tile(block_m, 32, 4, 3) if head_dim > 128 else Tile(block_m, 64, 4, 4)
+def _large_tile(
+    is_hopper: bool, rows: int, head_dim: int, one_loop: bool, has_window: bool
+) -> Config:
     if rows <= 64:
-        return Tile(64, 32, 4, 3) if head_dim > 128 else Tile(64, 64, 4, 3)
+        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        stages = 4 if rows <= 32 else 3
+        return tile(block_m, 32, 4, 3) if head_dim > 128 else tile(block_m, 64, 4, stages)
     if head_dim > 128:
         # With two products for the scores the larger tile spills on Blackwell.
-        return Tile(128, 64, 8, 2) if compute[0] == 9 or head_dim > 192 else Tile(64, 64, 4, 2)
+        return tile(128, 64, 8, 2) if is_hopper or head_dim > 192 else tile(64, 64, 4, 2)
     if rows < 2048 or not one_loop or head_dim <= 64:
-        return Tile(128, 64, 8, 3)
-    if has_window and compute[0] != 9:
-        return Tile(64, 64, 4, 3)  # what does not spill there
+        return tile(128, 64, 8, 3)
+    if has_window and not is_hopper:
+        return tile(64, 64, 4, 3)  # what does not spill there
     if rows >= 4096 or has_window:
-        return Tile(128, 128, 8, 3)
-    # Two blocks to a processor hide each other's latencies.
-    return Tile(128, 64, 4, 2)
+        return tile(128, 128, 8, 3)
+    # Two blocks to an SM hide each other's latencies.
+    return tile(128, 64, 4, 2)
+
+
+def tile(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
+    """The configuration of a block of block_m rows and tiles of block_n keys."""
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
+def flash_candidates(gpu: Gpu, rows: int, *_: Dim) -> list[Config]:
+    """Blocks of up to 128 rows, on one warp for every 16 or 32 of them."""
+    blocks = (16,) if rows <= 16 else (32, 64) if rows <= 64 else (64, 128)
+    return [
+        tile(block_m, block_n, num_warps, num_stages)
+        for block_m in blocks
+        for block_n in (32, 64, 128)
+        for num_warps in (4, 8)
+        for num_stages in (2, 3, 4)
+        if block_m < 128 or num_warps == 8 or block_n < 128
+    ]
+
+
+flash_config = Tunable(
+    "flash_attention",
+    ("rows", "head_dim", "is_float32", "one_loop", "has_window"),
+    flash_heuristic,
+    flash_candidates,
+)
 
 
 def can_describe(x: Tensor) -> bool:
@@ -192,7 +218,7 @@ def can_describe(x: Tensor) -> bool:
     if x.device.type == "cpu":
         supported = x.dtype != torch.bfloat16  # numpy lacks it, and descriptors are not widened
     else:
-        supported = capability(x.device)[0] in LARGE
+        supported = gpu_of(x.device).capability[0] in LARGE
     return (
         supported
         and x.data_ptr() % 16 == 0

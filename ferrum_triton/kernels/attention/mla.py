@@ -2,15 +2,15 @@
 
 A tile of the cache is loaded once: it holds the keys, and the latents in it are the values. With 16
 heads a step is bound by reading the cache, with 128 by the tensor cores. Tiles come through tensor
-descriptors or through pointers, each way with a loop of its own. Sequences are split so that the
-grid, which depends on shapes alone, fills the device; how long a split is each program works out
-from the length in device memory. Splits leave normalised partial results in float32 that a second
-kernel merges; a sequence short enough for one split is written directly.
+maps or through pointers, each way with a loop of its own. Sequences are split so that the grid,
+which depends on shapes alone, fills the GPU; how long a split is each program works out from the
+length in device memory. Splits leave partial results in float32, which
+:func:`~ferrum_triton.kernels.attention.merge.merge_parts` merges.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,17 +18,52 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ferrum_triton.kernels.attention.flash_plan import can_describe
-from ferrum_triton.kernels.attention.merge import weigh
-from ferrum_triton.kernels.attention.mla_tiles import attend_described, attend_tile
-from ferrum_triton.kernels.attention.softmax import LN_2, LOG2_E
+from ferrum_triton.kernels.attention.flash_plan import can_describe, tile
+from ferrum_triton.kernels.attention.merge import merge_parts, strides_of
+from ferrum_triton.kernels.attention.mla_tiles import Latents, Queries, attend_pointers, attend_tma
+from ferrum_triton.kernels.attention.softmax import LOG2_E, finish, first_state, store_rows
+from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
 from ferrum_triton.kernels.jit import capability, kernel, processors
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
+from ferrum_triton.kernels.tuning import Config, Dim, Tunable
 from ferrum_triton.ops.attention import mla as ops
 
 # Keys a split has at least: with fewer, the merge costs more than the parallelism gains.
 MIN_KEYS = 128
 MAX_SPLITS = 128
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel specialises on.
+
+    Attributes:
+        stride_row: stride of the cache's rows; a constant, which saves registers.
+        block_size: rows of a block, 0 of a contiguous cache; a constant, which saves divisions.
+        lora, rope: columns of the latents and of the rotary part.
+        block_m: rows of a program.
+        block_n: keys of a tile.
+        block_l, block_r: powers of two >= lora and rope.
+        one_block: whether every tile lies in one block of the cache.
+        min_keys: keys of a split, at least.
+        fp8: conversion of an 8-bit cache, ``"native"``, ``"integer"`` or ``""``.
+        precision: of float32 products.
+    """
+
+    stride_row: int
+    block_size: int
+    lora: int
+    rope: int
+    block_m: int
+    block_n: int
+    block_l: int
+    block_r: int
+    one_block: bool
+    min_keys: int
+    fp8: str
+    precision: str
+    num_stages: int
 
 
 @triton.jit
@@ -39,21 +74,10 @@ def split_of(kv_len, num_splits, MIN_KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
     return keys, tl.cdiv(kv_len, keys)
 
 
-@triton.jit
-def store_rows(out_row, lse_row, result, lse, col, in_latent, in_rows):
-    """Store what a program worked out; ``lse_row`` may be None."""
-    out = out_row[:, None] + col
-    tl.store(out, result.to(out.dtype.element_ty), mask=in_latent)
-    if lse_row is not None:
-        tl.store(lse_row, lse, mask=in_rows)
-
-
 @kernel(dynamic=("q_len", "scale_log2"))
 def _mla_attention_kernel(
-    out_ptr,  # [batch, q_len, num_heads, LORA]
-    lse_ptr,  # [batch, q_len, num_heads] or None
-    partial_ptr,  # [batch, q_len, num_heads, num_splits, LORA], None for one split
-    partial_lse_ptr,  # [batch, q_len, num_heads, num_splits], None for one split
+    out_ptr,  # [batch, q_len, num_heads, LORA], in float32 for each split if there are several
+    lse_ptr,  # [batch, q_len, num_heads], for each split if there are several, or None
     q_ptr,  # [batch, q_len, num_heads, LORA + ROPE]
     cache_ptr,  # [num_blocks, block_size, LORA + ROPE]
     scale_ptr,  # [1] or None
@@ -64,8 +88,11 @@ def _mla_attention_kernel(
     stride_out_batch,
     stride_out_query,
     stride_out_head,
+    stride_out_split,
     stride_lse_batch,
     stride_lse_query,
+    stride_lse_head,
+    stride_lse_split,
     stride_q_batch,
     stride_q_query,
     stride_q_head,
@@ -78,34 +105,37 @@ def _mla_attention_kernel(
     capacity,  # keys a sequence may have
     q_len,
     scale_log2,  # softmax scale times log2(e)
-    STRIDE_ROW: tl.constexpr,  # of the cache; a constant, which saves registers
-    BLOCK_SIZE: tl.constexpr,  # of a paged cache; a constant, which saves divisions
-    LORA: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_L: tl.constexpr,  # powers of two >= LORA and ROPE
-    BLOCK_R: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,  # every tile lies in one block of the cache
-    MIN_KEYS: tl.constexpr,
-    FP8: tl.constexpr,
-    PRECISION: tl.constexpr,  # of float32 products
-    NUM_STAGES: tl.constexpr,
+    VARIANT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """out = softmax(scale · q rowᵀ + mask) row[:LORA] over a split of the cache's rows."""
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
+    LORA: tl.constexpr = VARIANT.lora
+    ROPE: tl.constexpr = VARIANT.rope
+    BLOCK_M: tl.constexpr = VARIANT.block_m
+    BLOCK_N: tl.constexpr = VARIANT.block_n
+    BLOCK_L: tl.constexpr = VARIANT.block_l
+    BLOCK_R: tl.constexpr = VARIANT.block_r
+    MIN_KEYS: tl.constexpr = VARIANT.min_keys
     # Neighbours share a split's keys, which then come from L2.
     row_block = tl.program_id(0) % num_row_blocks
     split = tl.program_id(0) // num_row_blocks % num_splits
     batch = (tl.program_id(0) // num_row_blocks // num_splits).to(tl.int64)
-
     kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), capacity).to(tl.int32)
     keys, active = split_of(kv_len, num_splits, MIN_KEYS, BLOCK_N)
-    # The first split of an empty sequence writes that it is empty.
-    if (split > 0) & (split >= active):
-        return
 
     m = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     query, head = (m // num_heads).to(tl.int64), (m % num_heads).to(tl.int64)
     in_rows = query < q_len
+    lse_rows = lse_ptr
+    if lse_ptr is not None:
+        lse_rows += batch * stride_lse_batch + query * stride_lse_query + head * stride_lse_head
+        lse_rows += split.to(tl.int64) * stride_lse_split
+    if split >= tl.maximum(active, 1):
+        if lse_ptr is not None:
+            tl.store(lse_rows, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=in_rows)
+        return
     last_query = tl.minimum((row_block * BLOCK_M + BLOCK_M - 1) // num_heads, q_len - 1)
     start = split * keys
     end = tl.minimum(start + keys, kv_len - q_len + last_query + 1)
@@ -118,124 +148,33 @@ def _mla_attention_kernel(
     in_rope = in_rows[:, None] & (rope_col < ROPE)
     q_latent = tl.load(q_row[:, None] + col, mask=in_latent, other=0.0)
     q_rope = tl.load(q_row[:, None] + LORA + rope_col, mask=in_rope, other=0.0)
+    scale = 1.0
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
         scale_log2 = scale_log2 * scale
     table_ptr = None
     if block_tables_ptr is not None:
         table_ptr = block_tables_ptr + batch * stride_block_tables_batch
+    queries = Queries(q_latent, q_rope, bound, scale_log2)
+    cache = Latents(
+        cache_ptr, latent_desc, rope_desc, stride_cache_block, num_blocks, table_ptr, batch
+    )
 
+    nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    state = first_state(tl.zeros([BLOCK_M, BLOCK_L], tl.float32), nothing)
     if latent_desc is not None:
         whole = tl.minimum(kv_len - q_len + row_block * BLOCK_M // num_heads + 1, end)
-        acc, m_i, l_i = attend_described(
-            q_latent, q_rope, start, whole, bound, end, scale_log2, latent_desc, rope_desc,
-            table_ptr, batch, num_blocks, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R,
-            PRECISION, NUM_STAGES,
-        )  # fmt: skip
+        state = attend_tma(state, queries, cache, start, whole, end, VARIANT)
     else:
-        acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l_i = tl.zeros([BLOCK_M], tl.float32)
-        # Every tile is masked: a second loop, for tiles that need no mask, takes registers that 64
-        # rows do not leave, and the mask is little beside products 576 columns deep.
-        for first in range(start, end, BLOCK_N):
-            acc, m_i, l_i = attend_tile(
-                acc, m_i, l_i, q_latent, q_rope, first, bound, end, scale_log2,
-                cache_ptr, table_ptr, batch, stride_cache_block,
-                num_blocks, STRIDE_ROW, BLOCK_SIZE, LORA, ROPE, BLOCK_N, BLOCK_L, BLOCK_R,
-                ONE_BLOCK, FP8, PRECISION,
-            )  # fmt: skip
-
-    result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    if scale_ptr is not None:
-        result = result * scale
-    lse = (tl.where(m_i == float("-inf"), 0.0, m_i) + tl.log2(l_i)) * LN_2
-    out_row = out_ptr + batch * stride_out_batch + query * stride_out_query + head * stride_out_head
-    lse_row = lse_ptr
-    if lse_ptr is not None:
-        lse_row += batch * stride_lse_batch + query * stride_lse_query + head
-    if partial_ptr is None:
-        store_rows(out_row, lse_row, result, lse, col, in_latent, in_rows)
-    elif active <= 1:
-        store_rows(out_row, lse_row, result, lse, col, in_latent, in_rows)
-    else:
-        row = ((batch * q_len + query) * num_heads + head) * num_splits + split
-        partial = partial_ptr + row * LORA
-        store_rows(partial, partial_lse_ptr + row, result, lse, col, in_latent, in_rows)
+        state = attend_pointers(state, queries, cache, start, end, VARIANT)
+    out, lse = finish(state, scale)
+    out_rows = out_ptr + batch * stride_out_batch + query * stride_out_query
+    out_rows += head * stride_out_head + split.to(tl.int64) * stride_out_split
+    store_rows(out_rows, lse_rows, out, lse, in_rows, LORA)
 
 
-@kernel(dynamic=("q_len",))
-def _mla_merge_kernel(
-    out_ptr,  # [batch, q_len, num_heads, LORA]
-    lse_ptr,  # [batch, q_len, num_heads] or None
-    partial_ptr,  # [batch, q_len, num_heads, num_splits, LORA]
-    partial_lse_ptr,  # [batch, q_len, num_heads, num_splits]
-    kv_lens_ptr,  # [batch]
-    stride_out_batch,
-    stride_out_query,
-    stride_out_head,
-    stride_lse_batch,
-    stride_lse_query,
-    num_heads,
-    num_splits,
-    capacity,
-    q_len,
-    LORA: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # power of two >= num_splits
-    BLOCK_D: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    head = row % num_heads
-    query = row // num_heads % q_len
-    batch = row // num_heads // q_len
-    kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), capacity).to(tl.int32)
-    active = split_of(kv_len, num_splits, MIN_KEYS, BLOCK_N)[1]
-    if active <= 1:  # written already
-        return
-    split = tl.arange(0, BLOCK_S)
-    col = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    first = row * num_splits
-    lses = tl.load(partial_lse_ptr + first + split, mask=split < active, other=float("-inf"))
-    partial = tl.load(
-        partial_ptr + (first + split)[:, None] * LORA + col[None, :],
-        mask=(split < active)[:, None] & (col < LORA)[None, :],
-        other=0.0,
-    )  # [BLOCK_S, BLOCK_D]
-    largest = tl.max(lses, axis=0)
-    weights = weigh(lses, largest)
-    total = tl.sum(weights, axis=0)
-    out = tl.sum(weights[:, None] * partial, axis=0) / tl.where(total == 0.0, 1.0, total)
-    out_row = out_ptr + batch * stride_out_batch + query * stride_out_query + head * stride_out_head
-    tl.store(out_row + col, out.to(out_ptr.dtype.element_ty), mask=col < LORA)
-    if lse_ptr is not None:
-        lse = tl.where(largest == float("-inf"), 0.0, largest) + tl.log2(total) * LN_2
-        lse_row = lse_ptr + batch * stride_lse_batch + query * stride_lse_query + head
-        # Every program of a row has the same.
-        tl.store(lse_row, lse)
-
-
-class MlaConfig(NamedTuple):
-    """How one launch cuts up its work.
-
-    Attributes:
-        residents: programs a processor holds at a time.
-        described: tiles come through tensor descriptors; each must lie in one block.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    residents: int
-    described: bool = False
-
-
-def pick_config(
-    rows: int, block_size: int, dtype: torch.dtype, gpu: tuple[int, int], describable: bool
-) -> MlaConfig:
-    """Tiles for ``rows`` (query, head) pairs of one sequence on a GPU of that capability.
+def mla_heuristic(gpu: Gpu, rows: int, block_size: int, dtype: str, has_tma: bool) -> Config:
+    """Tiles for ``rows`` (query, head) pairs of one sequence.
 
     Shared memory holds a program's queries and one tile of the cache, or two that take turns: with
     576 columns of 16 bits, 1152 bytes a row. sm_90 has 227 KB, and tensor cores that take 64 rows
@@ -247,27 +186,68 @@ def pick_config(
     Args:
         rows: query positions times heads.
         block_size: rows of a block of the cache, 0 for a contiguous one.
-        dtype: of the cache.
-        gpu: compute capability, (0, 0) where it is not NVIDIA's.
-        describable: tensor descriptors of the cache can be made.
+        dtype: ``"float32"`` of queries, else of the cache ``"16 bits"`` or ``"8 bits"``.
+        has_tma: whether tensor maps of the cache can be made.
     """
-    if dtype == torch.float32 or gpu[0] not in (9, 10):
-        # Descriptors only in the interpreter, so that tests see them.
-        described = describable and gpu == (0, 0) and block_size % 16 == 0
-        return MlaConfig(16, 16, 4, 2, 1, described)
-    if dtype == torch.float8_e4m3fn:
-        return MlaConfig(16 if rows <= 16 else 32, 32, 8, 3, 1)
+    if dtype == "float32" or gpu.capability[0] not in (9, 10):
+        # Tensor maps only in the interpreter, so that tests see them.
+        use_tma = has_tma and gpu.arch == INTERPRETER and block_size % 16 == 0
+        return _config(16, 16, 4, 2, use_tma=use_tma)
+    if dtype == "8 bits":
+        return _config(16 if rows <= 16 else 32, 32, 8, 3)
+    is_hopper = gpu.capability[0] == 9
     spread = block_size % 64 != 0
-    if describable and not spread and gpu[0] == 9:
+    if has_tma and not spread and is_hopper:
         # Half of 64 rows may be empty: these products are still faster than those of 32 rows.
-        return MlaConfig(16, 64, 8, 3, 1, True) if rows <= 16 else MlaConfig(64, 64, 8, 2, 1, True)
+        return (
+            _config(16, 64, 8, 3, use_tma=True)
+            if rows <= 16
+            else _config(64, 64, 8, 2, use_tma=True)
+        )
     if rows <= 16:
-        return MlaConfig(16, 64, 8, 5 if spread else 3, 1)
-    if rows <= 32 or gpu[0] != 9:
-        return MlaConfig(32, 64, 8, 2, 1)
+        return _config(16, 64, 8, 5 if spread else 3)
+    if rows <= 32 or not is_hopper:
+        return _config(32, 64, 8, 2)
     if spread:
-        return MlaConfig(64, 16, 8, 3, 1)
-    return MlaConfig(64, 64 if block_size else 32, 8, 2 if block_size else 3, 1)
+        return _config(64, 16, 8, 3)
+    return _config(64, 64, 8, 2) if block_size else _config(64, 32, 8, 3)
+
+
+def _config(*sizes: int, use_tma: bool = False) -> Config:
+    return {"path": "tma" if use_tma else "pointers", **tile(*sizes)}
+
+
+def mla_candidates(gpu: Gpu, *shape: Dim) -> list[Config]:
+    """Blocks of 16 to 64 rows and tiles of 16 to 64 keys, each way of loading them."""
+    configs = [
+        _config(block_m, block_n, num_warps, num_stages, use_tma=use_tma)
+        for block_m in (16, 32, 64)
+        for block_n in (16, 32, 64)
+        for num_warps in (4, 8)
+        for num_stages in (2, 3)
+        for use_tma in (False, True)
+    ]
+    return [config for config in configs if not mla_fits(gpu, config, *shape)]
+
+
+def mla_fits(
+    gpu: Gpu, config: Config, rows: int, block_size: int, dtype: str, has_tma: bool
+) -> str:
+    """Why a configuration cannot be launched, or ""."""
+    if config["path"] != "tma":
+        return ""
+    if not has_tma:
+        return "no tensor map of the cache can be made"
+    return "a tile lies in several blocks" if block_size % config["BLOCK_N"] else ""
+
+
+mla_config = Tunable(
+    "mla_attention",
+    ("rows", "block_size", "dtype", "has_tma"),
+    mla_heuristic,
+    mla_candidates,
+    fits=mla_fits,
+)
 
 
 @functools.cache
@@ -323,90 +303,78 @@ def mla_attention(
     capacity = block_size * (block_tables.shape[1] if paged else 1)
     rows = q_len * num_heads
     # A float32 query multiplies in float32 whatever the cache.
-    dtype = q.dtype if q.dtype == torch.float32 else cache.dtype
-    describable = (
+    is_float32 = q.dtype == torch.float32
+    dtype = "float32" if is_float32 else f"{8 * cache.itemsize} bits"
+    has_tma = (
         cache.dtype == q.dtype
         and kv_lora_rank * cache.element_size() % 16 == 0
         and can_describe(cache[:, None])
     )
-    config = pick_config(rows, block_size if paged else 0, dtype, capability(q.device), describable)
+    config = mla_config.pick(q.device, rows, block_size if paged else 0, dtype, has_tma)
+    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     latent_desc = rope_desc = None
-    if config.described:
-        latent_desc = describe(cache[..., :kv_lora_rank], config.block_n)
-        rope_desc = describe(cache[..., kv_lora_rank:], config.block_n)
-    row_blocks = cdiv(rows, config.block_m)
-    splits = pick_splits(
-        batch * row_blocks,
-        processors(q.device) * config.residents,
-        min(cdiv(capacity, MIN_KEYS), MAX_SPLITS),
-    )
-    partial = partial_lse = None
+    if config["path"] == "tma":
+        latent_desc = describe(cache[..., :kv_lora_rank], block_n)
+        rope_desc = describe(cache[..., kv_lora_rank:], block_n)
+    row_blocks = cdiv(rows, block_m)
+    most_splits = min(cdiv(capacity, MIN_KEYS), MAX_SPLITS)
+    splits = pick_splits(batch * row_blocks, processors(q.device), most_splits)
+    axes = ("batch", "query", "head")
+    target, sums, split_strides = y, lse, (0, 0)
+    parts = part_lses = None
     if splits > 1:
-        sizes = (batch, q_len, num_heads, splits)
-        partial = q.new_empty(*sizes, kv_lora_rank, dtype=torch.float32)
-        partial_lse = q.new_empty(sizes, dtype=torch.float32)
-    lse_strides = (0, 0) if lse is None else lse.stride()[:2]
+        shape = (splits, batch, q_len, num_heads)
+        parts = q.new_empty((*shape, kv_lora_rank), dtype=torch.float32)
+        part_lses = q.new_empty(shape, dtype=torch.float32)
+        target, sums = parts[0], part_lses[0]
+        split_strides = parts.stride(0), part_lses.stride(0)
+    steps = (
+        strides_of("out", target, *axes)
+        | {"stride_out_split": split_strides[0]}
+        | strides_of("lse", sums, *axes)
+        | {"stride_lse_split": split_strides[1]}
+        | strides_of("q", q, *axes)
+    )
+    variant = Variant(
+        stride_row=cache.stride(1),
+        block_size=block_size if paged else 0,
+        lora=kv_lora_rank,
+        rope=width - kv_lora_rank,
+        block_m=block_m,
+        block_n=block_n,
+        block_l=max(next_power_of_2(kv_lora_rank), 16),
+        block_r=max(next_power_of_2(width - kv_lora_rank), 16),
+        one_block=block_size % block_n == 0,
+        min_keys=MIN_KEYS,
+        fp8=fp8_conversion(cache),
+        precision="ieee" if is_float32 else "tf32",
+        num_stages=config["num_stages"],
+    )
     _mla_attention_kernel.launch(
         (row_blocks * splits * batch,),
-        y,
-        lse,
-        partial,
-        partial_lse,
-        q,
-        cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache,
-        scale,
-        block_tables,
-        kv_lens,
-        latent_desc,
-        rope_desc,
-        *y.stride()[:3],
-        *lse_strides,
-        *q.stride()[:3],
-        cache.stride(0),
-        block_tables.stride(0) if paged else 0,
-        num_heads,
-        row_blocks,
-        splits,
-        num_blocks,
-        capacity,
-        q_len,
-        softmax_scale * LOG2_E.value,
-        STRIDE_ROW=cache.stride(1),
-        BLOCK_SIZE=block_size if paged else 0,
-        LORA=kv_lora_rank,
-        ROPE=width - kv_lora_rank,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_L=max(next_power_of_2(kv_lora_rank), 16),
-        BLOCK_R=max(next_power_of_2(width - kv_lora_rank), 16),
-        ONE_BLOCK=block_size % config.block_n == 0,
-        MIN_KEYS=MIN_KEYS,
-        FP8=fp8_conversion(cache),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        out_ptr=target,
+        lse_ptr=sums,
+        q_ptr=q,
+        cache_ptr=cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache,
+        scale_ptr=scale,
+        block_tables_ptr=block_tables,
+        kv_lens_ptr=kv_lens,
+        latent_desc=latent_desc,
+        rope_desc=rope_desc,
+        **steps,
+        stride_cache_block=cache.stride(0),
+        stride_block_tables_batch=block_tables.stride(0) if paged else 0,
+        num_heads=num_heads,
+        num_row_blocks=row_blocks,
+        num_splits=splits,
+        num_blocks=num_blocks,
+        capacity=capacity,
+        q_len=q_len,
+        scale_log2=softmax_scale * LOG2_E.value,
+        VARIANT=variant,
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
     )
-    if splits > 1:
-        block_d = min(next_power_of_2(kv_lora_rank), 128)
-        _mla_merge_kernel.launch(
-            (batch * rows, cdiv(kv_lora_rank, block_d)),
-            y,
-            lse,
-            partial,
-            partial_lse,
-            kv_lens,
-            *y.stride()[:3],
-            *lse_strides,
-            num_heads,
-            splits,
-            capacity,
-            q_len,
-            LORA=kv_lora_rank,
-            BLOCK_S=next_power_of_2(splits),
-            BLOCK_D=block_d,
-            MIN_KEYS=MIN_KEYS,
-            BLOCK_N=config.block_n,
-            num_warps=max(min(next_power_of_2(splits) // 8, 8), 1),
-        )
+    if parts is not None:
+        merge_parts(y, lse, parts, part_lses)
     return y

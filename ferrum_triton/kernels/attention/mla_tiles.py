@@ -1,7 +1,15 @@
-"""What latent attention does with its tiles: by pointers one by one, or a loop by descriptors."""
+"""Tiles of latents folded into a softmax: a loop through tensor maps and one through pointers.
+
+Tensor maps are chosen on Hopper where each tile lies in one block of a cache of the queries' dtype;
+pointers everywhere else.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+from ferrum_triton.kernels.attention.softmax import Softmax, fold_tile, weigh
 
 
 @triton.jit
@@ -28,80 +36,110 @@ def load_latents(address, mask, dtype: tl.constexpr, FP8: tl.constexpr):
     return x.to(dtype)
 
 
+class Latents(NamedTuple):
+    """The cache, and the keys of one sequence in it.
+
+    Attributes:
+        ptr: cache, read where there are no tensor maps.
+        latent_desc, rope_desc: tensor maps of its two parts, or None.
+        stride_block: stride of its blocks.
+        num_blocks: blocks it has.
+        table_ptr: the sequence's block table, or of a contiguous cache None.
+        sequence: the sequence's index, which names its block in a contiguous cache.
+    """
+
+    ptr: Any
+    latent_desc: Any
+    rope_desc: Any
+    stride_block: Any
+    num_blocks: Any
+    table_ptr: Any
+    sequence: Any
+
+
+class Queries(NamedTuple):
+    """A block of rows, which are (query, head).
+
+    Attributes:
+        latent, rope: the two parts of the queries, [BLOCK_M, BLOCK_L] and [BLOCK_M, BLOCK_R].
+        bound: keys each row sees, [BLOCK_M].
+        scale_log2: factor of scores.
+    """
+
+    latent: Any
+    rope: Any
+    bound: Any
+    scale_log2: Any
+
+
 @triton.jit
-def exponentials(scores, m_i):
-    """A tile's weights, what they shrink the weights before them by, and the new maximum."""
-    m_new = tl.maximum(m_i, tl.max(scores, axis=1))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    return tl.exp2(scores - shift[:, None]), tl.exp2(m_i - shift), m_new
+def attend_pointers(state, queries, cache, start, end, VARIANT: tl.constexpr):
+    """Fold the keys [start, end) into the softmax, through pointers.
+
+    Every tile is masked: a second loop, for tiles that need no mask, takes registers that 64 rows
+    do not leave, and the mask is little beside products 576 columns deep.
+    """
+    BLOCK_N: tl.constexpr = VARIANT.block_n
+    for first in range(start, end, BLOCK_N):
+        state = attend_tile(state, queries, cache, first, end, VARIANT)
+    return state
 
 
 @triton.jit
 def attend_tile(
-    acc,  # [BLOCK_M, BLOCK_L] float32
-    m_i,  # [BLOCK_M], the running maximum in base 2
-    l_i,  # [BLOCK_M]
-    q_latent,  # [BLOCK_M, BLOCK_L]
-    q_rope,  # [BLOCK_M, BLOCK_R]
+    state,
+    queries,
+    cache,
     first,
-    bound,  # [BLOCK_M], how many keys each row sees
     end,  # the largest bound
-    scale_log2,
-    cache_ptr,
-    table_ptr,  # the sequence's block table, or None
-    sequence,
-    stride_cache_block,
-    num_blocks,
-    STRIDE_ROW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LORA: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
-    PRECISION: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
-    """Fold the keys [first, first + BLOCK_N) into the running softmax."""
+    """Fold the keys [first, first + BLOCK_N) into the softmax."""
+    BLOCK_N: tl.constexpr = VARIANT.block_n
+    BLOCK_L: tl.constexpr = VARIANT.block_l
+    BLOCK_R: tl.constexpr = VARIANT.block_r
+    LORA: tl.constexpr = VARIANT.lora
+    ROPE: tl.constexpr = VARIANT.rope
+    BLOCK_SIZE: tl.constexpr = VARIANT.block_size
+    STRIDE_ROW: tl.constexpr = VARIANT.stride_row
+    FP8: tl.constexpr = VARIANT.fp8
+    PRECISION: tl.constexpr = VARIANT.precision
+    DTYPE: tl.constexpr = queries.latent.dtype
     tile = tl.arange(0, BLOCK_N)
     n = first + tile
     within = n < end
-    if table_ptr is None:
-        start = sequence * stride_cache_block
+    if cache.table_ptr is None:
+        start = cache.sequence * cache.stride_block
         row = n
-    elif ONE_BLOCK:
-        block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
-        known = (block >= 0) & (block < num_blocks)
+    elif VARIANT.one_block:
+        block = tl.load(cache.table_ptr + first // BLOCK_SIZE).to(tl.int64)
+        known = (block >= 0) & (block < cache.num_blocks)
         within = within & known
-        start = tl.where(known, block, 0) * stride_cache_block
+        start = tl.where(known, block, 0) * cache.stride_block
         start += tl.full([], first % BLOCK_SIZE, tl.int64) * STRIDE_ROW
         row = tile
     else:
-        block = tl.load(table_ptr + n // BLOCK_SIZE, mask=within, other=-1).to(tl.int64)
-        within = within & (block >= 0) & (block < num_blocks)
-        start = block[:, None] * stride_cache_block
+        block = tl.load(cache.table_ptr + n // BLOCK_SIZE, mask=within, other=-1).to(tl.int64)
+        within = within & (block >= 0) & (block < cache.num_blocks)
+        start = block[:, None] * cache.stride_block
         row = n % BLOCK_SIZE
-    address = cache_ptr + start + row.to(tl.int64)[:, None] * STRIDE_ROW
+    address = cache.ptr + start + row.to(tl.int64)[:, None] * STRIDE_ROW
     col = tl.arange(0, BLOCK_L)[None, :]
     rope_col = tl.arange(0, BLOCK_R)[None, :]
     latent_mask = within[:, None] if LORA == BLOCK_L else within[:, None] & (col < LORA)
     rope_mask = within[:, None] if ROPE == BLOCK_R else within[:, None] & (rope_col < ROPE)
     # Values too: rows that no query sees are cleared, since 0 times what they hold may be NaN.
-    latent = load_latents(address + col, latent_mask, q_latent.dtype, FP8)  # [BLOCK_N, BLOCK_L]
-    rope = load_latents(address + LORA + rope_col, rope_mask, q_rope.dtype, FP8)
+    latent = load_latents(address + col, latent_mask, DTYPE, FP8)  # [BLOCK_N, BLOCK_L]
+    rope = load_latents(address + LORA + rope_col, rope_mask, DTYPE, FP8)
 
-    scores = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
-    scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION) * scale_log2
+    scores = tl.dot(queries.latent, tl.trans(latent), input_precision=PRECISION)
+    scores = tl.dot(queries.rope, tl.trans(rope), scores, input_precision=PRECISION)
+    scores *= queries.scale_log2
     # A key on no block lies past every bound: one comparison for each score masks them all.
     n = tl.where(within, n, 0x7FFFFFFF)
-    scores = tl.where(n[None, :] < bound[:, None], scores, float("-inf"))
-
-    p, alpha, m_i = exponentials(scores, m_i)
-    l_i = l_i * alpha + tl.sum(p, axis=1)
-    acc = acc * alpha[:, None]
-    acc = tl.dot(p.to(latent.dtype), latent, acc, input_precision=PRECISION)
-    return acc, m_i, l_i
+    scores = tl.where(n[None, :] < queries.bound[:, None], scores, float("-inf"))
+    # The scale may be negative, so it is in the scores already.
+    return fold_tile(state, scores, 1.0, latent, PRECISION)
 
 
 @triton.jit
@@ -115,28 +153,16 @@ def entry_at(table_ptr, sequence, n, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def attend_described(
-    q_latent,  # [BLOCK_M, BLOCK_L]
-    q_rope,  # [BLOCK_M, BLOCK_R]
+def attend_tma(
+    state,
+    queries,
+    cache,
     start,
     whole,  # keys before it are seen by every row
-    bound,  # [BLOCK_M], how many keys each row sees
     end,  # the largest bound
-    scale_log2,
-    latent_desc,
-    rope_desc,
-    table_ptr,  # the sequence's block table, or None
-    sequence,
-    num_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
-    """Attend to the keys [start, end) through tensor descriptors: acc, m_i and l_i.
+    """Fold the keys [start, end) into the softmax, through tensor maps.
 
     The branches of the loop are there for what Triton 3.6 makes of it on sm_90:
 
@@ -148,40 +174,46 @@ def attend_described(
     - The rotary part's product is in both arms of its branch: with a single use of that tile
       Triton would give it a third buffer, for which shared memory has no room.
     """
+    BLOCK_M: tl.constexpr = VARIANT.block_m
+    BLOCK_N: tl.constexpr = VARIANT.block_n
+    BLOCK_L: tl.constexpr = VARIANT.block_l
+    BLOCK_R: tl.constexpr = VARIANT.block_r
+    BLOCK_SIZE: tl.constexpr = VARIANT.block_size
+    PRECISION: tl.constexpr = VARIANT.precision
+    NUM_STAGES: tl.constexpr = VARIANT.num_stages
     tile = tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc, row_max = state.acc, state.row_max
     # Summed over the tile's columns at the end: a sum across warps takes barriers.
-    l_i = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    next_entry = entry_at(table_ptr, sequence, start, BLOCK_SIZE)
+    row_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    next_entry = entry_at(cache.table_ptr, cache.sequence, start, BLOCK_SIZE)
     for first in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
         # Looked up a tile ahead: a tile's load should not wait for its table entry.
         entry = next_entry
         following = tl.minimum(first + BLOCK_N, end - 1)
-        next_entry = entry_at(table_ptr, sequence, following, BLOCK_SIZE)
-        known = (entry >= 0) & (entry < num_blocks)
-        block = tl.where(known, entry, num_blocks).to(tl.int32)
+        next_entry = entry_at(cache.table_ptr, cache.sequence, following, BLOCK_SIZE)
+        known = (entry >= 0) & (entry < cache.num_blocks)
+        block = tl.where(known, entry, cache.num_blocks).to(tl.int32)
         # The last tile ends with the last key: no row past it, which may hold NaN, is read. In
         # front of it are keys of the tile before, which are masked, or rows before the block's
         # first, which read as zeros. So do those of no block.
         at = tl.minimum(first, end - BLOCK_N)
-        row = at if table_ptr is None else at - first + first % BLOCK_SIZE
-        latent = latent_desc.load([block, row, 0]).reshape(BLOCK_N, BLOCK_L)
-        rope = rope_desc.load([block, row, 0]).reshape(BLOCK_N, BLOCK_R)
+        row = at if cache.table_ptr is None else at - first + first % BLOCK_SIZE
+        latent = cache.latent_desc.load([block, row, 0]).reshape(BLOCK_N, BLOCK_L)
+        rope = cache.rope_desc.load([block, row, 0]).reshape(BLOCK_N, BLOCK_R)
         if known:
             scores = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
             if first < end:  # always
-                scores = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
+                scores = tl.dot(queries.latent, tl.trans(latent), input_precision=PRECISION)
             if first + BLOCK_N <= whole:
-                scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION)
-                scores *= scale_log2
+                scores = tl.dot(queries.rope, tl.trans(rope), scores, input_precision=PRECISION)
+                scores *= queries.scale_log2
             else:
-                scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION)
+                scores = tl.dot(queries.rope, tl.trans(rope), scores, input_precision=PRECISION)
                 n = tl.where(tile >= first - at, at + tile, 0x7FFFFFFF)
-                hidden = n[None, :] >= bound[:, None]
-                scores = tl.where(hidden, float("-inf"), scores * scale_log2)
-            p, alpha, m_i = exponentials(scores, m_i)
-            l_i = l_i * alpha[:, None] + p
-            acc = acc * alpha[:, None]
-            acc = tl.dot(p.to(latent.dtype), latent, acc, input_precision=PRECISION)
-    return acc, m_i, tl.sum(l_i, axis=1)
+                hidden = n[None, :] >= queries.bound[:, None]
+                scores = tl.where(hidden, float("-inf"), scores * queries.scale_log2)
+            weights, rescale, row_max = weigh(scores, 1.0, row_max)
+            row_sum = row_sum * rescale[:, None] + weights
+            acc = acc * rescale[:, None]
+            acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
+    return Softmax(acc, row_max, tl.sum(row_sum, axis=1))

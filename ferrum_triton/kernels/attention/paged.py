@@ -1,17 +1,47 @@
-"""Attention over paged caches: the launchers."""
+"""Attention over paged pools: which launches a call takes.
+
+Sequences of up to FEW_QUERIES queries go to paged decode, which splits their keys; longer ones to
+paged prefill, a launch of its own before it.
+"""
 
 import torch
 from torch import Tensor
 
-from ferrum_triton.kernels.attention.decode_config import decode_launch
-from ferrum_triton.kernels.attention.paged_decode import launch_decode
+from ferrum_triton.kernels.attention.decode_config import INVARIANT_KEYS, decode_config, is_plain
+from ferrum_triton.kernels.attention.paged_decode import Call, launch_decode
 from ferrum_triton.kernels.attention.paged_prefill import launch_prefill
 from ferrum_triton.kernels.attention.pages import as_pool
+from ferrum_triton.kernels.tuning import Config
 from ferrum_triton.ops.attention.paged_decode import paged_decode_attention as decode_op
 from ferrum_triton.ops.attention.paged_varlen import paged_varlen_attention as varlen_op
 
 # Queries of a sequence up to which it is a decode step's.
 FEW_QUERIES = 8
+
+
+def configure(
+    call: Call, cache: torch.dtype, layout: str, rows: int, batch_invariant: bool = False
+) -> Config:
+    """The configuration of a decode launch.
+
+    Args:
+        rows: queries times heads of a sequence and KV head.
+    """
+    head_dim = call.q.shape[3]
+    batch, capacity = call.block_tables.shape[0], call.capacity
+    if batch_invariant:
+        # What must not depend on the batch may not depend on what suits the batch either.
+        batch, capacity = 1, INVARIANT_KEYS
+    return decode_config.pick(
+        call.q.device,
+        batch,
+        call.pool.num_kv_heads,
+        capacity,
+        2 * head_dim * cache.itemsize,
+        rows,
+        call.cu_seqlens_q is not None,
+        is_plain(head_dim, cache, layout),
+    )
 
 
 @decode_op.impl("triton")
@@ -36,35 +66,23 @@ def paged_decode_attention(
     y = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if q.numel() == 0:
         return y
-    batch, q_len, num_heads, head_dim = q.shape
-    pool = as_pool(k_cache, v_cache, k_scales, v_scales, layout, in_words=q.itemsize == 2)
-    config = decode_launch(
-        q.device,
-        batch,
-        pool.num_kv_heads,
-        block_tables.shape[1] * pool.block_size,
-        head_dim,
-        k_cache.dtype,
-        q_len * (num_heads // pool.num_kv_heads),
-        layout == "vllm_x",
-        batch_invariant,
+    q_len, head_dim = q.shape[1], q.shape[3]
+    call = Call(
+        out=y,
+        lse=lse,
+        q=q,
+        pool=as_pool(k_cache, v_cache, k_scales, v_scales, layout, in_words=q.itemsize == 2),
+        block_tables=block_tables,
+        kv_lens=kv_lens,
+        pos_offsets=None,
+        cu_seqlens_q=None,
+        sinks=sinks,
+        scale=float(head_dim**-0.5 if softmax_scale is None else softmax_scale),
+        sliding_window=sliding_window,
+        softcap=softcap,
     )
-    scale = float(head_dim**-0.5 if softmax_scale is None else softmax_scale)
-    launch_decode(
-        config,
-        y,
-        lse,
-        q,
-        pool,
-        block_tables,
-        (kv_lens, None, None),
-        sinks,
-        q_len,
-        scale,
-        sliding_window,
-        softcap,
-        batch_invariant,
-    )
+    config = configure(call, k_cache.dtype, layout, q_len * call.group, batch_invariant)
+    launch_decode(call, config, q_len, batch_invariant)
     return y
 
 
@@ -89,37 +107,34 @@ def paged_varlen_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     y = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    num_tokens, num_heads, head_dim = q.shape
-    num_seqs, max_blocks = block_tables.shape
+    num_tokens, _, head_dim = q.shape
     if q.numel() == 0:
         return y
-    if num_seqs == 0:
+    if block_tables.shape[0] == 0:
         y.zero_()
         return y if lse is None else (lse.fill_(-torch.inf), y)[1]
     caches = k_cache, v_cache, k_scales, v_scales, layout
-    scale = float(head_dim**-0.5 if softmax_scale is None else softmax_scale)
+    call = Call(
+        out=y[None],
+        lse=None if lse is None else lse[None],
+        q=q[None],
+        pool=as_pool(*caches, in_words=q.itemsize == 2),
+        block_tables=block_tables,
+        kv_lens=None,
+        pos_offsets=pos_offsets,
+        cu_seqlens_q=cu_seqlens_q,
+        sinks=sinks,
+        scale=float(head_dim**-0.5 if softmax_scale is None else softmax_scale),
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
     longest = num_tokens if max_q_len is None else min(max_q_len, num_tokens)
     few = min(FEW_QUERIES, longest)
-    rows = y[None], None if lse is None else lse[None], q[None]
-    options = sinks, few, scale, sliding_window, softcap
     has_long = longest > few
-    pool = as_pool(*caches, in_words=q.itemsize == 2)
     if has_long:
         # Only decode takes codes in words.
-        alone = pool if k_cache.dtype == q.dtype else as_pool(*caches)
-        launch_prefill(*rows, alone, block_tables, pos_offsets, cu_seqlens_q, *options)
-    config = decode_launch(
-        q.device,
-        num_seqs,
-        pool.num_kv_heads,
-        max_blocks * pool.block_size,
-        head_dim,
-        k_cache.dtype,
-        num_heads // pool.num_kv_heads,
-        layout == "vllm_x",
-        batch_invariant=False,
-        is_varlen=True,
-    )
-    lengths = None, pos_offsets, cu_seqlens_q
-    launch_decode(config, *rows, pool, block_tables, lengths, *options, False, has_long)
+        in_words = call.pool.layout.quantised
+        launch_prefill(call._replace(pool=as_pool(*caches)) if in_words else call, few)
+    config = configure(call, k_cache.dtype, layout, call.group)
+    launch_decode(call, config, few, False, after_prefill=has_long)
     return y

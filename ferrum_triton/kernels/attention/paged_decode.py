@@ -1,26 +1,35 @@
-"""Attention of few queries a sequence over paged caches: split over keys, then merged.
+"""Attention of few queries a sequence over paged pools: split over keys, then merged.
 
 A program has one unit of the plan: a run of tiles of one sequence and KV head, for all queries of
 the heads that share it, which are the rows of its products. Where a sequence is one unit its
-program writes the result; else programs write float32 parts, and a second launch merges them.
+program writes the result; else programs write float32 parts, and
+:func:`~ferrum_triton.kernels.attention.merge.merge_parts` merges them in a second launch.
 """
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.attention.codes import from_quarters, in_quarters
-from ferrum_triton.kernels.attention.decode_config import INVARIANT_KEYS
+from ferrum_triton.kernels.attention.decode_config import unit_sizes
+from ferrum_triton.kernels.attention.merge import merge_parts
 from ferrum_triton.kernels.attention.pages import (
+    Attention,
     Pool,
-    attend_range,
-    finish_rows,
+    PoolTensors,
+    Tiles,
+    attend_pages,
+    head_of,
+    queries_in_quarters,
+    row_strides,
     scaled_queries,
-    sink_state,
-    token_strides,
+    sink_logits,
 )
 from ferrum_triton.kernels.attention.plan import (
+    Sequences,
     most_units,
     pick,
     sequence_lengths,
@@ -28,36 +37,54 @@ from ferrum_triton.kernels.attention.plan import (
     unit_range,
     units_of_sequences,
 )
-from ferrum_triton.kernels.attention.softmax import LN_2, LOG2_E
-from ferrum_triton.kernels.jit import capability, kernel
+from ferrum_triton.kernels.attention.softmax import LOG2_E, Softmax, finish, first_state, store_rows
+from ferrum_triton.kernels.jit import OPTIONS, kernel
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config
 
-# Units a merging program reads at a time, at most.
-MERGED_UNITS = 64
+
+@dataclass(frozen=True)
+class Units:
+    """What the kernel specialises on of the plan.
+
+    Attributes:
+        max_q: queries of a sequence; with cu_seqlens_q sequences of more are left out.
+        fixed: units are of up to least_tiles whatever the batch.
+        block_b: power of two >= num_seqs.
+        after_prefill: the launch before is the prefill of the same batch, which waited before it
+            triggered. What this one reads is complete then, so programs do not wait, but for the
+            last one, which has no unit: what follows waits for this launch alone, so that must not
+            end first. If all waited, those that are done could not make room for others.
+    """
+
+    max_q: int
+    fixed: bool
+    block_b: int
+    after_prefill: bool
 
 
-@kernel(
-    dynamic=(
-        "num_seqs", "capacity", "num_blocks", "q_len", "sliding_window", "shares", "least_tiles",
-        "scale", "softcap",
-    )
-)  # fmt: skip
+# Scalars that change from call to call.
+DYNAMIC = "num_seqs capacity num_blocks q_len sliding_window shares least_tiles scale softcap"
+
+
+@kernel(dynamic=DYNAMIC.split())
 def _paged_decode_kernel(
-    out_ptr,  # [num_seqs, q_len, num_heads, HEAD_DIM], or [num_tokens, ...] with cu_seqlens_q
+    out_ptr,  # [num_seqs, q_len, num_heads, head_dim], or [num_tokens, ...] with cu_seqlens_q
     lse_ptr,  # as out without its last dimension, or None
-    part_ptr,  # [units, num_kv_heads, rows, HEAD_DIM] float32, or None if no sequence is cut
-    part_lse_ptr,  # [units, num_kv_heads, rows] float32, in base 2, or None
+    parts_ptr,  # [units, max_q, num_heads, head_dim] float32, or None if no sequence is cut
+    part_lses_ptr,  # [units, max_q, num_heads] float32, or None
+    cu_parts_ptr,  # [num_seqs + 1] where each sequence's units begin, written, or None
     q_ptr,  # as out
     k_cache_ptr,  # pool
     v_cache_ptr,  # pool
+    k_scales_ptr,  # of slots or heads, or None
+    v_scales_ptr,
+    sinks_ptr,  # [num_heads] or None
     block_tables_ptr,  # [num_seqs, max_blocks]
     kv_lens_ptr,  # [num_seqs], used without cu_seqlens_q
     pos_offsets_ptr,  # [num_seqs], used with cu_seqlens_q
     cu_seqlens_q_ptr,  # [num_seqs + 1] or None
-    k_scales_ptr,  # of slots or heads, or None
-    v_scales_ptr,
-    sinks_ptr,  # [num_heads] or None
     stride_out_seq,
     stride_out_token,
     stride_out_head,
@@ -67,20 +94,6 @@ def _paged_decode_kernel(
     stride_q_seq,
     stride_q_token,
     stride_q_head,
-    stride_k_block,
-    stride_k_head,
-    stride_k_slot,
-    stride_k_piece,
-    stride_v_block,
-    stride_v_head,
-    stride_v_slot,
-    stride_v_piece,
-    stride_k_scales_block,
-    stride_k_scales_head,
-    stride_k_scales_slot,
-    stride_v_scales_block,
-    stride_v_scales_head,
-    stride_v_scales_slot,
     stride_table,
     num_kv_heads,
     row_blocks,  # of BLOCK_M rows, a unit and KV head
@@ -89,43 +102,48 @@ def _paged_decode_kernel(
     num_blocks,
     q_len,
     sliding_window,
-    shares,
-    least_tiles,
+    shares,  # units a head the tiles are shared among
+    least_tiles,  # that are worth a cut
     scale,  # of scores; times log2(e) unless they are capped
     softcap,
-    GROUP: tl.constexpr,  # query heads a KV head
-    MAX_Q: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    FIXED: tl.constexpr,
-    SCALES: tl.constexpr,  # "slot", "head" or ""
-    FORMAT: tl.constexpr,  # "e4m3" if fp8 comes as bits, else ""
-    PAIRS: tl.constexpr,  # how words of codes are unpacked, or ""
-    QUANTISED: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_PIECE: tl.constexpr,
-    V_PIECE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BESIDE: tl.constexpr,  # the launch before may still run, and the last program has no unit
-    CHAINED: tl.constexpr,
+    POOL: tl.constexpr,  # PoolLayout
+    ATTENTION: tl.constexpr,  # Attention
+    UNITS: tl.constexpr,  # Units
+    PDL: tl.constexpr,
 ):
-    if CHAINED:
-        gdc_launch_dependents()
-    if BESIDE:
-        # What follows waits for this launch alone, so that must not end first. One program sees to
-        # it: were it all, those that have ended could not make room for others.
+    """out = softmax(scale · q kᵀ + mask) v over a unit's keys, for one KV head's queries."""
+    pdl_trigger(PDL)
+    if UNITS.after_prefill:
         if tl.program_id(0) == tl.num_programs(0) - 1:
-            gdc_wait()
+            pdl_wait(PDL)
+    else:
+        pdl_wait(PDL)
+    GROUP: tl.constexpr = ATTENTION.group
+    HEAD_DIM: tl.constexpr = ATTENTION.head_dim
+    HAS_WINDOW: tl.constexpr = ATTENTION.has_window
+    BLOCK_M: tl.constexpr = ATTENTION.block_m
+    BLOCK_N: tl.constexpr = ATTENTION.block_n
+    BLOCK_D: tl.constexpr = ATTENTION.block_d
+    BLOCK_B: tl.constexpr = UNITS.block_b
+    MAX_Q: tl.constexpr = UNITS.max_q
+    FIXED: tl.constexpr = UNITS.fixed
+    batch = Sequences(kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity, q_len)
     units, ends = units_of_sequences(
-        num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, sliding_window,
-        shares, least_tiles, MAX_Q, HAS_WINDOW, FIXED, BLOCK_N, BLOCK_B,
-    )  # fmt: skip
+        batch,
+        sliding_window,
+        shares,
+        least_tiles,
+        MAX_Q=MAX_Q,
+        HAS_WINDOW=HAS_WINDOW,
+        FIXED=FIXED,
+        BLOCK_N=BLOCK_N,
+        BLOCK_B=BLOCK_B,
+    )
+    if cu_parts_ptr is not None:
+        if tl.program_id(0) == 0:
+            seqs = tl.arange(0, BLOCK_B)
+            tl.store(cu_parts_ptr + seqs, ends - units, mask=seqs < num_seqs)
+            tl.store(cu_parts_ptr + num_seqs, tl.sum(units, axis=0))
     # Heads of one unit are neighbours: their keys lie side by side in the same pages.
     column = tl.program_id(0) % (num_kv_heads * row_blocks)
     unit = tl.program_id(0) // (num_kv_heads * row_blocks)
@@ -135,293 +153,184 @@ def _paged_decode_kernel(
     seq = tl.sum((ends <= unit).to(tl.int32), axis=0)
     own_units = pick(units, seq, BLOCK_B)
     part = unit - (pick(ends, seq, BLOCK_B) - own_units)
-    queries, keys, _ = sequence_lengths(
-        seq, num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, MAX_Q
-    )
-    if column % row_blocks * BLOCK_M >= queries * GROUP:
+    num_queries, keys, _ = sequence_lengths(batch, seq, MAX_Q)
+    if column % row_blocks * BLOCK_M >= num_queries * GROUP:
         return
-    first_tile, end_tile = tile_range(queries, keys, sliding_window, HAS_WINDOW, BLOCK_N)
-    first_tile, end_tile = unit_range(first_tile, end_tile, part, own_units)
 
     row = column % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
-    in_rows = query < queries
-    position = keys - queries + query
+    in_rows = query < num_queries
+    position = keys - num_queries + query
     first_token = tl.zeros_like(kv_head)
     if cu_seqlens_q_ptr is not None:
         first_token += tl.load(cu_seqlens_q_ptr + seq)
     seq_index = seq.to(tl.int64)
     token = first_token + query
     d = tl.arange(0, BLOCK_D)[None, :]
-    in_tile = in_rows[:, None] & (d < HEAD_DIM)
 
     q_rows = q_ptr + seq_index * stride_q_seq + token * stride_q_token + head * stride_q_head
-    q = tl.load(q_rows[:, None] + d, mask=in_tile, other=0.0)
-    q, score_factor, v_factor = scaled_queries(
-        q, scale, k_scales_ptr, v_scales_ptr, kv_head * stride_k_scales_head,
-        kv_head * stride_v_scales_head, SCALES, FORMAT, QUANTISED,
-    )  # fmt: skip
+    q = tl.load(q_rows[:, None] + d, mask=in_rows[:, None] & (d < HEAD_DIM), other=0.0)
+    pool = Pool(k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, num_blocks)
+    pool_head = head_of(pool, kv_head, POOL)
+    queries = scaled_queries(q, position, scale, softcap, sliding_window, pool_head, POOL)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     IN_WORDS: tl.constexpr = k_cache_ptr.dtype.element_ty == tl.int32
     if IN_WORDS:
-        q, acc = in_quarters(q), in_quarters(acc)
-
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:
-        if part == 0:
-            m_i, l_i = sink_state(sinks_ptr, head, in_rows)
+        acc = in_quarters(acc)
+        queries = queries_in_quarters(queries)
+    sink_log2 = sink_logits(sinks_ptr, head, in_rows)
+    state = first_state(acc, tl.where(part == 0, sink_log2, float("-inf")))
 
     # Tiles that every query sees whole, then the last ones; with a window every tile is an edge.
-    whole_end = first_tile
+    first, end = tile_range(num_queries, keys, sliding_window, HAS_WINDOW, BLOCK_N)
+    first, end = unit_range(first, end, part, own_units)
+    table_ptr = block_tables_ptr + seq_index * stride_table
+    whole_end = first
     if not HAS_WINDOW:
-        seen_by_all = tl.maximum((keys - queries + 1) // BLOCK_N, 0)
-        whole_end = tl.minimum(tl.maximum(seen_by_all, first_tile), end_tile)
-    acc, m_i, l_i = attend_range(
-        acc, m_i, l_i, q, position, first_tile, first_tile, whole_end, end_tile, keys, seq, kv_head,
-        block_tables_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr,
-        stride_table, stride_k_block, stride_k_head, stride_k_slot, stride_k_piece, stride_v_block,
-        stride_v_head, stride_v_slot, stride_v_piece, stride_k_scales_block, stride_k_scales_head,
-        stride_k_scales_slot, stride_v_scales_block, stride_v_scales_head, stride_v_scales_slot,
-        num_blocks, sliding_window, score_factor, softcap, False, not HAS_WINDOW, WIDE, HAS_WINDOW,
-        HAS_CAP, SCALES, FORMAT, PAIRS, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N, BLOCK_D,
-        PRECISION,
-    )  # fmt: skip
+        seen_by_all = tl.maximum((keys - num_queries + 1) // BLOCK_N, 0)
+        whole_end = tl.minimum(tl.maximum(seen_by_all, first), end)
+    tiles = Tiles(first, first, whole_end, end, keys, table_ptr)
+    if not HAS_WINDOW:
+        state = attend_pages(
+            state, queries, pool_head, tiles, first, whole_end, False, POOL, ATTENTION
+        )
+    state = attend_pages(state, queries, pool_head, tiles, whole_end, end, True, POOL, ATTENTION)
     if IN_WORDS:
-        acc = from_quarters(acc)
-    acc, lse = finish_rows(acc, m_i, l_i, v_factor)
+        state = Softmax(from_quarters(state.acc), state.row_max, state.row_sum)
+    out, lse = finish(state, queries.value_factor)
     if own_units == 1:
         out_rows = out_ptr + seq_index * stride_out_seq + token * stride_out_token
         out_rows += head * stride_out_head
-        tl.store(out_rows[:, None] + d, acc.to(out_ptr.dtype.element_ty), mask=in_tile)
+        lse_rows = lse_ptr
         if lse_ptr is not None:
-            lse_rows = lse_ptr + seq_index * stride_lse_seq + token * stride_lse_token
-            tl.store(lse_rows + head * stride_lse_head, lse * LN_2, mask=in_rows)
-    elif part_ptr is not None:
-        rows = MAX_Q * GROUP
-        part_rows = (unit.to(tl.int64) * num_kv_heads + kv_head) * rows + row
-        tl.store(part_ptr + part_rows[:, None] * HEAD_DIM + d, acc, mask=in_tile)
-        tl.store(part_lse_ptr + part_rows, lse, mask=in_rows)
+            lse_rows += seq_index * stride_lse_seq + token * stride_lse_token
+            lse_rows += head * stride_lse_head
+        store_rows(out_rows, lse_rows, out, lse, in_rows, HEAD_DIM)
+    elif parts_ptr is not None:
+        part_rows = (unit.to(tl.int64) * MAX_Q + query) * (num_kv_heads * GROUP) + head
+        part_lse_rows = part_lses_ptr + part_rows
+        store_rows(parts_ptr + part_rows * HEAD_DIM, part_lse_rows, out, lse, in_rows, HEAD_DIM)
 
 
-@kernel(
-    dynamic=(
-        "num_seqs", "capacity", "q_len", "sliding_window", "shares", "least_tiles",
-    )
-)  # fmt: skip
-def _merge_units_kernel(
-    out_ptr,  # [num_seqs, q_len, num_heads, HEAD_DIM], or [num_tokens, ...] with cu_seqlens_q
-    lse_ptr,  # as out without its last dimension, or None
-    part_ptr,  # [units, num_kv_heads, rows, HEAD_DIM] float32
-    part_lse_ptr,  # [units, num_kv_heads, rows] float32, in base 2
-    kv_lens_ptr,
-    pos_offsets_ptr,
-    cu_seqlens_q_ptr,
-    stride_out_seq,
-    stride_out_token,
-    stride_out_head,
-    stride_lse_seq,
-    stride_lse_token,
-    stride_lse_head,
-    num_kv_heads,
-    num_seqs,
-    capacity,
-    q_len,
-    sliding_window,
-    shares,
-    least_tiles,
-    GROUP: tl.constexpr,
-    MAX_Q: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    FIXED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-    GRID_Q: tl.constexpr,  # queries of a sequence with programs of their own; those take the others
-    CHAINED: tl.constexpr,
-):
-    """Started while the parts are still being written, where CHAINED: the plan is made meanwhile.
+class Call(NamedTuple):
+    """A call of one of the paged ops.
 
-    Every program waits, those with nothing to merge as well: what follows this launch waits for it
-    alone, and must not overtake the first.
+    Attributes:
+        out, q: [num_seqs, q_len, num_heads, head_dim], or [1, num_tokens, ...] with cu_seqlens_q.
+        lse: as out without its last dimension, or None.
+        block_tables: [num_seqs, max_blocks].
+        kv_lens: [num_seqs], None with cu_seqlens_q.
+        pos_offsets, cu_seqlens_q: [num_seqs] and [num_seqs + 1], or None.
+        sinks: [num_heads] or None.
     """
-    rows = MAX_Q * GROUP
-    row = tl.program_id(0) % (GRID_Q * GROUP)
-    kv_head = (tl.program_id(0) // (GRID_Q * GROUP) % num_kv_heads).to(tl.int64)
-    seq = tl.program_id(0) // (GRID_Q * GROUP * num_kv_heads)
-    units, ends = units_of_sequences(
-        num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, sliding_window,
-        shares, least_tiles, MAX_Q, HAS_WINDOW, FIXED, BLOCK_N, BLOCK_B,
-    )  # fmt: skip
-    own_units = pick(units, seq, BLOCK_B)
-    queries, _, _ = sequence_lengths(
-        seq, num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, MAX_Q
-    )
-    if CHAINED:
-        gdc_wait()
-    if own_units <= 1:
-        return
-    start = pick(ends, seq, BLOCK_B) - own_units
-    head = kv_head * GROUP + row % GROUP
-    d = tl.arange(0, BLOCK_D)
-    for query in range(row // GROUP, queries, GRID_Q):
-        m_i, l_i = float("-inf"), 0.0
-        acc = tl.zeros([BLOCK_D], tl.float32)
-        for first in range(0, own_units, BLOCK_U):
-            u = first + tl.arange(0, BLOCK_U)
-            part_row = ((start + u).to(tl.int64) * num_kv_heads + kv_head) * rows
-            part_row += query * GROUP + row % GROUP
-            lse = tl.load(part_lse_ptr + part_row, mask=u < own_units, other=float("-inf"))
-            mask = (u < own_units)[:, None] & (d < HEAD_DIM)[None, :]
-            part = part_ptr + part_row[:, None] * HEAD_DIM + d[None, :]
-            values = tl.load(part, mask=mask, other=0.0)
-            m_new = tl.maximum(m_i, tl.max(lse, axis=0))
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-            weight, alpha = tl.exp2(lse - shift), tl.exp2(m_i - shift)
-            acc = acc * alpha + tl.sum(weight[:, None] * values, axis=0)
-            l_i = l_i * alpha + tl.sum(weight, axis=0)
-            m_i = m_new
 
-        token = tl.zeros_like(kv_head) + query
-        if cu_seqlens_q_ptr is not None:
-            token += tl.load(cu_seqlens_q_ptr + seq)
-        out_row = out_ptr + seq.to(tl.int64) * stride_out_seq + token * stride_out_token
-        out_row += head * stride_out_head
-        out = acc / tl.where(l_i == 0.0, 1.0, l_i)
-        tl.store(out_row + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-        if lse_ptr is not None:
-            lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log2(l_i)) * LN_2
-            lse_row = lse_ptr + seq.to(tl.int64) * stride_lse_seq + token * stride_lse_token
-            tl.store(lse_row + head * stride_lse_head, lse)
+    out: Tensor
+    lse: Tensor | None
+    q: Tensor
+    pool: PoolTensors
+    block_tables: Tensor
+    kv_lens: Tensor | None
+    pos_offsets: Tensor | None
+    cu_seqlens_q: Tensor | None
+    sinks: Tensor | None
+    scale: float
+    sliding_window: int
+    softcap: float
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2] // self.pool.num_kv_heads
+
+    @property
+    def capacity(self) -> int:
+        """Keys a block table can hold."""
+        return self.block_tables.shape[1] * self.pool.layout.block_size
+
+    @property
+    def scale_log2(self) -> float:
+        """The scale as kernels take it: a cap brings its own log2(e)."""
+        return self.scale if self.softcap > 0 else self.scale * LOG2_E.value
+
+    def attention(self, block_m: int, block_n: int) -> Attention:
+        head_dim = self.q.shape[3]
+        return Attention(
+            group=self.group,
+            head_dim=head_dim,
+            has_window=self.sliding_window > 0,
+            has_softcap=self.softcap > 0,
+            block_m=block_m,
+            block_n=block_n,
+            block_d=max(next_power_of_2(head_dim), 16),
+            precision="ieee" if self.q.dtype == torch.float32 else "tf32",
+        )
 
 
 def launch_decode(
-    config: Config,
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    pool: Pool,
-    block_tables: Tensor,
-    lengths: tuple[Tensor | None, Tensor | None, Tensor | None],
-    sinks: Tensor | None,
-    max_q: int,
-    scale: float,
-    sliding_window: int,
-    softcap: float,
-    batch_invariant: bool,
-    beside: bool = False,
+    call: Call, config: Config, max_q: int, batch_invariant: bool, after_prefill: bool = False
 ) -> None:
-    """Both launches, for q [num_seqs, q_len, ...] with lengths (kv_lens, None, None), or
-    [1, num_tokens, ...] with (None, pos_offsets, cu_seqlens_q).
+    """Attention of the sequences of up to ``max_q`` queries, and the merge of their parts.
 
-    ``beside``: they may start before the launch before them has ended, where GPUs can do that.
+    Args:
+        after_prefill: whether the launch before is the prefill of the other sequences.
     """
-    num_seqs, max_blocks = block_tables.shape
+    pool, q = call.pool, call.q
+    num_seqs, capacity = call.block_tables.shape[0], call.capacity
     num_heads, head_dim = q.shape[2:]
-    group, capacity = num_heads // pool.num_kv_heads, max_blocks * pool.block_size
-    rows = max_q * group
-    is_varlen = lengths[2] is not None
+    rows = max_q * call.group
+    is_varlen = call.cu_seqlens_q is not None
     # In a mixed batch most sequences have one query: no program of theirs multiplies by more rows,
     # and those of further queries end at once.
-    block_m = min(max(next_power_of_2(group if is_varlen else rows), 16), 64)
+    block_m = min(max(next_power_of_2(call.group if is_varlen else rows), 16), 64)
     row_blocks = cdiv(rows, block_m)
     block_n = config["BLOCK_N"]
-    if batch_invariant:
-        least_tiles, shares = cdiv(INVARIANT_KEYS, block_n), 0
-    else:
-        least_tiles = cdiv(config["LEAST_KEYS"], block_n)
-        at_work = pool.num_kv_heads * (1 if is_varlen else row_blocks)
-        shares = max(config["PROGRAMS"] // at_work, 1)
-    reach = min(capacity, sliding_window + max_q + block_n) if sliding_window else capacity
+    at_work = pool.num_kv_heads * (1 if is_varlen else row_blocks)
+    least_tiles, shares = unit_sizes(config, at_work, batch_invariant)
+    window = call.sliding_window
+    reach = min(capacity, window + max_q + block_n) if window else capacity
     most_tiles = cdiv(reach, block_n)
     units = most_units(num_seqs, most_tiles, shares, least_tiles, batch_invariant)
-    is_cut = units > num_seqs
-    part = part_lse = None
-    if is_cut:
-        shape = (units, pool.num_kv_heads, rows)
-        part = q.new_empty((*shape, head_dim), dtype=torch.float32)
-        part_lse = q.new_empty(shape, dtype=torch.float32)
-    out_strides = token_strides(out, is_varlen)
-    lse_strides = (0, 0, 0) if lse is None else token_strides(lse, is_varlen)
-    plan = {
-        "GROUP": group,
-        "MAX_Q": max_q,
-        "HAS_WINDOW": sliding_window > 0,
-        "FIXED": batch_invariant,
-        "HEAD_DIM": head_dim,
-        "BLOCK_B": next_power_of_2(num_seqs),
-        "BLOCK_N": block_n,
-        "BLOCK_D": max(next_power_of_2(head_dim), 16),
-        # From sm_90 on a launch may start before the one it depends on has ended.
-        "CHAINED": is_cut and capability(q.device) >= (9, 0),
-    }
-    beside = beside and capability(q.device) >= (9, 0)
+    parts = part_lses = cu_parts = None
+    if units > num_seqs:
+        shape = (units, 1, max_q, num_heads)
+        parts = q.new_empty((*shape, head_dim), dtype=torch.float32)
+        part_lses = q.new_empty(shape, dtype=torch.float32)
+        cu_parts = q.new_empty(num_seqs + 1, dtype=torch.int32)
     _paged_decode_kernel.launch(
-        (units * pool.num_kv_heads * row_blocks + beside,),
-        out,
-        lse,
-        part,
-        part_lse,
-        q,
-        pool.k,
-        pool.v,
-        block_tables,
-        *lengths,
-        pool.k_scales,
-        pool.v_scales,
-        sinks,
-        *out_strides,
-        *lse_strides,
-        *token_strides(q, is_varlen),
-        *pool.strides,
-        block_tables.stride(0),
-        pool.num_kv_heads,
-        row_blocks,
-        num_seqs,
-        capacity,
-        pool.num_blocks,
-        max_q,
-        sliding_window,
-        shares,
-        least_tiles,
-        scale if softcap > 0 else scale * LOG2_E.value,
-        float(softcap),
-        HAS_CAP=softcap > 0,
-        BLOCK_M=block_m,
-        BESIDE=beside,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **pool.constexprs,
-        **plan,
-        num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
-        **({"launch_pdl": True} if beside else {}),
+        (units * pool.num_kv_heads * row_blocks + after_prefill,),
+        out_ptr=call.out,
+        lse_ptr=call.lse,
+        parts_ptr=parts,
+        part_lses_ptr=part_lses,
+        cu_parts_ptr=cu_parts,
+        q_ptr=q,
+        **pool.pointers(),
+        sinks_ptr=call.sinks,
+        block_tables_ptr=call.block_tables,
+        kv_lens_ptr=call.kv_lens,
+        pos_offsets_ptr=call.pos_offsets,
+        cu_seqlens_q_ptr=call.cu_seqlens_q,
+        **row_strides("out", call.out, is_varlen),
+        **row_strides("lse", call.lse, is_varlen),
+        **row_strides("q", q, is_varlen),
+        stride_table=call.block_tables.stride(0),
+        num_kv_heads=pool.num_kv_heads,
+        row_blocks=row_blocks,
+        num_seqs=num_seqs,
+        capacity=capacity,
+        num_blocks=pool.num_blocks,
+        q_len=max_q,
+        sliding_window=window,
+        shares=shares,
+        least_tiles=least_tiles,
+        scale=call.scale_log2,
+        softcap=float(call.softcap),
+        POOL=pool.layout,
+        ATTENTION=call.attention(block_m, block_n),
+        UNITS=Units(max_q, batch_invariant, next_power_of_2(num_seqs), after_prefill),
+        **{option: config[option] for option in OPTIONS if option in config},
     )
-    if is_cut:
+    if parts is not None:
         # Units of one sequence, at most.
         most = cdiv(most_tiles, least_tiles)
         most = most if batch_invariant else min(most, shares)
-        grid_q = 1 if is_varlen else max_q
-        _merge_units_kernel.launch(
-            (num_seqs * pool.num_kv_heads * grid_q * group,),
-            out,
-            lse,
-            part,
-            part_lse,
-            *lengths,
-            *out_strides,
-            *lse_strides,
-            pool.num_kv_heads,
-            num_seqs,
-            capacity,
-            max_q,
-            sliding_window,
-            shares,
-            least_tiles,
-            **plan,
-            BLOCK_U=min(next_power_of_2(most), MERGED_UNITS),
-            GRID_Q=grid_q,
-            num_warps=4,
-            **({"launch_pdl": True} if plan["CHAINED"] else {}),
-        )
+        merge_parts(call.out, call.lse, parts, part_lses, cu_parts, call.cu_seqlens_q, most)

@@ -1,33 +1,41 @@
-"""Attention of many queries a sequence over paged caches: a block of queries and KV head at a time.
+"""Attention of many queries a sequence over paged pools: a block of queries and KV head at a time.
 
 The heads that share a KV head are rows of one block, so that a tile of keys is read once for all.
 Sequences differ in length and lie in device memory: a program finds its blocks by a running sum
 over the sequences.
 
-As many programs as there are processors take the blocks in turns, and those that the work of the
-decodes in the batch would fill end at once: their launch, which starts while this one runs, then
-has its memory traffic beside these products instead of after them.
+As many programs as there are SMs take the blocks in turns, and those that the work of the decodes
+in the batch would fill end at once: their launch, which starts while this one runs, then has its
+memory traffic beside these products instead of after them.
 """
 
-import torch
-import triton.language as tl
-from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from dataclasses import dataclass
 
-from ferrum_triton.kernels.attention.flash_plan import LARGE
+import torch
+import triton
+import triton.language as tl
+
+from ferrum_triton.kernels.attention.flash_plan import LARGE, tile
+from ferrum_triton.kernels.attention.paged_decode import Call
 from ferrum_triton.kernels.attention.pages import (
     Pool,
-    attend_range,
-    finish_rows,
+    PoolTensors,
+    Queries,
+    Tiles,
+    attend_pages,
+    head_of,
+    row_strides,
     scaled_queries,
-    sink_state,
-    token_strides,
+    sink_logits,
 )
-from ferrum_triton.kernels.attention.plan import sequence_lengths
+from ferrum_triton.kernels.attention.plan import Sequences, sequence_lengths
 from ferrum_triton.kernels.attention.prefill_tiles import attend_floats
-from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, LN_2, LOG2_E, LOWEST
-from ferrum_triton.kernels.jit import capability, kernel, processors
+from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, finish, first_state, store_rows
+from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.jit import kernel, processors
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import next_power_of_2
+from ferrum_triton.kernels.tuning import Config, Dim, Tunable
 
 # More queries than any sequence has: no upper bound.
 ANY = tl.constexpr(2**31 - 1)
@@ -37,105 +45,169 @@ ANY = tl.constexpr(2**31 - 1)
 # descriptors go to uniform registers; without it the tiles below spill.
 LEAST_SUMMED = 64
 
-# Time a processor takes for a block of queries and a key, over that for one of decode's keys: to be
+# Time an SM takes for a block of queries and a key, over that for one of decode's keys: to be
 # judged by the mixed case of `bench.run paged_varlen_attention`.
 BLOCK_COST = 2.0
 
 
-@kernel(
-    dynamic=(
-        "num_seqs", "capacity", "num_blocks", "sliding_window", "block_cost", "scale", "softcap",
-    )
-)  # fmt: skip
+@dataclass(frozen=True)
+class Prefill:
+    """What the kernel specialises on beside the pool and the attention.
+
+    Attributes:
+        few: queries up to which a sequence is another launch's.
+        negate: whether the scale is negative.
+        narrow: whether 32 bits hold the offset of every slot of a head.
+        shared: whether SMs are left to the decode launch that follows.
+        block_b: power of two >= num_seqs.
+    """
+
+    few: int
+    negate: bool
+    narrow: bool
+    shared: bool
+    block_b: int
+
+
+@triton.jit
+def own_programs(
+    seq_queries,
+    seq_keys,
+    known,
+    blocks,
+    pairs,
+    sliding_window,
+    block_cost,
+    FEW: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    """The programs that keep working, where the others leave their SMs to the decode launch."""
+    # Both kinds of work in keys of one KV head, a block's queries taken at their middle.
+    reach, few_reach = seq_keys - seq_queries // 2, seq_keys
+    if HAS_WINDOW:
+        reach = tl.minimum(reach, sliding_window + BLOCK_Q)
+        few_reach = tl.minimum(few_reach, sliding_window + FEW)
+    own = tl.sum(blocks * reach.to(tl.float32), axis=0) * block_cost
+    few = known & (seq_queries <= FEW)
+    others = tl.sum(tl.where(few, few_reach, 0).to(tl.float32), axis=0)
+    share = tl.num_programs(0) * (own / tl.maximum(own + others, 1.0))
+    programs = tl.maximum((share + 0.5).to(tl.int32), 1)
+    # As few as need no more turns.
+    return tl.cdiv(pairs, tl.maximum(tl.cdiv(pairs, programs), 1))
+
+
+@triton.jit
+def tiles_seen(
+    first_position,
+    last_position,
+    keys,
+    table_ptr,
+    sliding_window,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Edges of the window, tiles that every query sees whole, and the diagonal."""
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(first_position + 1 - sliding_window, 0) // BLOCK_N
+    end = tl.cdiv(tl.maximum(last_position + 1, 0), BLOCK_N)
+    whole_end = tl.maximum((first_position + 1) // BLOCK_N, first)
+    whole_end = tl.minimum(whole_end, end)
+    whole = first
+    if HAS_WINDOW:
+        seen_from = tl.maximum(last_position + 1 - sliding_window, 0)
+        whole = tl.minimum(tl.cdiv(seen_from, BLOCK_N), whole_end)
+    return Tiles(first, whole, whole_end, end, keys, table_ptr)
+
+
+@triton.jit
+def attend_tiles(
+    state, queries, head, tiles, NARROW: tl.constexpr, POOL: tl.constexpr, ATTENTION: tl.constexpr
+):
+    """Fold all of a block's tiles into the softmax, masking only the edges."""
+    FIRST: tl.constexpr = 0 if ATTENTION.has_window else 1
+    for stage in tl.static_range(FIRST, 3):
+        start = tiles.first if stage == 0 else tiles.whole if stage == 1 else tiles.whole_end
+        end = tiles.whole if stage == 0 else tiles.whole_end if stage == 1 else tiles.end
+        if POOL.quantised:
+            state = attend_pages(
+                state, queries, head, tiles, start, end, stage != 1, POOL, ATTENTION
+            )
+        else:
+            state = attend_floats(
+                state, queries, head, tiles, start, end, stage != 1, NARROW, POOL, ATTENTION
+            )
+    return state
+
+
+@kernel(dynamic="num_seqs capacity num_blocks sliding_window block_cost scale softcap".split())
 def _paged_prefill_kernel(
-    out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    out_ptr,  # [num_tokens, num_heads, head_dim]
     lse_ptr,  # [num_tokens, num_heads] or None
-    q_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    q_ptr,  # [num_tokens, num_heads, head_dim]
     k_cache_ptr,  # pool
     v_cache_ptr,  # pool
-    block_tables_ptr,  # [num_seqs, max_blocks]
-    pos_offsets_ptr,  # [num_seqs]
-    cu_seqlens_q_ptr,  # [num_seqs + 1]
     k_scales_ptr,  # of slots or heads, or None
     v_scales_ptr,
     sinks_ptr,  # [num_heads] or None
+    block_tables_ptr,  # [num_seqs, max_blocks]
+    pos_offsets_ptr,  # [num_seqs]
+    cu_seqlens_q_ptr,  # [num_seqs + 1]
     stride_out_token,
     stride_out_head,
     stride_lse_token,
     stride_lse_head,
     stride_q_token,
     stride_q_head,
-    stride_k_block,
-    stride_k_head,
-    stride_k_slot,
-    stride_k_piece,
-    stride_v_block,
-    stride_v_head,
-    stride_v_slot,
-    stride_v_piece,
-    stride_k_scales_block,
-    stride_k_scales_head,
-    stride_k_scales_slot,
-    stride_v_scales_block,
-    stride_v_scales_head,
-    stride_v_scales_slot,
     stride_table,
     num_kv_heads,
     num_seqs,
     capacity,  # keys a block table can hold
     num_blocks,
     sliding_window,
-    block_cost,  # over that of one of decode's keys; used if SHARED
+    block_cost,  # over that of one of decode's keys; used if shared
     scale,  # of scores; times log2(e) unless they are capped
     softcap,
-    GROUP: tl.constexpr,  # query heads a KV head
-    FEW: tl.constexpr,  # sequences of no more queries are another launch's
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    NEGATE: tl.constexpr,  # the scale is negative
-    SCALES: tl.constexpr,
-    FORMAT: tl.constexpr,
-    PAIRS: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    NARROW: tl.constexpr,
-    ALIKE: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_PIECE: tl.constexpr,
-    V_PIECE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SHARED: tl.constexpr,  # processors are left to the decode launch that follows
-    CHAINED: tl.constexpr,  # it need not wait for this one
+    POOL: tl.constexpr,  # PoolLayout
+    ATTENTION: tl.constexpr,  # Attention
+    PREFILL: tl.constexpr,  # Prefill
+    PDL: tl.constexpr,
 ):
-    if CHAINED:
-        gdc_launch_dependents()
+    """out = softmax(scale · q kᵀ + mask) v, for one block of queries after the other."""
+    # Triggered after the wait: the decode launch of the batch's other sequences begins then, and
+    # need not wait for this one (see paged_decode.Units.after_prefill).
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
+    GROUP: tl.constexpr = ATTENTION.group
+    HEAD_DIM: tl.constexpr = ATTENTION.head_dim
+    HAS_WINDOW: tl.constexpr = ATTENTION.has_window
+    BLOCK_M: tl.constexpr = ATTENTION.block_m
+    BLOCK_N: tl.constexpr = ATTENTION.block_n
+    BLOCK_D: tl.constexpr = ATTENTION.block_d
+    BLOCK_B: tl.constexpr = PREFILL.block_b
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    seqs = tl.arange(0, BLOCK_B)
-    seq_queries, seq_keys, known = sequence_lengths(
-        seqs, num_seqs, None, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, 0, ANY
-    )
+    FEW: tl.constexpr = PREFILL.few
+    NARROW: tl.constexpr = PREFILL.narrow
+    batch = Sequences(None, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity, 0)
+    seq_queries, seq_keys, known = sequence_lengths(batch, tl.arange(0, BLOCK_B), ANY)
     blocks = tl.where(known & (seq_queries > FEW), tl.cdiv(seq_queries, BLOCK_Q), 0)
     ends = tl.cumsum(blocks, axis=0)
     pairs = tl.sum(blocks, axis=0) * num_kv_heads  # of a block of queries and a KV head
     programs = tl.num_programs(0)
-    if SHARED:
-        # Both kinds of work in keys of one KV head, a block's queries taken at their middle.
-        reach, few_reach = seq_keys - seq_queries // 2, seq_keys
-        if HAS_WINDOW:
-            reach = tl.minimum(reach, sliding_window + BLOCK_Q)
-            few_reach = tl.minimum(few_reach, sliding_window + FEW)
-        own = tl.sum(blocks * reach.to(tl.float32), axis=0) * block_cost
-        few = known & (seq_queries <= FEW)
-        others = tl.sum(tl.where(few, few_reach, 0).to(tl.float32), axis=0)
-        share = programs * (own / tl.maximum(own + others, 1.0))
-        programs = tl.maximum((share + 0.5).to(tl.int32), 1)
-        # As few as need no more turns.
-        programs = tl.cdiv(pairs, tl.maximum(tl.cdiv(pairs, programs), 1))
+    if PREFILL.shared:
+        programs = own_programs(
+            seq_queries,
+            seq_keys,
+            known,
+            blocks,
+            pairs,
+            sliding_window,
+            block_cost,
+            FEW=FEW,
+            HAS_WINDOW=HAS_WINDOW,
+            BLOCK_Q=BLOCK_Q,
+        )
         if tl.program_id(0) >= programs:
             return
     # Rows of a block are the same in all turns, but not worth registers throughout.
@@ -151,15 +223,13 @@ def _paged_prefill_kernel(
             block = pairs // num_kv_heads - 1 - index // num_kv_heads
             seq = tl.sum((ends <= block).to(tl.int32), axis=0)
             first_query = (block - tl.max(tl.where(ends <= block, ends, 0), axis=0)) * BLOCK_Q
-            queries, keys, _ = sequence_lengths(
-                seq, num_seqs, None, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, 0, ANY
-            )
+            num_queries, keys, _ = sequence_lengths(batch, seq, ANY)
 
             first_token = tl.load(cu_seqlens_q_ptr + seq).to(tl.int64) + first_query
             row = tl.arange(0, BLOCK_M)
             query, group_head = row // GROUP, row % GROUP
-            in_rows = (query < queries - first_query) & (row < BLOCK_Q * GROUP)
-            first_position = keys - queries + first_query
+            in_rows = (query < num_queries - first_query) & (row < BLOCK_Q * GROUP)
+            first_position = keys - num_queries + first_query
             last_position = tl.minimum(first_position + BLOCK_Q, keys) - 1
             d = tl.arange(0, BLOCK_D)[None, :]
             in_tile = in_rows[:, None] & (d < HEAD_DIM)
@@ -167,173 +237,145 @@ def _paged_prefill_kernel(
             q_block = q_ptr + first_token * stride_q_token + kv_head * GROUP * stride_q_head
             q_rows = query.to(tl.int64) * stride_q_token + group_head.to(tl.int64) * stride_q_head
             q = tl.load(q_block + q_rows[:, None] + d, mask=in_tile, other=0.0)
-            q, score_factor, v_factor = scaled_queries(
-                q, scale, k_scales_ptr, v_scales_ptr, kv_head * stride_k_scales_head,
-                kv_head * stride_v_scales_head, SCALES, FORMAT, QUANTISED,
-            )  # fmt: skip
-
-            m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            l_i = tl.zeros([BLOCK_M], tl.float32)
-            if sinks_ptr is not None:
-                m_i, l_i = sink_state(sinks_ptr, kv_head * GROUP + group_head, in_rows)
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
-            first_tile = 0
-            if HAS_WINDOW:
-                first_tile = tl.maximum(first_position + 1 - sliding_window, 0) // BLOCK_N
-            end_tile = tl.cdiv(tl.maximum(last_position + 1, 0), BLOCK_N)
-            # Edges of the window, tiles that every query sees whole, and the diagonal.
-            whole_end = tl.maximum((first_position + 1) // BLOCK_N, first_tile)
-            whole_end = tl.minimum(whole_end, end_tile)
-            whole_start = first_tile
-            if HAS_WINDOW:
-                seen_from = tl.maximum(last_position + 1 - sliding_window, 0)
-                whole_start = tl.minimum(tl.cdiv(seen_from, BLOCK_N), whole_end)
-            position = first_position + query
-            if QUANTISED:
-                acc, m_i, l_i = attend_range(
-                    acc, m_i, l_i, q, position, first_tile, whole_start, whole_end, end_tile, keys,
-                    seq, kv_head, block_tables_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr,
-                    v_scales_ptr, stride_table, stride_k_block, stride_k_head, stride_k_slot,
-                    stride_k_piece, stride_v_block, stride_v_head, stride_v_slot, stride_v_piece,
-                    stride_k_scales_block, stride_k_scales_head, stride_k_scales_slot,
-                    stride_v_scales_block, stride_v_scales_head, stride_v_scales_slot, num_blocks,
-                    sliding_window, score_factor, softcap, HAS_WINDOW, True, WIDE, HAS_WINDOW,
-                    HAS_CAP, SCALES, FORMAT, PAIRS, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N,
-                    BLOCK_D, PRECISION,
-                )  # fmt: skip
-            else:
-                if NEGATE:
-                    q = -q
-                m_i = tl.maximum(m_i, LOWEST)
-                score_factor = tl.maximum(tl.abs(score_factor), LEAST_SCALE)
-                table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
-                k_head_ptr = k_cache_ptr + kv_head * stride_k_head
-                v_head_ptr = v_cache_ptr + kv_head * stride_v_head
-                for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
-                    start = first_tile if part == 0 else whole_start if part == 1 else whole_end
-                    end = whole_start if part == 0 else whole_end if part == 1 else end_tile
-                    acc, m_i, l_i = attend_floats(
-                        acc, m_i, l_i, q, position, start, end, keys, table_ptr, k_head_ptr,
-                        v_head_ptr, stride_k_block, stride_k_slot, stride_k_piece, stride_v_block,
-                        stride_v_slot, stride_v_piece, num_blocks, sliding_window, score_factor,
-                        softcap, NARROW, ALIKE, part != 1, HAS_WINDOW, HAS_CAP, BLOCK_SIZE, K_PIECE,
-                        V_PIECE, HEAD_DIM, BLOCK_N, BLOCK_D, PRECISION,
-                    )  # fmt: skip
-            acc, lse = finish_rows(acc, m_i, l_i, v_factor)
+            pool = Pool(k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, num_blocks)
+            head = head_of(pool, kv_head, POOL)
+            queries = scaled_queries(
+                q, first_position + query, scale, softcap, sliding_window, head, POOL
+            )
+            if not POOL.quantised:
+                queries = positive(queries, PREFILL.negate)
+            sink_log2 = sink_logits(sinks_ptr, kv_head * GROUP + group_head, in_rows)
+            state = first_state(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), sink_log2)
+            table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
+            tiles = tiles_seen(
+                first_position, last_position, keys, table_ptr, sliding_window, HAS_WINDOW, BLOCK_N
+            )
+            state = attend_tiles(state, queries, head, tiles, NARROW, POOL, ATTENTION)
+            out, lse = finish(state, queries.value_factor)
 
             out_block = out_ptr + first_token * stride_out_token
             out_block += kv_head * GROUP * stride_out_head
             out_rows = query.to(tl.int64) * stride_out_token
             out_rows += group_head.to(tl.int64) * stride_out_head
-            out = acc.to(out_ptr.dtype.element_ty)
-            tl.store(out_block + out_rows[:, None] + d, out, mask=in_tile)
+            lse_rows = lse_ptr
             if lse_ptr is not None:
-                lse_block = lse_ptr + first_token * stride_lse_token
-                lse_block += kv_head * GROUP * stride_lse_head
-                lse_rows = query.to(tl.int64) * stride_lse_token
+                lse_rows += first_token * stride_lse_token + kv_head * GROUP * stride_lse_head
+                lse_rows += query.to(tl.int64) * stride_lse_token
                 lse_rows += group_head.to(tl.int64) * stride_lse_head
-                tl.store(lse_block + lse_rows, lse * LN_2, mask=in_rows)
+            store_rows(out_block + out_rows, lse_rows, out, lse, in_rows, HEAD_DIM)
 
 
-def _is_narrow(pool: Pool) -> bool:
-    """Whether 32 bits hold the offset of every slot of a head."""
-    ends = (
-        pool.num_blocks * block + pool.block_size * slot
-        for block, _, slot, _ in (pool.strides[:4], pool.strides[4:8])
+@triton.jit
+def positive(queries, NEGATE: tl.constexpr):
+    """The same queries with a positive score_factor."""
+    q = -queries.q if NEGATE else queries.q
+    score_factor = tl.maximum(tl.abs(queries.score_factor), LEAST_SCALE)
+    return Queries(
+        q,
+        queries.position,
+        score_factor,
+        queries.value_factor,
+        queries.softcap,
+        queries.sliding_window,
     )
-    return max(ends) <= 2**32
 
 
-def prefill_config(
-    compute: tuple[int, int], head_dim: int, dtype: torch.dtype, is_simple: bool
-) -> dict[str, int]:
+def is_narrow(pool: PoolTensors) -> bool:
+    """Whether 32 bits hold the offset of every slot of a head."""
+    return all(
+        pool.num_blocks * steps.block + pool.layout.block_size * steps.slot <= 2**32
+        for steps in (pool.layout.k, pool.layout.v)
+    )
+
+
+def prefill_heuristic(gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool) -> Config:
     """Rows, keys, warps and stages of a program.
 
-    ``is_simple``: without a window, whose edges cost larger tiles more, over a cache of floats
-    whose vectors are contiguous. The other kinds leave no registers for tiles of 128 keys, nor
-    does Blackwell; those and three stages of loads are what keeps Hopper's tensor cores busy.
+    Windows, whose edges cost larger tiles more, codes and vectors in pieces leave no registers for
+    tiles of 128 keys, nor does Blackwell; those and three stages of loads are what keeps Hopper's
+    tensor cores busy.
+
+    Args:
+        is_simple: no window, over a pool of floats whose vectors are contiguous.
     """
-    if dtype == torch.float32:
-        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
-    if head_dim > 128 or compute[0] not in LARGE:
-        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-    block_n = 128 if is_simple and compute[0] == 9 else 64
-    return {"BLOCK_M": 128, "BLOCK_N": block_n, "num_warps": 8, "num_stages": 3}
+    if is_float32:
+        return tile(32, 32, 4, 1)
+    if head_dim > 128 or gpu.capability[0] not in LARGE:
+        return tile(64, 32, 4, 2)
+    block_n = 128 if is_simple and gpu.capability[0] == 9 else 64
+    return tile(128, block_n, 8, 3)
 
 
-def launch_prefill(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    pool: Pool,
-    block_tables: Tensor,
-    pos_offsets: Tensor,
-    cu_seqlens_q: Tensor,
-    sinks: Tensor | None,
-    few: int,
-    scale: float,
-    sliding_window: int,
-    softcap: float,
-) -> None:
-    """For q [1, num_tokens, num_heads, head_dim]; skips sequences of up to ``few`` queries.
+def prefill_candidates(gpu: Gpu, head_dim: int, *_: Dim) -> list[Config]:
+    """Blocks of 64 and 128 rows, on one warp for every 16 of them."""
+    return [
+        tile(block_m, block_n, block_m // 16, num_stages)
+        for block_m in (64, 128)
+        for block_n in (32, 64, 128)
+        for num_stages in (2, 3)
+    ]
 
-    A decode launch must follow that takes those, told that it is ``beside`` this one.
+
+prefill_config = Tunable(
+    "paged_varlen_attention",
+    ("head_dim", "is_float32", "is_simple"),
+    prefill_heuristic,
+    prefill_candidates,
+)
+
+
+def launch_prefill(call: Call, few: int) -> None:
+    """Attention of a varlen call's sequences of more than ``few`` queries.
+
+    A decode launch must follow that takes the others, told that it is ``after_prefill``.
     """
-    num_seqs, max_blocks = block_tables.shape
-    num_tokens, num_heads, head_dim = q.shape[1:]
-    group = num_heads // pool.num_kv_heads
-    compute = capability(q.device)
-    is_simple = not (sliding_window or pool.constexprs["QUANTISED"] or pool.constexprs["K_PIECE"])
-    config = prefill_config(compute, head_dim, q.dtype, is_simple)
-    block_m = max(config["BLOCK_M"], next_power_of_2(group))
+    pool, q = call.pool, call.q
+    num_seqs = call.block_tables.shape[0]
+    num_tokens, _, head_dim = q.shape[1:]
+    is_simple = not (call.sliding_window or pool.layout.quantised or pool.layout.k_piece)
+    config = prefill_config.pick(q.device, head_dim, q.dtype == torch.float32, is_simple)
+    block_m = max(config["BLOCK_M"], next_power_of_2(call.group))
     # A sequence of these has more than `few` queries, so there are at most so many.
     most_seqs = min(num_seqs, num_tokens // (few + 1))
-    blocks = num_tokens // (block_m // group) + most_seqs
-    programs = blocks * pool.num_kv_heads
-    # Where a program is all that a processor holds. In the interpreter always, for tests to see.
+    programs = (num_tokens // (block_m // call.group) + most_seqs) * pool.num_kv_heads
+    # Where a program is all that an SM holds. In the interpreter always, for tests to see.
     is_shared = config["num_warps"] == 8 or q.device.type == "cpu"
     if is_shared:
         programs = min(programs, processors(q.device))
+    steps = (
+        row_strides("out", call.out, True)
+        | row_strides("lse", call.lse, True)
+        | row_strides("q", q, True)
+    )
     _paged_prefill_kernel.launch(
         (programs,),
-        out,
-        lse,
-        q,
-        pool.k,
-        pool.v,
-        block_tables,
-        pos_offsets,
-        cu_seqlens_q,
-        pool.k_scales,
-        pool.v_scales,
-        sinks,
-        *token_strides(out, True)[1:],
-        *((0, 0) if lse is None else token_strides(lse, True)[1:]),
-        *token_strides(q, True)[1:],
-        *pool.strides,
-        block_tables.stride(0),
-        pool.num_kv_heads,
-        num_seqs,
-        max_blocks * pool.block_size,
-        pool.num_blocks,
-        sliding_window,
-        BLOCK_COST,
-        scale if softcap > 0 else scale * LOG2_E.value,
-        float(softcap),
-        GROUP=group,
-        FEW=few,
-        HAS_WINDOW=sliding_window > 0,
-        HAS_CAP=softcap > 0,
-        NEGATE=scale < 0,
-        NARROW=_is_narrow(pool),
-        ALIKE=pool.strides[:4] == pool.strides[4:8],
-        HEAD_DIM=head_dim,
-        BLOCK_B=max(next_power_of_2(num_seqs), LEAST_SUMMED),
-        BLOCK_D=max(next_power_of_2(head_dim), 16),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        SHARED=is_shared,
-        CHAINED=compute >= (9, 0),
-        **pool.constexprs,
-        **{**config, "BLOCK_M": block_m},
+        out_ptr=call.out,
+        lse_ptr=call.lse,
+        q_ptr=q,
+        **pool.pointers(),
+        sinks_ptr=call.sinks,
+        block_tables_ptr=call.block_tables,
+        pos_offsets_ptr=call.pos_offsets,
+        cu_seqlens_q_ptr=call.cu_seqlens_q,
+        **{name: step for name, step in steps.items() if not name.endswith("_seq")},
+        stride_table=call.block_tables.stride(0),
+        num_kv_heads=pool.num_kv_heads,
+        num_seqs=num_seqs,
+        capacity=call.capacity,
+        num_blocks=pool.num_blocks,
+        sliding_window=call.sliding_window,
+        block_cost=BLOCK_COST,
+        scale=call.scale_log2,
+        softcap=float(call.softcap),
+        POOL=pool.layout,
+        ATTENTION=call.attention(block_m, config["BLOCK_N"]),
+        PREFILL=Prefill(
+            few=few,
+            negate=call.scale < 0,
+            narrow=is_narrow(pool),
+            shared=is_shared,
+            block_b=max(next_power_of_2(num_seqs), LEAST_SUMMED),
+        ),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
     )

@@ -1,5 +1,11 @@
-"""Tiles of keys and values, read from the pages of a pool and folded into a running softmax."""
+"""Paged pools as attention kernels read them: tiles of keys and values, folded into a softmax.
 
+Paged decode and, for quantised pools, paged prefill go through :func:`attend_pages`; prefill over a
+pool of floats has a loop of its own (:mod:`ferrum_triton.kernels.attention.prefill_tiles`).
+"""
+
+import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -7,48 +13,191 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.attention.codes import add_values, dot_keys
-from ferrum_triton.kernels.attention.softmax import LOG2_E, soft_cap
+from ferrum_triton.kernels.attention.codes import add_values, dot_keys, in_quarters
+from ferrum_triton.kernels.attention.softmax import LOG2_E, Softmax, soft_cap, weigh
+from ferrum_triton.kernels.heads import in_pieces
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.kv_pool import FORMATS
-from ferrum_triton.kernels.rope import in_pieces
 from ferrum_triton.ops.kv_pool import pool_strides, scale_strides, token_view
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Strides of a cache or its scales, by block, head, slot and piece of a vector."""
+
+    block: int
+    head: int
+    slot: int
+    piece: int = 0
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """What kernels specialise on of a pool.
+
+    Attributes:
+        k, v, k_scales, v_scales: strides. They are constants, which saves kernels registers.
+        scales: ``"slot"``, ``"head"`` or, without any, ``""``.
+        format: ``"e4m3"`` if fp8 comes as bits, else ``""``.
+        pairs: PTX that unpacks words of codes, ``"int8"``, ``"e4m3"`` or ``""``.
+        quantised: whether the pool holds codes.
+        wide: whether a page extends over 2^31 elements.
+        block_size: tokens of a page.
+        k_piece, v_piece: elements of a piece of a vector; 0 where vectors are contiguous.
+    """
+
+    k: Steps
+    v: Steps
+    k_scales: Steps
+    v_scales: Steps
+    scales: str
+    format: str
+    pairs: str
+    quantised: bool
+    wide: bool
+    block_size: int
+    k_piece: int
+    v_piece: int
+
+    @property
+    def alike(self) -> bool:
+        """Whether keys and values have the same strides."""
+        return self.k == self.v
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What paged kernels specialise on of the attention and its tiles.
+
+    Attributes:
+        group: query heads per KV head.
+        block_m: rows of a block, which are (query, head of the group).
+        block_n: keys of a tile.
+        block_d: power of two >= head_dim.
+        precision: of float32 products.
+    """
+
+    group: int
+    head_dim: int
+    has_window: bool
+    has_softcap: bool
+    block_m: int
+    block_n: int
+    block_d: int
+    precision: str
+
+
+class Pool(NamedTuple):
+    """The tensors of a pool, or of one KV head of it."""
+
+    k_ptr: Any
+    v_ptr: Any
+    k_scales_ptr: Any
+    v_scales_ptr: Any
+    num_blocks: Any
+
+
+class Queries(NamedTuple):
+    """A block of queries.
+
+    Attributes:
+        q: rows, [BLOCK_M, BLOCK_D], or their quarters where the pool's codes come in words.
+        position: position of each row's query, [BLOCK_M].
+        score_factor: factor of their products with keys as those lie in the pool.
+        value_factor: factor of sums over values as those lie in the pool.
+        softcap: cap of scores, where there is one.
+        sliding_window: keys a query sees, with a window.
+    """
+
+    q: Any
+    position: Any
+    score_factor: Any
+    value_factor: Any
+    softcap: Any
+    sliding_window: Any
+
+
+class Tiles(NamedTuple):
+    """Tiles [first, end) of one sequence, of which every query sees all of [whole, whole_end).
+
+    Attributes:
+        keys: keys of the sequence.
+        table_ptr: its block table.
+    """
+
+    first: Any
+    whole: Any
+    whole_end: Any
+    end: Any
+    keys: Any
+    table_ptr: Any
 
 
 @triton.jit
-def scaled_queries(
-    q,
-    scale,
-    k_scales_ptr,
-    v_scales_ptr,
-    k_scale_offset,  # of the KV head
-    v_scale_offset,
-    SCALES: tl.constexpr,  # "slot", "head" or ""
-    FORMAT: tl.constexpr,
-    QUANTISED: tl.constexpr,
-):
-    """Queries as the products take them, the factor of their scores, and that of the result."""
+def head_of(pool, kv_head, POOL: tl.constexpr):
+    """One KV head of a pool."""
+    k_ptr = pool.k_ptr + kv_head * POOL.k.head
+    v_ptr = pool.v_ptr + kv_head * POOL.v.head
+    # Device functions return no None: the caches stand where scales would, and are not read.
+    k_scales_ptr = k_ptr
+    v_scales_ptr = v_ptr
+    if POOL.scales != "":
+        k_scales_ptr = pool.k_scales_ptr + kv_head * POOL.k_scales.head
+        v_scales_ptr = pool.v_scales_ptr + kv_head * POOL.v_scales.head
+    return Pool(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, pool.num_blocks)
+
+
+@triton.jit
+def scaled_queries(q, position, scale, softcap, sliding_window, head, POOL: tl.constexpr):
+    """Queries as the products take them, with the factors of their scores and results.
+
+    Args:
+        scale: factor of scores, times log2(e) unless they are capped.
+        head: a KV head of the pool.
+    """
     k_factor, v_factor = 1.0, 1.0
-    if SCALES == "head":
-        k_factor = tl.load(k_scales_ptr + k_scale_offset).to(tl.float32)
-        v_factor = tl.load(v_scales_ptr + v_scale_offset).to(tl.float32)
-    if FORMAT == "e4m3":
+    if POOL.scales == "head":
+        k_factor = tl.load(head.k_scales_ptr).to(tl.float32)
+        v_factor = tl.load(head.v_scales_ptr).to(tl.float32)
+    if POOL.format == "e4m3":
         k_factor, v_factor = k_factor * 256.0, v_factor * 256.0
     score_factor = scale * k_factor
-    if QUANTISED and q.dtype == tl.bfloat16:
+    if POOL.quantised and q.dtype == tl.bfloat16:
         # Codes are exact in float16, whose conversions are the cheapest. So is q, divided by 16 for
         # range: what is lost lies below 2^-20.
         q = (q.to(tl.float32) * 0.0625).to(tl.float16)
         score_factor *= 16.0
-    return q, score_factor, v_factor
+    return Queries(q, position, score_factor, v_factor, softcap, sliding_window)
 
 
 @triton.jit
-def capped(scores, softcap, HAS_CAP: tl.constexpr, EXACT: tl.constexpr):
-    """Scores in base 2: softcap · tanh(s / softcap); where there is no cap, they are already."""
-    if HAS_CAP:
-        scores = soft_cap(scores * (2.0 * LOG2_E / softcap), softcap * LOG2_E, EXACT)
-    return scores
+def queries_in_quarters(queries):
+    """Queries for a pool whose codes come in words of four."""
+    return Queries(
+        in_quarters(queries.q),
+        queries.position,
+        queries.score_factor,
+        queries.value_factor,
+        queries.softcap,
+        queries.sliding_window,
+    )
+
+
+@triton.jit
+def capped(scores, softcap, EXACT: tl.constexpr):
+    """softcap · tanh(score / softcap), in base 2."""
+    return soft_cap(scores * (2.0 * LOG2_E / softcap), softcap * LOG2_E, EXACT)
+
+
+@triton.jit
+def sink_logits(sinks_ptr, head, in_rows):
+    """Logits of the rows' sinks in base 2, -inf where there are none."""
+    sink_log2 = tl.full(in_rows.shape, float("-inf"), tl.float32)
+    if sinks_ptr is not None:
+        sink_log2 = tl.load(sinks_ptr + head, mask=in_rows, other=0.0).to(tl.float32) * LOG2_E
+    return sink_log2
 
 
 @triton.jit
@@ -66,95 +215,64 @@ def place_keys(key, table_ptr, num_blocks, BLOCK_SIZE: tl.constexpr, WIDE: tl.co
 
 
 @triton.jit
-def load_scales(
-    n,  # keys
-    keys,
-    table_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
-    stride_k_scales_block,
-    stride_k_scales_slot,
-    stride_v_scales_block,
-    stride_v_scales_slot,
-    num_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Scales of the slots of keys, past the sequence's end of its last one."""
-    key = tl.maximum(tl.minimum(n, keys - 1), 0)
-    block, slot = place_keys(key, table_ptr, num_blocks, BLOCK_SIZE, WIDE)
-    k_slots = block * stride_k_scales_block + slot * stride_k_scales_slot
-    v_slots = block * stride_v_scales_block + slot * stride_v_scales_slot
-    k_scale = tl.load(k_scales_ptr + k_slots).to(tl.float32)
-    v_scale = tl.load(v_scales_ptr + v_slots).to(tl.float32)
+def load_scales(n, tiles, head, POOL: tl.constexpr):
+    """Scales of the slots of keys n, past the sequence's end of its last one."""
+    BLOCK_SIZE: tl.constexpr = POOL.block_size
+    WIDE: tl.constexpr = POOL.wide
+    key = tl.maximum(tl.minimum(n, tiles.keys - 1), 0)
+    block, slot = place_keys(key, tiles.table_ptr, head.num_blocks, BLOCK_SIZE, WIDE)
+    k_slots = block * POOL.k_scales.block + slot * POOL.k_scales.slot
+    v_slots = block * POOL.v_scales.block + slot * POOL.v_scales.slot
+    k_scale = tl.load(head.k_scales_ptr + k_slots).to(tl.float32)
+    v_scale = tl.load(head.v_scales_ptr + v_slots).to(tl.float32)
     return k_scale, v_scale
 
 
 @triton.jit
 def attend_pages(
-    acc,  # [BLOCK_M, BLOCK_D], or its quarters
-    m_i,  # [BLOCK_M], the largest score so far, in base 2
-    l_i,  # [BLOCK_M]
-    q,  # [BLOCK_M, BLOCK_D], or its quarters
-    position,  # [BLOCK_M], of each row's query
+    state,
+    queries,
+    head,  # a KV head of the pool
+    tiles,
     first_tile,
     end_tile,
-    keys,  # of the sequence
-    table_ptr,
-    k_head_ptr,
-    v_head_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_piece,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_piece,
-    stride_k_scales_block,
-    stride_k_scales_slot,
-    stride_v_scales_block,
-    stride_v_scales_slot,
-    num_blocks,
-    sliding_window,
-    score_factor,
-    softcap,
-    WIDE: tl.constexpr,  # a page extends over 2^31 elements
     MASKED: tl.constexpr,  # tiles may hold keys that some query does not see
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    SLOT_SCALES: tl.constexpr,
-    FORMAT: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_PIECE: tl.constexpr,
-    V_PIECE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    POOL: tl.constexpr,
+    ATTENTION: tl.constexpr,
 ):
+    """Fold the tiles [first_tile, end_tile) into the softmax."""
+    BLOCK_N: tl.constexpr = ATTENTION.block_n
+    BLOCK_D: tl.constexpr = ATTENTION.block_d
+    HEAD_DIM: tl.constexpr = ATTENTION.head_dim
+    PRECISION: tl.constexpr = ATTENTION.precision
+    BLOCK_SIZE: tl.constexpr = POOL.block_size
+    WIDE: tl.constexpr = POOL.wide
+    K_PIECE: tl.constexpr = POOL.k_piece
+    V_PIECE: tl.constexpr = POOL.v_piece
+    FORMAT: tl.constexpr = POOL.format
+    PAIRS: tl.constexpr = POOL.pairs
+    SLOT_SCALES: tl.constexpr = POOL.scales == "slot"
     # Of the cache's type: codes are integers, four to a word or alone, or floats of 8 bits.
-    zero: tl.constexpr = 0.0 if k_head_ptr.dtype.element_ty.is_floating() else 0
-    CODES: tl.constexpr = 4 if k_head_ptr.dtype.element_ty == tl.int32 else 1
-    DTYPE: tl.constexpr = q[0].dtype if CODES == 4 else q.dtype
+    zero: tl.constexpr = 0.0 if head.k_ptr.dtype.element_ty.is_floating() else 0
+    CODES: tl.constexpr = 4 if head.k_ptr.dtype.element_ty == tl.int32 else 1
+    DTYPE: tl.constexpr = queries.q[0].dtype if CODES == 4 else queries.q.dtype
+    EXACT: tl.constexpr = DTYPE == tl.float32
     d = tl.arange(0, BLOCK_D // CODES)[None, :]
     in_head = d < HEAD_DIM // CODES
-    k_d, v_d = in_pieces(d, stride_k_piece, K_PIECE), in_pieces(d, stride_v_piece, V_PIECE)
+    K_STEP: tl.constexpr = POOL.k.piece
+    V_STEP: tl.constexpr = POOL.v.piece
+    k_d, v_d = in_pieces(d, K_STEP, K_PIECE), in_pieces(d, V_STEP, V_PIECE)
     if SLOT_SCALES:
-        k_scale, v_scale = load_scales(
-            first_tile * BLOCK_N + tl.arange(0, BLOCK_N), keys, table_ptr, k_scales_ptr,
-            v_scales_ptr, stride_k_scales_block, stride_k_scales_slot, stride_v_scales_block,
-            stride_v_scales_slot, num_blocks, BLOCK_SIZE, WIDE,
-        )  # fmt: skip
+        n = first_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        k_scale, v_scale = load_scales(n, tiles, head, POOL)
     for tile in range(first_tile, end_tile):
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         # Past the sequence's end its last key is read again, which no mask costs anything: the
         # weight is 0, and it is a key that somebody sees.
-        key = tl.minimum(n, keys - 1) if MASKED else n
-        block, slot = place_keys(key, table_ptr, num_blocks, BLOCK_SIZE, WIDE)
-        k_rows = k_head_ptr + (block * stride_k_block + slot * stride_k_slot)[:, None]
-        v_rows = v_head_ptr + (block * stride_v_block + slot * stride_v_slot)[:, None]
+        key = tl.minimum(n, tiles.keys - 1) if MASKED else n
+        block, slot = place_keys(key, tiles.table_ptr, head.num_blocks, BLOCK_SIZE, WIDE)
+        k_rows = head.k_ptr + (block * POOL.k.block + slot * POOL.k.slot)[:, None]
+        v_rows = head.v_ptr + (block * POOL.v.block + slot * POOL.v.slot)[:, None]
         if HEAD_DIM < BLOCK_D:
             k = tl.load(k_rows + k_d, mask=in_head, other=zero)  # [BLOCK_N, BLOCK_D]
             v = tl.load(v_rows + v_d, mask=in_head, other=zero)
@@ -163,142 +281,41 @@ def attend_pages(
             v = tl.load(v_rows + v_d)
         if SLOT_SCALES:
             # Too narrow to be loaded ahead by the compiler's pipeline, so a tile ahead by hand.
-            next_k_scale, next_v_scale = load_scales(
-                n + BLOCK_N, keys, table_ptr, k_scales_ptr, v_scales_ptr, stride_k_scales_block,
-                stride_k_scales_slot, stride_v_scales_block, stride_v_scales_slot, num_blocks,
-                BLOCK_SIZE, WIDE,
-            )  # fmt: skip
+            next_k_scale, next_v_scale = load_scales(n + BLOCK_N, tiles, head, POOL)
 
-        scores = dot_keys(q, k, FORMAT, PAIRS, PRECISION)
+        scores = dot_keys(queries.q, k, FORMAT, PAIRS, PRECISION)
         if SLOT_SCALES:
             scores *= k_scale[None, :]
-        scores = capped(scores * score_factor, softcap, HAS_CAP, DTYPE == tl.float32)
+        scores *= queries.score_factor
+        if ATTENTION.has_softcap:
+            scores = capped(scores, queries.softcap, EXACT)
         if MASKED:
             # A query's position lies inside the sequence; rows without one are not stored.
-            visible = n[None, :] <= position[:, None]
-            if HAS_WINDOW:
-                visible = visible & (n[None, :] > position[:, None] - sliding_window)
+            visible = n[None, :] <= queries.position[:, None]
+            if ATTENTION.has_window:
+                oldest = queries.position[:, None] - queries.sliding_window
+                visible = visible & (n[None, :] > oldest)
             scores = tl.where(visible, scores, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(scores, axis=1))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(scores - shift[:, None])
-        alpha = tl.exp2(m_i - shift)
-        l_i = l_i * alpha + tl.sum(p, axis=1)
+        # The factor may be negative, so it is in the scores already.
+        weights, rescale, row_max = weigh(scores, 1.0, state.row_max)
+        row_sum = state.row_sum * rescale + tl.sum(weights, axis=1)
         if SLOT_SCALES:
-            p *= v_scale[None, :]
-        acc = add_values(acc, alpha, p, v, DTYPE, FORMAT, PAIRS, PRECISION)
-        m_i = m_new
+            weights *= v_scale[None, :]
+        acc = add_values(state.acc, rescale, weights, v, DTYPE, FORMAT, PAIRS, PRECISION)
+        state = Softmax(acc, row_max, row_sum)
         if SLOT_SCALES:
             k_scale, v_scale = next_k_scale, next_v_scale
-    return acc, m_i, l_i
+    return state
 
 
-@triton.jit
-def attend_range(
-    acc,
-    m_i,
-    l_i,
-    q,
-    position,
-    first_tile,
-    whole_start,  # tiles [whole_start, whole_end) are seen by every query
-    whole_end,
-    end_tile,
-    keys,
-    seq,
-    kv_head,
-    block_tables_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
-    stride_table,
-    stride_k_block,
-    stride_k_head,
-    stride_k_slot,
-    stride_k_piece,
-    stride_v_block,
-    stride_v_head,
-    stride_v_slot,
-    stride_v_piece,
-    stride_k_scales_block,
-    stride_k_scales_head,
-    stride_k_scales_slot,
-    stride_v_scales_block,
-    stride_v_scales_head,
-    stride_v_scales_slot,
-    num_blocks,
-    sliding_window,
-    score_factor,
-    softcap,
-    EDGE_FIRST: tl.constexpr,  # there are tiles before whole_start
-    HAS_WHOLE: tl.constexpr,
-    WIDE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    SCALES: tl.constexpr,
-    FORMAT: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_PIECE: tl.constexpr,
-    V_PIECE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Fold the tiles [first_tile, end_tile) of one sequence and KV head, masking only edges."""
-    table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
-    k_head_ptr = k_cache_ptr + kv_head * stride_k_head
-    v_head_ptr = v_cache_ptr + kv_head * stride_v_head
-    slot_scales: tl.constexpr = SCALES == "slot"
-    k_scales_head, v_scales_head = k_scales_ptr, v_scales_ptr
-    if slot_scales:
-        k_scales_head = k_scales_ptr + kv_head * stride_k_scales_head
-        v_scales_head = v_scales_ptr + kv_head * stride_v_scales_head
-    for part in tl.static_range(3):
-        if (part == 0 and EDGE_FIRST) or (part == 1 and HAS_WHOLE) or part == 2:
-            start = first_tile if part == 0 else whole_start if part == 1 else whole_end
-            end = whole_start if part == 0 else whole_end if part == 1 else end_tile
-            acc, m_i, l_i = attend_pages(
-                acc, m_i, l_i, q, position, start, end, keys, table_ptr, k_head_ptr, v_head_ptr,
-                k_scales_head, v_scales_head, stride_k_block, stride_k_slot, stride_k_piece,
-                stride_v_block, stride_v_slot, stride_v_piece, stride_k_scales_block,
-                stride_k_scales_slot, stride_v_scales_block, stride_v_scales_slot, num_blocks,
-                sliding_window, score_factor, softcap, WIDE, part != 1, HAS_WINDOW, HAS_CAP,
-                slot_scales, FORMAT, PAIRS, BLOCK_SIZE, K_PIECE, V_PIECE, HEAD_DIM, BLOCK_N,
-                BLOCK_D, PRECISION,
-            )  # fmt: skip
-    return acc, m_i, l_i
-
-
-@triton.jit
-def sink_state(sinks_ptr, head, in_rows):
-    """(m, l) of rows whose head's sink is all they have seen, in base 2."""
-    sink = tl.load(sinks_ptr + head, mask=in_rows, other=0.0).to(tl.float32)
-    m_i = sink * LOG2_E
-    return m_i, tl.where(m_i > float("-inf"), 1.0, 0.0)
-
-
-@triton.jit
-def finish_rows(acc, m_i, l_i, v_factor):
-    """(result, log of the sum of exp in base 2): 0 and -inf of rows that saw nothing."""
-    acc = acc * (v_factor / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
-    return acc, tl.where(l_i == 0.0, float("-inf"), m_i + tl.log2(l_i))
-
-
-INT32_MAX = 2**31 - 1
-
-
-class Pool(NamedTuple):
-    """A pool as the kernels take it.
+class PoolTensors(NamedTuple):
+    """A pool as launches take it.
 
     Attributes:
-        k, v: the caches; codes in words of four where a kernel can take them, fp8 as bytes where
-            the GPU cannot convert it.
+        k, v: caches; codes in words of four where a kernel can take them, fp8 as bytes where the
+            GPU cannot convert it.
         k_scales, v_scales: None of a float pool.
-        strides: by block, head, slot and piece of k and of v; then those of the scales.
-        constexprs: what kernels specialise on.
+        layout: what kernels specialise on.
     """
 
     k: Tensor
@@ -306,10 +323,17 @@ class Pool(NamedTuple):
     k_scales: Tensor | None
     v_scales: Tensor | None
     num_blocks: int
-    block_size: int
     num_kv_heads: int
-    strides: tuple[int, ...]
-    constexprs: dict[str, Any]
+    layout: PoolLayout
+
+    def pointers(self) -> dict[str, Tensor | None]:
+        """The tensors under their names in kernels."""
+        return {
+            "k_cache_ptr": self.k,
+            "v_cache_ptr": self.v,
+            "k_scales_ptr": self.k_scales,
+            "v_scales_ptr": self.v_scales,
+        }
 
 
 def as_pool(
@@ -319,11 +343,11 @@ def as_pool(
     v_scales: Tensor | None,
     layout: str,
     in_words: bool = False,
-) -> Pool:
-    """What the kernels take of a pool.
+) -> PoolTensors:
+    """A pool as the kernels take it.
 
     Args:
-        in_words: the kernel can read codes in words of four, if the caches allow it.
+        in_words: whether the kernel can read codes in words of four, if the caches allow it.
     """
     num_blocks, block_size, num_kv_heads = token_view(v_cache, layout).shape[:3]
     quantised = k_cache.dtype in FORMATS
@@ -331,44 +355,50 @@ def as_pool(
     gpu = capability(k_cache.device)
     as_bits = is_fp8 and gpu < (8, 9)
     pairs = ""
-    k_piece, v_piece = (k_cache.shape[-1], 1) if layout == "vllm_x" else (0, 0)
+    pieces = (k_cache.shape[-1], 1) if layout == "vllm_x" else (0, 0)
     if in_words and quantised and are_words(k_cache, layout) and are_words(v_cache, layout):
         k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
         pairs = "" if as_bits or gpu < (8, 0) else "e4m3" if is_fp8 else "int8"
     elif as_bits:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    kind, strides = "", (0,) * 6
+    kind, k_steps, v_steps = "", (0, 0, 0), (0, 0, 0)
     if not quantised or k_scales is None or v_scales is None:
         k_scales = v_scales = None
     elif k_scales.dim() == 3:
         kind = "slot"
-        strides = (*scale_strides(k_scales, layout), *scale_strides(v_scales, layout))
+        k_steps, v_steps = scale_strides(k_scales, layout), scale_strides(v_scales, layout)
     else:
         kind = "head"
         # One scale for all heads is one that never advances.
-        of_head = (0 if s.shape[0] == 1 else s.stride(0) for s in (k_scales, v_scales))
-        strides = tuple(n for stride in of_head for n in (0, stride, 0))
-    k_strides, v_strides = pool_strides(k_cache, layout), pool_strides(v_cache, layout)
-    return Pool(
-        k_cache,
-        v_cache,
-        k_scales,
-        v_scales,
-        num_blocks,
-        block_size,
-        num_kv_heads,
-        (*k_strides, *v_strides, *strides),
-        {
-            "SCALES": kind,
-            "FORMAT": "e4m3" if as_bits else "",
-            "PAIRS": pairs,
-            "QUANTISED": quantised,
-            "WIDE": max(k_strides[2], v_strides[2], strides[2], strides[5]) * block_size
-            > INT32_MAX,
-            "BLOCK_SIZE": block_size,
-            "K_PIECE": k_piece,
-            "V_PIECE": v_piece,
-        },
+        k_steps, v_steps = (
+            (0, 0 if s.shape[0] == 1 else s.stride(0), 0) for s in (k_scales, v_scales)
+        )
+    strides = pool_strides(k_cache, layout), pool_strides(v_cache, layout), k_steps, v_steps
+    form = _layout(strides, kind, "e4m3" if as_bits else "", pairs, quantised, block_size, pieces)
+    return PoolTensors(k_cache, v_cache, k_scales, v_scales, num_blocks, num_kv_heads, form)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(
+    strides: tuple[tuple[int, ...], ...],
+    scales: str,
+    code_format: str,
+    pairs: str,
+    quantised: bool,
+    block_size: int,
+    pieces: tuple[int, int],
+) -> PoolLayout:
+    steps = [Steps(*of_tensor) for of_tensor in strides]
+    return PoolLayout(
+        *steps,
+        scales=scales,
+        format=code_format,
+        pairs=pairs,
+        quantised=quantised,
+        wide=max(of_tensor.slot for of_tensor in steps) * block_size > INT32_MAX,
+        block_size=block_size,
+        k_piece=pieces[0],
+        v_piece=pieces[1],
     )
 
 
@@ -382,6 +412,11 @@ def are_words(cache: Tensor, layout: str) -> bool:
     )
 
 
-def token_strides(x: Tensor, is_varlen: bool) -> tuple[int, int, int]:
+def row_strides(name: str, x: Tensor | None, is_varlen: bool) -> dict[str, int]:
     """Strides by sequence, token and head; tokens of all sequences are in one row if varlen."""
-    return (0 if is_varlen else x.stride(0), x.stride(1), x.stride(2))
+    of_seq, of_token, of_head = (0, 0, 0) if x is None else x.stride()[:3]
+    return {
+        f"stride_{name}_seq": 0 if is_varlen else of_seq,
+        f"stride_{name}_token": of_token,
+        f"stride_{name}_head": of_head,
+    }

@@ -1,4 +1,4 @@
-"""Who attends to what: sequences cut into units of equal work, on the device.
+"""Who attends to what in paged decode: sequences cut into units of equal work, on the device.
 
 A unit is a run of key tiles of one sequence and KV head. Every program of a launch knows all
 lengths, so each works out the same plan for itself: the tiles of all sequences, shared among as
@@ -10,37 +10,54 @@ The grid depends on shapes alone. A captured graph replays it with other lengths
 that find no unit end at once.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ferrum_triton.kernels.rows import cdiv
 
 
+class Sequences(NamedTuple):
+    """The lengths of a batch, in device memory.
+
+    Attributes:
+        kv_lens_ptr: keys of each sequence, [num_seqs], used without cu_seqlens_q.
+        pos_offsets_ptr: position of each sequence's first query, [num_seqs].
+        cu_seqlens_q_ptr: where each sequence's queries begin, [num_seqs + 1], or None: all have
+            q_len.
+        num_seqs: sequences of the batch.
+        capacity: keys a block table can hold.
+        q_len: queries of each sequence, used without cu_seqlens_q.
+    """
+
+    kv_lens_ptr: Any
+    pos_offsets_ptr: Any
+    cu_seqlens_q_ptr: Any
+    num_seqs: Any
+    capacity: Any
+    q_len: Any
+
+
 @triton.jit
-def sequence_lengths(
-    seq,
-    num_seqs,
-    kv_lens_ptr,
-    pos_offsets_ptr,
-    cu_seqlens_q_ptr,
-    capacity,
-    q_len,
-    MAX_Q: tl.constexpr,
-):
+def sequence_lengths(batch, seq, MAX_Q: tl.constexpr):
     """Queries and visible keys of sequences, and whether they are this launch's to attend.
 
     With cu_seqlens_q, sequences differ in their queries, and those of more than MAX_Q are left out.
     """
-    known = seq < num_seqs
-    if cu_seqlens_q_ptr is None:
-        queries = tl.zeros_like(seq) + q_len
-        keys = tl.load(kv_lens_ptr + seq, mask=known, other=0).to(tl.int32)
+    known = seq < batch.num_seqs
+    if batch.cu_seqlens_q_ptr is None:
+        queries = tl.zeros_like(seq) + batch.q_len
+        keys = tl.load(batch.kv_lens_ptr + seq, mask=known, other=0)
     else:
-        first = tl.load(cu_seqlens_q_ptr + seq, mask=known, other=0).to(tl.int32)
-        queries = tl.load(cu_seqlens_q_ptr + seq + 1, mask=known, other=0).to(tl.int32) - first
-        keys = tl.load(pos_offsets_ptr + seq, mask=known, other=0).to(tl.int32) + queries
+        first = tl.load(batch.cu_seqlens_q_ptr + seq, mask=known, other=0).to(tl.int32)
+        queries = tl.load(batch.cu_seqlens_q_ptr + seq + 1, mask=known, other=0).to(tl.int32)
+        queries -= first
+        keys = tl.load(batch.pos_offsets_ptr + seq, mask=known, other=0) + queries
         known = known & (queries > 0) & (queries <= MAX_Q)
-    return queries, tl.minimum(tl.maximum(keys, 0), capacity), known
+    # Clamped before 64-bit lengths lose their upper half.
+    keys = tl.minimum(tl.maximum(keys, 0), batch.capacity).to(tl.int32)
+    return queries, keys, known
 
 
 @triton.jit
@@ -54,12 +71,7 @@ def tile_range(queries, keys, sliding_window, HAS_WINDOW: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def units_of_sequences(
-    num_seqs,
-    kv_lens_ptr,
-    pos_offsets_ptr,
-    cu_seqlens_q_ptr,
-    capacity,
-    q_len,
+    batch,
     sliding_window,
     shares,  # units a head the tiles are shared among
     least_tiles,  # that are worth a cut
@@ -70,10 +82,7 @@ def units_of_sequences(
     BLOCK_B: tl.constexpr,  # power of two >= num_seqs
 ):
     """Units of each sequence [BLOCK_B], and where the next sequence's begin."""
-    seq = tl.arange(0, BLOCK_B)
-    queries, keys, known = sequence_lengths(
-        seq, num_seqs, kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, capacity, q_len, MAX_Q
-    )
+    queries, keys, known = sequence_lengths(batch, tl.arange(0, BLOCK_B), MAX_Q)
     first, end = tile_range(queries, keys, sliding_window, HAS_WINDOW, BLOCK_N)
     tiles = tl.where(known, end - first, 0)
     most = least_tiles

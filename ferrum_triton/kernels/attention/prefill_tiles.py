@@ -1,19 +1,21 @@
-"""Tiles of a paged cache of floats, folded into the softmax of a large block of queries."""
+"""Tiles of a paged pool of floats, folded into the softmax of a large block of queries.
+
+Chosen by paged prefill where the pool holds floats; :func:`.pages.attend_pages` serves the others.
+"""
 
 import triton
 import triton.language as tl
 
 from ferrum_triton.kernels.attention.pages import capped
 from ferrum_triton.kernels.attention.softmax import fold_tile
-from ferrum_triton.kernels.rope import in_pieces
+from ferrum_triton.kernels.heads import in_pieces
 
 
 @triton.jit
-def _tile_blocks(
+def tile_blocks(
     tile,
     end_tile,
-    keys,
-    table_ptr,
+    tiles,
     num_blocks,
     CROSSED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -29,64 +31,50 @@ def _tile_blocks(
     else:
         page = tile * (BLOCK_N // BLOCK_SIZE) + tl.arange(0, BLOCK_N) // BLOCK_SIZE
     if CROSSED:
-        page = tl.minimum(page, tl.maximum(keys - 1, 0) // BLOCK_SIZE).to(tl.uint32)
-    entry = tl.load(table_ptr + page, mask=tile < end_tile, other=0)
+        page = tl.minimum(page, tl.maximum(tiles.keys - 1, 0) // BLOCK_SIZE).to(tl.uint32)
+    entry = tl.load(tiles.table_ptr + page, mask=tile < end_tile, other=0)
     return tl.minimum(entry.to(tl.uint32), (num_blocks - 1).to(tl.uint32))
 
 
 @triton.jit
 def attend_floats(
-    acc,  # [BLOCK_M, BLOCK_D]
-    m_i,  # [BLOCK_M], the largest score so far, in base 2
-    l_i,  # [BLOCK_M]
-    q,  # [BLOCK_M, BLOCK_D]
-    position,  # [BLOCK_M], of each row's query
+    state,
+    queries,  # of a score_factor > 0
+    head,  # a KV head of the pool
+    tiles,
     first_tile,
     end_tile,
-    keys,  # of the sequence
-    table_ptr,
-    k_head_ptr,
-    v_head_ptr,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_piece,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_piece,
-    num_blocks,
-    sliding_window,
-    score_factor,  # > 0
-    softcap,
-    NARROW: tl.constexpr,  # 32 bits hold the offset of every slot
-    ALIKE: tl.constexpr,  # keys and values have the same strides
     MASKED: tl.constexpr,  # tiles may hold keys that some query does not see
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_PIECE: tl.constexpr,
-    V_PIECE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NARROW: tl.constexpr,  # 32 bits hold the offset of every slot
+    POOL: tl.constexpr,
+    ATTENTION: tl.constexpr,
 ):
-    """attend_pages for caches of floats, made for products large enough to keep tensor cores busy.
+    """attend_pages for pools of floats, made for products large enough to keep tensor cores busy.
 
     Blocks are read a tile ahead of the keys they tell of, by hand: where the compiler's pipeline
     has to, it takes a stage from the loads of keys and values, which then have no time to arrive.
     """
-    d = tl.arange(0, BLOCK_D)[None, :]
-    k_d, v_d = in_pieces(d, stride_k_piece, K_PIECE), in_pieces(d, stride_v_piece, V_PIECE)
-    k_head, v_head = k_head_ptr + k_d, v_head_ptr + v_d
+    BLOCK_N: tl.constexpr = ATTENTION.block_n
+    BLOCK_D: tl.constexpr = ATTENTION.block_d
+    HEAD_DIM: tl.constexpr = ATTENTION.head_dim
+    PRECISION: tl.constexpr = ATTENTION.precision
+    BLOCK_SIZE: tl.constexpr = POOL.block_size
+    K_STEP: tl.constexpr = POOL.k.piece
+    V_STEP: tl.constexpr = POOL.v.piece
+    K_PIECE: tl.constexpr = POOL.k_piece
+    V_PIECE: tl.constexpr = POOL.v_piece
+    EXACT: tl.constexpr = queries.q.dtype == tl.float32
     # Offsets are unsigned and as narrow as the pool allows: 64 bits take twice the registers.
-    k_block = tl.cast(stride_k_block, tl.uint32 if NARROW else tl.uint64)
-    v_block = tl.cast(stride_v_block, tl.uint32 if NARROW else tl.uint64)
-    k_slot = tl.cast(stride_k_slot, tl.uint32 if NARROW else tl.uint64)
-    v_slot = tl.cast(stride_v_slot, tl.uint32 if NARROW else tl.uint64)
+    OFFSET: tl.constexpr = tl.uint32 if NARROW else tl.uint64
+    d = tl.arange(0, BLOCK_D)[None, :]
+    k_head = head.k_ptr + in_pieces(d, K_STEP, K_PIECE)
+    v_head = head.v_ptr + in_pieces(d, V_STEP, V_PIECE)
+    k_block = tl.full([], POOL.k.block, OFFSET)
+    v_block = tl.full([], POOL.v.block, OFFSET)
+    k_slot = tl.full([], POOL.k.slot, OFFSET)
+    v_slot = tl.full([], POOL.v.slot, OFFSET)
     columns = tl.arange(0, BLOCK_N)
-    block = _tile_blocks(
-        first_tile, end_tile, keys, table_ptr, num_blocks, MASKED, BLOCK_SIZE, BLOCK_N
-    )
+    block = tile_blocks(first_tile, end_tile, tiles, head.num_blocks, MASKED, BLOCK_SIZE, BLOCK_N)
     for tile in range(first_tile, end_tile):
         # Where pages are no larger than tiles, a key's slot is the same in all tiles.
         slot = columns
@@ -94,11 +82,11 @@ def attend_floats(
             slot += tile * BLOCK_N
         slot = slot.to(tl.uint32) % BLOCK_SIZE
         k_row = block * k_block + slot * k_slot
-        v_row = k_row if ALIKE else block * v_block + slot * v_slot
+        v_row = k_row if POOL.alike else block * v_block + slot * v_slot
         k_at, v_at = k_head + k_row[:, None], v_head + v_row[:, None]
         if MASKED:
             # Past the sequence's end a page may hold anything, NaN as well.
-            mask = (tile * BLOCK_N + columns < keys)[:, None] & (d < HEAD_DIM)
+            mask = (tile * BLOCK_N + columns < tiles.keys)[:, None] & (d < HEAD_DIM)
             k = tl.load(k_at, mask=mask, other=0.0)
             v = tl.load(v_at, mask=mask, other=0.0)
         elif HEAD_DIM < BLOCK_D:
@@ -107,21 +95,19 @@ def attend_floats(
         else:
             k = tl.load(k_at)
             v = tl.load(v_at)
-        block = _tile_blocks(
-            tile + 1, end_tile, keys, table_ptr, num_blocks, MASKED, BLOCK_SIZE, BLOCK_N
-        )
+        block = tile_blocks(tile + 1, end_tile, tiles, head.num_blocks, MASKED, BLOCK_SIZE, BLOCK_N)
 
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        factor = score_factor
-        if HAS_CAP:
-            scores = capped(scores * score_factor, softcap, HAS_CAP, q.dtype == tl.float32)
+        scores = tl.dot(queries.q, tl.trans(k), input_precision=PRECISION)
+        factor = queries.score_factor
+        if ATTENTION.has_softcap:
+            scores = capped(scores * queries.score_factor, queries.softcap, EXACT)
             factor = 1.0
         if MASKED:
             # A query's position lies inside the sequence.
-            last = (position - tile * BLOCK_N)[:, None]
+            last = (queries.position - tile * BLOCK_N)[:, None]
             visible = columns[None, :] <= last
-            if HAS_WINDOW:
-                visible = visible & (columns[None, :] > last - sliding_window)
+            if ATTENTION.has_window:
+                visible = visible & (columns[None, :] > last - queries.sliding_window)
             scores = tl.where(visible, scores, float("-inf"))
-        acc, m_i, l_i = fold_tile(scores, factor, v, acc, m_i, l_i, PRECISION)
-    return acc, m_i, l_i
+        state = fold_tile(state, scores, factor, v, PRECISION)
+    return state

@@ -1,17 +1,15 @@
-"""The online softmax, in base 2: what attention kernels do with one tile of scores.
+"""The online softmax, in base 2: what every attention kernel does with a tile of scores.
 
-A row's running maximum m starts at the lowest finite number, not at -inf: what is hidden scores
--inf, and -inf - m is then -inf, never NaN, without a guard in the loop. Its running sum l is 0 as
+A row's running maximum starts at the lowest finite number, not at -inf: a hidden score is -inf, and
+-inf minus the maximum is then -inf, never NaN, without a guard in the loop. The running sum is 0 as
 long as the row has seen nothing.
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.rows import next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -21,11 +19,29 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 LEAST_SCALE = tl.constexpr(1e-30)
 
 
+class Softmax(NamedTuple):
+    """The softmax over the keys seen so far.
+
+    Attributes:
+        acc: sum of the weighted values, [rows, columns] float32; a kernel may keep it in parts.
+        row_max: largest score times log2(e), [rows].
+        row_sum: sum of exp2(score - row_max), [rows].
+    """
+
+    acc: Any
+    row_max: Any
+    row_sum: Any
+
+
 @triton.jit
-def first_state(sink_log2):
-    """(m, l) before any key: nothing, or a sink's logit, which counts as a key without a value."""
-    l_i = tl.where(sink_log2 == float("-inf"), 0.0, 1.0)
-    return tl.maximum(sink_log2, LOWEST), l_i
+def first_state(acc, sink_log2):
+    """The state before any key, for an ``acc`` of zeros.
+
+    Args:
+        sink_log2: logits in base 2 that count as keys without a value, -inf for none, [rows].
+    """
+    row_sum = tl.where(sink_log2 == float("-inf"), 0.0, 1.0)
+    return Softmax(acc, tl.maximum(sink_log2, LOWEST), row_sum)
 
 
 @triton.jit
@@ -47,101 +63,53 @@ def soft_cap(y, softcap_log2, EXACT: tl.constexpr):
 
 
 @triton.jit
-def fold_tile(scores, scale_log2, v, acc, m_i, l_i, PRECISION: tl.constexpr):
-    """Fold a tile of scores and values into the running softmax.
+def weigh(scores, factor, row_max):
+    """A tile's weights exp2(factor · score - maximum), and the change of the maximum.
 
-    The scores are multiplied by ``scale_log2`` >= 0 on the way, in the same instruction that
-    subtracts the maximum, so hidden ones must be -inf and the scale positive.
+    Args:
+        scores: [rows, keys]; -inf hides a key.
+        factor: > 0; multiplied in the instruction that subtracts the maximum.
+        row_max: the maximum of the tiles before, [rows].
+
+    Returns:
+        The weights, the factor that brings earlier sums to the new maximum, and that maximum.
     """
-    m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale_log2)
-    p = tl.exp2(scores * scale_log2 - m_new[:, None])
-    alpha = tl.exp2(m_i - m_new)
-    l_i = l_i * alpha + tl.sum(p, axis=1)
-    acc = acc * alpha[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, m_new, l_i
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * factor)
+    weights = tl.exp2(scores * factor - new_max[:, None])
+    return weights, tl.exp2(row_max - new_max), new_max
 
 
 @triton.jit
-def finish(acc, m_i, l_i):
-    """(output, natural log of the sum of exp): 0 and -inf for rows that saw nothing."""
-    empty = l_i == 0.0
-    total = tl.where(empty, 1.0, l_i)
-    lse = tl.where(empty, float("-inf"), (m_i + tl.log2(total)) * LN_2)
-    return acc * (1.0 / total)[:, None], lse
+def fold_tile(state, scores, factor, v, PRECISION: tl.constexpr):
+    """The softmax with one more tile of scores [rows, keys] and values [keys, columns]."""
+    weights, rescale, row_max = weigh(scores, factor, state.row_max)
+    row_sum = state.row_sum * rescale + tl.sum(weights, axis=1)
+    acc = state.acc * rescale[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    return Softmax(acc, row_max, row_sum)
 
 
-@kernel(dynamic=("num_splits", "q_len"))
-def _merge_splits_kernel(
-    out_ptr,  # [batch, num_heads, q_len, head_dim]
-    lse_ptr,  # [batch, num_heads, q_len] or None
-    partial_ptr,  # [batch, num_heads, q_len, num_splits, head_dim]
-    partial_lse_ptr,  # [batch, num_heads, q_len, num_splits]
-    stride_out_batch,
-    stride_out_head,
-    stride_out_token,
-    stride_lse_batch,
-    stride_lse_head,
-    num_heads,
-    num_splits,
-    q_len,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # power of two >= num_splits
-    BLOCK_D: tl.constexpr,  # power of two >= head_dim
-):
-    row = tl.program_id(0).to(tl.int64)
-    query = row % q_len
-    head = row // q_len % num_heads
-    batch = row // q_len // num_heads
-
-    split = tl.arange(0, BLOCK_S)
-    lse = tl.load(
-        partial_lse_ptr + row * num_splits + split, mask=split < num_splits, other=float("-inf")
-    )
-    m = tl.max(lse, axis=0)
-    shift = tl.where(m == float("-inf"), 0.0, m)
-    weight = tl.exp2((lse - shift) * LOG2_E)  # [BLOCK_S]
-    total = tl.sum(weight, axis=0)
-
-    # Most of a short sequence's splits saw nothing: what they wrote need not be read.
-    d = tl.arange(0, BLOCK_D)
-    tile = tl.load(
-        partial_ptr + (row * num_splits + split)[:, None] * HEAD_DIM + d[None, :],
-        mask=(lse != float("-inf"))[:, None] & (d < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    out = tl.sum(weight[:, None] * tile, axis=0) / tl.where(total == 0.0, 1.0, total)
-    out_row = out_ptr + batch * stride_out_batch + head * stride_out_head + query * stride_out_token
-    tl.store(out_row + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-    if lse_ptr is not None:
-        lse_row = lse_ptr + batch * stride_lse_batch + head * stride_lse_head + query
-        tl.store(lse_row, tl.where(total == 0.0, float("-inf"), m + tl.log(total)))
+@triton.jit
+def finish(state, value_factor):
+    """(attention · value_factor, natural log of the sum of exp): 0 and -inf without keys."""
+    empty = state.row_sum == 0.0
+    total = tl.where(empty, 1.0, state.row_sum)
+    lse = tl.where(empty, float("-inf"), (state.row_max + tl.log2(total)) * LN_2)
+    return state.acc * (value_factor / total)[:, None], lse
 
 
-def merge_splits(out: Tensor, lse: Tensor | None, partial: Tensor, partial_lse: Tensor) -> None:
-    """Weigh partial attention by the sums of exp it was normalised with.
+@triton.jit
+def store_rows(out_rows, lse_rows, out, lse, in_rows, WIDTH: tl.constexpr):
+    """Store attention [rows, columns] and its lse.
 
     Args:
-        out: [batch, num_heads, q_len, head_dim], written.
-        lse: [batch, num_heads, q_len] float32, written unless None.
-        partial: [batch, num_heads, q_len, num_splits, head_dim] float32, contiguous.
-        partial_lse: [batch, num_heads, q_len, num_splits] float32, contiguous; -inf where a split
-            saw nothing, whose row of ``partial`` may then hold anything.
+        out_rows: pointers to the rows' first elements, [rows].
+        lse_rows: pointers to the rows' lse, [rows], or None.
+        in_rows: the rows that exist, [rows].
+        WIDTH: columns that exist.
     """
-    batch, num_heads, q_len, num_splits, head_dim = partial.shape
-    _merge_splits_kernel.launch(
-        (batch * num_heads * q_len,),
-        out,
-        lse,
-        partial,
-        partial_lse,
-        *out.stride()[:3],
-        *((0, 0) if lse is None else lse.stride()[:2]),
-        num_heads,
-        num_splits,
-        q_len,
-        HEAD_DIM=head_dim,
-        BLOCK_S=next_power_of_2(num_splits),
-        BLOCK_D=next_power_of_2(head_dim),
-        num_warps=2 if head_dim <= 128 and num_splits <= 32 else 4,
-    )
+    column = tl.arange(0, out.shape[1])[None, :]
+    at = out_rows[:, None] + column
+    tl.store(at, out.to(at.dtype.element_ty), mask=in_rows[:, None] & (column < WIDTH))
+    if lse_rows is not None:
+        tl.store(lse_rows, lse, mask=in_rows)

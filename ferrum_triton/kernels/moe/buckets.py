@@ -5,50 +5,74 @@ its tile by counting those of the experts before it; where pairs are unevenly sp
 the last tile end at once.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ferrum_triton.kernels.rows import cdiv
 
 
+class BucketTiles(NamedTuple):
+    """Tiles of all buckets, int32 [BLOCK_E] each."""
+
+    counts: Any  # entries of a bucket
+    skipped: Any  # entries that tiles of another size take
+    tiles: Any  # tiles of a bucket
+    end: Any  # one past the last of them
+    total: Any  # tiles of all buckets, a scalar
+
+
+class TilePairs(NamedTuple):
+    """What a tile holds: its expert, int64, its bucket's first entry and how many from there."""
+
+    expert: Any
+    first: Any
+    left: Any
+
+
+@triton.jit
+def clamped_count(tpe, capacity):
+    """A bucket's entries as int32; clamped before it is narrowed, as an int64 count may be any."""
+    return tl.minimum(tl.maximum(tpe, 0), capacity).to(tl.int32)
+
+
 @triton.jit
 def bucket_tiles(
-    tpe_ptr, num_experts, capacity, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    SPARED: tl.constexpr = 0, BIG: tl.constexpr = 0,
-):  # fmt: skip
-    """Entries of each bucket, how many of them to skip, its tiles and one past the last of those.
+    tpe_ptr,
+    num_experts,
+    capacity,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPARED: tl.constexpr = 0,
+    BIG: tl.constexpr = 0,
+):
+    """:class:`BucketTiles` of BLOCK_M entries.
 
     Args:
         SPARED: entries that a bucket's last tile has to have more of, or there is none of them.
-        BIG: skip what tiles of so many entries take, with that number spared.
-
-    Returns:
-        Those four, int32 [BLOCK_E], and the number of all tiles.
+        BIG: entries of the tiles before these, which had SPARED spared, and whose are skipped.
     """
     e = tl.arange(0, BLOCK_E)
-    counts = tl.load(tpe_ptr + e, mask=e < num_experts, other=0)
-    # Clamped before it is narrowed: an int64 count may be any.
-    counts = tl.minimum(tl.maximum(counts, 0), capacity).to(tl.int32)
+    counts = clamped_count(tl.load(tpe_ptr + e, mask=e < num_experts, other=0), capacity)
     if BIG > 0:
         skipped = tl.minimum((counts + (BIG - 1 - SPARED)) // BIG * BIG, counts)
         tiles = tl.cdiv(counts - skipped, BLOCK_M)
     else:
         skipped = tl.zeros_like(counts)
         tiles = (counts + (BLOCK_M - 1 - SPARED)) // BLOCK_M
-    return counts, skipped, tiles, tl.cumsum(tiles, axis=0), tl.sum(tiles, axis=0)
+    return BucketTiles(counts, skipped, tiles, tl.cumsum(tiles, axis=0), tl.sum(tiles, axis=0))
 
 
 @triton.jit
-def start_of_tile(
-    tile, counts, skipped, tiles, last, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
-):  # fmt: skip
-    """The tile's expert, int64, its first entry, and how many its bucket has from there."""
+def pairs_of_tile(tile, buckets, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """:class:`TilePairs` of a tile."""
     e = tl.arange(0, BLOCK_E)
-    expert = tl.sum((last <= tile).to(tl.int32), axis=0)
-    count = tl.sum(tl.where(e == expert, counts, 0), axis=0)
-    first = tl.sum(tl.where(e == expert, skipped - (last - tiles) * BLOCK_M, 0), axis=0)
-    first += tile * BLOCK_M
-    return expert.to(tl.int64), first, count - first
+    expert = tl.sum((buckets.end <= tile).to(tl.int32), axis=0)
+    count = tl.sum(tl.where(e == expert, buckets.counts, 0), axis=0)
+    skipped = buckets.skipped - (buckets.end - buckets.tiles) * BLOCK_M
+    first = tl.sum(tl.where(e == expert, skipped, 0), axis=0) + tile * BLOCK_M
+    return TilePairs(expert.to(tl.int64), first, count - first)
 
 
 def tile_bound(num_pairs: int, num_experts: int, capacity: int, block_m: int) -> int:

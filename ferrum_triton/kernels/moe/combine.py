@@ -1,11 +1,15 @@
-"""Combining experts' outputs: float32 sums over a token's slots, always in their order."""
+"""Combining experts' outputs: float32 sums over a token's slots, always in their order.
+
+The last kernel of a MoE layer: y[t] = Σ_s weights[t, s] · slots[t, s], optionally added to the
+residual stream and normalised.
+"""
 
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
-from ferrum_triton.kernels.jit import can_overlap, kernel
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import combine as ops
 
@@ -27,61 +31,61 @@ def sum_slots(
 
 
 @triton.jit
-def token_and_columns(hidden_size, BLOCK_H: tl.constexpr):
-    """The token of this program and its columns, with their mask."""
-    blocks_per_token = tl.cdiv(hidden_size, BLOCK_H)
-    token = (tl.program_id(0) // blocks_per_token).to(tl.int64)
-    h = tl.program_id(0) % blocks_per_token * BLOCK_H + tl.arange(0, BLOCK_H)
-    return token, h, h < hidden_size
-
-
-@kernel
-def _moe_combine_kernel(
-    y_ptr,  # [num_tokens, hidden_size]
-    packed_ptr,  # [num_rows, hidden_size]
-    weights_ptr,  # [num_tokens, top_k]
-    pairs_ptr,  # [num_tokens, top_k]
-    stride_y_token,
+def sum_rows(
+    packed_ptr,
+    weights_ptr,
+    pairs_ptr,
     stride_packed_row,
-    stride_weights_token,
-    stride_pairs_token,
     num_rows,
-    hidden_size,
+    h,
+    mask,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    token, h, mask = token_and_columns(hidden_size, BLOCK_H)
+    """Σ_k weights[k] · packed[pairs[k]], [BLOCK_H] float32; a pair that has no row adds nothing."""
     total = tl.zeros([BLOCK_H], tl.float32)
     for k in tl.static_range(TOP_K):
-        row = tl.load(pairs_ptr + token * stride_pairs_token + k).to(tl.int64)
+        row = tl.load(pairs_ptr + k).to(tl.int64)
         known = (row >= 0) & (row < num_rows)
-        weight = tl.load(weights_ptr + token * stride_weights_token + k).to(tl.float32)
+        weight = tl.load(weights_ptr + k).to(tl.float32)
         x = tl.load(packed_ptr + row * stride_packed_row + h, mask=mask & known, other=0.0)
         total += tl.where(known, weight, 0.0) * x.to(tl.float32)
-    tl.store(y_ptr + token * stride_y_token + h, total.to(y_ptr.dtype.element_ty), mask=mask)
+    return total
 
 
 @kernel
 def _weighted_sum_kernel(
     y_ptr,  # [num_tokens, hidden_size]; the residual, updated, if ADD
-    slots_ptr,  # [num_tokens, top_k, hidden_size]
+    slots_ptr,  # [num_tokens, top_k, hidden_size]; with pairs [num_rows, hidden_size]
     weights_ptr,  # [num_tokens, top_k]
+    pairs_ptr,  # [num_tokens, top_k], rows of slots; or None
     stride_y_token,
     stride_slots_token,
-    stride_slots_slot,
+    stride_slots_slot,  # with pairs of a row
     stride_weights_token,
+    stride_pairs_token,
+    num_rows,
     hidden_size,
     ADD: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    EARLY: tl.constexpr,  # this kernel may start before the end of the one before
+    PDL: tl.constexpr,
 ):
-    if EARLY:
-        gdc_wait()
-    token, h, mask = token_and_columns(hidden_size, BLOCK_H)
-    slots_ptr += token * stride_slots_token
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
+    blocks_per_token = tl.cdiv(hidden_size, BLOCK_H)
+    token = (tl.program_id(0) // blocks_per_token).to(tl.int64)
+    h = tl.program_id(0) % blocks_per_token * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = h < hidden_size
     weights_ptr += token * stride_weights_token
-    y = sum_slots(slots_ptr, weights_ptr, stride_slots_slot, h, mask, TOP_K, BLOCK_H)
+    if pairs_ptr is not None:
+        pairs_ptr += token * stride_pairs_token
+        y = sum_rows(
+            slots_ptr, weights_ptr, pairs_ptr, stride_slots_slot, num_rows, h, mask, TOP_K, BLOCK_H
+        )
+    else:
+        slots_ptr += token * stride_slots_token
+        y = sum_slots(slots_ptr, weights_ptr, stride_slots_slot, h, mask, TOP_K, BLOCK_H)
     y_row = y_ptr + token * stride_y_token + h
     if ADD:
         y += tl.load(y_row, mask=mask, other=0.0).to(tl.float32)
@@ -104,7 +108,11 @@ def _weighted_sum_norm_kernel(
     eps,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,  # power of two >= hidden_size
+    PDL: tl.constexpr,
 ):
+    """residual += Σ_s weights[s] · slots[s]; y = residual / rms(residual) · norm_weight."""
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     mask = h < hidden_size
@@ -124,71 +132,47 @@ def _weighted_sum_norm_kernel(
     tl.store(y_ptr + token * stride_y_token + h, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _block(hidden_size: int) -> int:
-    return min(next_power_of_2(hidden_size), BLOCK)
-
-
-def _warps(block: int) -> int:
-    return max(block // 256, 1)
+def _launch_sum(
+    y: Tensor, slots: Tensor, weights: Tensor, pairs: Tensor | None = None, *, add: bool = False
+) -> None:
+    """The weighted sum of slots [num_tokens, top_k, hidden_size], or of the rows pairs name."""
+    (num_tokens, top_k), hidden_size = weights.shape, slots.shape[-1]
+    if num_tokens * hidden_size == 0:
+        return
+    block = min(next_power_of_2(hidden_size), BLOCK)
+    _weighted_sum_kernel.launch(
+        (num_tokens * cdiv(hidden_size, block),),
+        y_ptr=y,
+        slots_ptr=slots,
+        weights_ptr=weights,
+        pairs_ptr=pairs,
+        stride_y_token=y.stride(0),
+        stride_slots_token=slots.stride(0) if pairs is None else 0,
+        stride_slots_slot=slots.stride(-2),
+        stride_weights_token=weights.stride(0),
+        stride_pairs_token=0 if pairs is None else pairs.stride(0),
+        num_rows=slots.shape[0],
+        hidden_size=hidden_size,
+        ADD=add,
+        TOP_K=top_k,
+        BLOCK_H=block,
+        num_warps=max(block // 256, 1),
+    )
 
 
 @ops.moe_combine.impl("triton")
 def moe_combine(
     packed: Tensor, pairs: Tensor, weights: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    (num_tokens, top_k), (num_rows, hidden_size) = pairs.shape, packed.shape
-    y = packed.new_empty(num_tokens, hidden_size) if out is None else out
-    if y.numel() == 0:
-        return y
-    block = _block(hidden_size)
-    _moe_combine_kernel.launch(
-        (num_tokens * cdiv(hidden_size, block),),
-        y,
-        packed,
-        weights,
-        pairs,
-        y.stride(0),
-        packed.stride(0),
-        weights.stride(0),
-        pairs.stride(0),
-        num_rows,
-        hidden_size,
-        TOP_K=top_k,
-        BLOCK_H=block,
-        num_warps=_warps(block),
-    )
+    y = packed.new_empty(pairs.shape[0], packed.shape[1]) if out is None else out
+    _launch_sum(y, packed, weights, pairs)
     return y
-
-
-def _launch_sum(y: Tensor, slots: Tensor, weights: Tensor, add: bool) -> None:
-    num_tokens, top_k, hidden_size = slots.shape
-    if num_tokens * hidden_size == 0:
-        return
-    block = _block(hidden_size)
-    early = can_overlap(slots.device)
-    _weighted_sum_kernel.launch(
-        (num_tokens * cdiv(hidden_size, block),),
-        y,
-        slots,
-        weights,
-        y.stride(0),
-        slots.stride(0),
-        slots.stride(1),
-        weights.stride(0),
-        hidden_size,
-        ADD=add,
-        TOP_K=top_k,
-        BLOCK_H=block,
-        EARLY=early,
-        num_warps=_warps(block),
-        **({"launch_pdl": True} if early else {}),
-    )
 
 
 @ops.weighted_sum.impl("triton")
 def weighted_sum(slots: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor:
     y = slots.new_empty(slots.shape[0], slots.shape[2]) if out is None else out
-    _launch_sum(y, slots, weights, add=False)
+    _launch_sum(y, slots, weights)
     return y
 
 
@@ -214,18 +198,18 @@ def weighted_sum_residual_norm(
     block = next_power_of_2(hidden_size)
     _weighted_sum_norm_kernel.launch(
         (num_tokens,),
-        y,
-        residual,
-        slots,
-        weights,
-        norm_weight,
-        y.stride(0),
-        residual.stride(0),
-        slots.stride(0),
-        slots.stride(1),
-        weights.stride(0),
-        hidden_size,
-        float(eps),
+        y_ptr=y,
+        residual_ptr=residual,
+        slots_ptr=slots,
+        weights_ptr=weights,
+        norm_weight_ptr=norm_weight,
+        stride_y_token=y.stride(0),
+        stride_residual_token=residual.stride(0),
+        stride_slots_token=slots.stride(0),
+        stride_slots_slot=slots.stride(1),
+        stride_weights_token=weights.stride(0),
+        hidden_size=hidden_size,
+        eps=float(eps),
         TOP_K=top_k,
         BLOCK_H=block,
         num_warps=min(max(block // 512, 1), 16),

@@ -1,8 +1,9 @@
-"""Many tokens by their experts' packed weights: one program per tile of an expert's product.
+"""Many tokens by their experts' blocks as a file has them: one program per tile of a product.
 
-A program finds its tile on the device (:mod:`ferrum_triton.kernels.moe.buckets`). Rows of
-activations are gathered through the buckets as they are read, and the tile is computed transposed,
-as in :mod:`ferrum_triton.kernels.quant.gemm`.
+Stacks in planes go to :mod:`ferrum_triton.kernels.moe.plane_gemm`. A program
+finds its tile on the device (:mod:`ferrum_triton.kernels.moe.buckets`). Rows of activations are
+gathered through the buckets as they are read, and the tile is computed transposed, as in
+:mod:`ferrum_triton.kernels.quant.gemm`.
 """
 
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import silu_mul
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.moe.buckets import bucket_tiles, start_of_tile, tile_bound
+from ferrum_triton.kernels.moe.buckets import bucket_tiles, pairs_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
-from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.quant.decode import groups_of
+from ferrum_triton.kernels.quant.gemm import block_layout, block_products
 from ferrum_triton.kernels.quant.planes import uses_ptx
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
-from ferrum_triton.kernels.tensor_cores import settled
 from ferrum_triton.ops.moe import experts as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
@@ -36,8 +38,8 @@ def _gemm_quant_moe_id_kernel(
     stride_y_slot,
     stride_a_token,
     stride_a_slot,  # 0 where a token's pairs share a row
-    stride_blocks_expert,  # in units of ALIGN bytes
-    stride_blocks_row,  # in units of ALIGN bytes
+    stride_blocks_expert,  # in units of LAYOUT.align bytes
+    stride_blocks_row,  # in units of LAYOUT.align bytes
     stride_buckets_expert,
     num_experts,
     num_rows,
@@ -45,61 +47,36 @@ def _gemm_quant_moe_id_kernel(
     num_pairs,
     capacity,
     TOP_K: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    PLANES: tl.constexpr,
-    ALIGN: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_E: tl.constexpr,  # power of two >= num_experts
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    counts, skipped, tiles, last, total = bucket_tiles(
-        tpe_ptr, num_experts, capacity, BLOCK_E, BLOCK_M
-    )
-
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
+    buckets = bucket_tiles(tpe_ptr, num_experts, capacity, BLOCK_E, BLOCK_M)
     # Programs that share rows of W run side by side.
     tiles_n = tl.cdiv(num_rows, BLOCK_N)
     stripes = tl.num_programs(0) // tiles_n
     n = (tl.program_id(0) // stripes).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    lane = tl.arange(0, LANES)[None, None, :]
-    flat = tl.arange(0, BLOCK_G * LANES)[None, :]  # the groups' lanes, end to end
-
     # One round, unless counts are of more pairs than there are.
-    for tile in range(tl.program_id(0) % stripes, total, stripes):
-        expert, first_entry, left = start_of_tile(
-            tile, counts, skipped, tiles, last, BLOCK_E, BLOCK_M
-        )
+    for tile in range(tl.program_id(0) % stripes, buckets.total, stripes):
+        expert, first_entry, left = pairs_of_tile(tile, buckets, BLOCK_E, BLOCK_M)
         entries_ptr = buckets_ptr + expert * stride_buckets_expert + first_entry
         entry = tl.arange(0, BLOCK_M)
         pair = tl.load(entries_ptr + entry, mask=entry < left, other=-1).to(tl.int64)
         known = (pair >= 0) & (pair < num_pairs)
         token, slot = pair // TOP_K, pair % TOP_K
-        a_row = a_ptr + (token * stride_a_token + slot * stride_a_slot)[:, None]
+        a_rows = a_ptr + (token * stride_a_token + slot * stride_a_slot)[:, None]
         row = expert * stride_blocks_expert + n * stride_blocks_row
-        row = blocks_ptr + row[:, None, None] * ALIGN
-
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for first in range(0, num_groups, BLOCK_G):
-            g = first + tl.arange(0, BLOCK_G)[None, :, None]
-            mask = (g < num_groups) & (n < num_rows)[:, None, None]
-            block = row + g // GROUPS * BLOCK_BYTES
-            a_g = first + flat // LANES
-            a_mask = (a_g < num_groups) & known[:, None]
-            a_block = a_row + a_g // GROUPS * BLOCK_SIZE + flat % LANES
-            for PLANE in tl.static_range(PLANES):
-                # [BLOCK_M, BLOCK_G * LANES]
-                k = first_weight(a_g % GROUPS, PLANE, KIND)
-                a = tl.load(a_block + k, mask=a_mask, other=0.0)
-                weights = decode(block, g % GROUPS, lane, mask, PLANE, KIND, ALIGN)
-                weights = tl.reshape(weights.to(a.dtype), [BLOCK_N, BLOCK_G * LANES])
-                acc = tl.dot(weights, tl.trans(a), acc, input_precision="ieee")
-                acc = settled(acc, PTX)
-
+        rows = blocks_ptr + row[:, None, None] * LAYOUT.align
+        has_row = (n < num_rows)[:, None, None]
+        acc = block_products(
+            a_rows, known[:, None], rows, has_row, num_groups, LAYOUT, BLOCK_G, PTX
+        )
         y_row = y_ptr + (token * stride_y_token + slot * stride_y_slot)[None, :]
         tl.store(
             y_row + n[:, None],
@@ -127,41 +104,38 @@ def gemm_quant_moe_id(
     if y.numel() == 0:
         return y
     y.zero_()  # what pairs without an expert keep: only the device knows which they are
-    layout = LAYOUTS[kind]
-    num_groups = groups_of(a.shape[-1], kind)
     # float32 products run without tensor cores and hold their operands in registers.
     wide = a.dtype == torch.float32
     largest = 32 if wide else 64
     block_m = min(next_power_of_2(max(cdiv(num_pairs, num_experts), 16)), largest)
-    align = alignment(blocks)
     stripes = tile_bound(num_pairs, num_experts, capacity, block_m)
+    layout = block_layout(kind, blocks)
     _gemm_quant_moe_id_kernel.launch(
         (stripes * cdiv(num_rows, BLOCK_N),),
-        y,
-        a,
-        blocks,
-        bucket_ids,
-        tpe,
-        y.stride(0),
-        y.stride(1),
-        a.stride(0),
-        slot_stride(a),
-        blocks.stride(0) // align,
-        blocks.stride(1) // align,
-        bucket_ids.stride(0),
-        num_experts,
-        num_rows,
-        num_groups,
-        num_pairs,
-        capacity,
+        y_ptr=y,
+        a_ptr=a,
+        blocks_ptr=blocks,
+        buckets_ptr=bucket_ids,
+        tpe_ptr=tpe,
+        stride_y_token=y.stride(0),
+        stride_y_slot=y.stride(1),
+        stride_a_token=a.stride(0),
+        stride_a_slot=slot_stride(a),
+        stride_blocks_expert=blocks.stride(0) // layout.align,
+        stride_blocks_row=blocks.stride(1) // layout.align,
+        stride_buckets_expert=bucket_ids.stride(0),
+        num_experts=num_experts,
+        num_rows=num_rows,
+        num_groups=groups_of(a.shape[-1], kind),
+        num_pairs=num_pairs,
+        capacity=capacity,
         TOP_K=top_k,
-        **layout,
-        ALIGN=align,
+        LAYOUT=layout,
         BLOCK_E=next_power_of_2(num_experts),
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
-        BLOCK_G=BLOCK_K // (layout["PLANES"] * layout["LANES"]),
-        PTX=uses_ptx(a) and a.dtype != torch.float32,
+        BLOCK_G=BLOCK_K // (layout.planes * layout.lanes),
+        PTX=uses_ptx(a) and not wide,
         num_warps=4 if block_m == 16 and not wide else 8,  # with 8, Q3_K spills on sm_100
         num_stages=2 if wide else 3,
         enable_fp_fusion=False,

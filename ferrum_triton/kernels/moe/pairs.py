@@ -9,39 +9,47 @@ over the lanes tells where each one's begin, and a second pass places them: thre
 at every step.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
-from ferrum_triton.kernels.jit import Kernel, can_overlap, kernel
+from ferrum_triton.kernels.jit import Kernel, kernel
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import pairs as ops
+
+
+class Ids(NamedTuple):
+    """The pairs' experts, and how lanes share them."""
+
+    ids: Any  # pointer, [num_tokens, top_k]
+    stride_token: Any
+    lane_size: Any  # pairs of a lane
+    num_pairs: Any
+    num_experts: Any
+
 
 # Consecutive pairs of a lane a step, a 16-byte load; and lanes, 4 a thread on 8 warps.
 STEP, MAX_LANES = 4, 1024
 
 
 @triton.jit
-def load_experts(
-    ids_ptr,
-    stride_ids_token,
-    step,
-    lane_size,
-    num_pairs,
-    num_experts,
-    TOP_K: tl.constexpr,
-    LANES: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """A step of every lane: pairs [LANES, STEP] and their experts, -1 for one that has none."""
+def load_experts(ids, step, TOP_K: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr):
+    """A step of every lane: pairs [LANES, STEP] and their experts, -1 for one that has none.
+
+    Args:
+        ids: :class:`Ids`.
+        step: the first of a lane's pairs.
+    """
     lane = tl.arange(0, LANES)[:, None]
-    pair = lane * lane_size + step + tl.arange(0, STEP)[None, :]
+    pair = lane * ids.lane_size + step + tl.arange(0, STEP)[None, :]
     token = (pair // TOP_K).to(tl.int64)
-    source = ids_ptr + token * stride_ids_token + pair % TOP_K
-    expert = tl.load(source, mask=pair < num_pairs, other=-1)
-    return pair, tl.where((expert >= 0) & (expert < num_experts), expert, -1).to(tl.int32)
+    source = ids.ids + token * ids.stride_token + pair % TOP_K
+    expert = tl.load(source, mask=pair < ids.num_pairs, other=-1)
+    return pair, tl.where((expert >= 0) & (expert < ids.num_experts), expert, -1).to(tl.int32)
 
 
 @triton.jit
@@ -92,18 +100,17 @@ def _ids_tpe_kernel(
     LANES: tl.constexpr,
     STEP: tl.constexpr,
     IN_WORD: tl.constexpr,  # a lane has at most 32 pairs
-    RELEASE: tl.constexpr,  # the kernel after this one may start; it waits for the end by itself
+    PDL: tl.constexpr,
 ):
-    if RELEASE:
-        gdc_launch_dependents()
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
+    ids = Ids(ids_ptr, stride_ids_token, lane_size, num_pairs, num_experts)
     program = tl.program_id(0)
     matches = tl.zeros([LANES], tl.int32)
     found = tl.zeros([LANES], tl.int32)  # a bit for each match
     counts = tl.zeros([BLOCK_E], tl.int32)
     for step in range(0, lane_size, STEP):
-        pair, expert = load_experts(
-            ids_ptr, stride_ids_token, step, lane_size, num_pairs, num_experts, TOP_K, LANES, STEP
-        )
+        pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
         if program < num_experts:
             mine = (expert == program).to(tl.int32)
             matches += tl.sum(mine, axis=1)
@@ -124,10 +131,7 @@ def _ids_tpe_kernel(
                 found &= found - 1
         else:
             for step in range(0, lane_size, STEP):
-                pair, expert = load_experts(
-                    ids_ptr, stride_ids_token, step, lane_size, num_pairs, num_experts, TOP_K,
-                    LANES, STEP,
-                )  # fmt: skip
+                pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
                 mine = (expert == program).to(tl.int32)
                 place, first = places(mine, first)
                 tl.store(bucket_ptr + place, pair, mask=mine > 0)
@@ -157,14 +161,16 @@ def _align_kernel(
     BLOCK_E: tl.constexpr,  # power of two >= num_experts
     LANES: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
+    ids = Ids(ids_ptr, stride_ids_token, lane_size, num_pairs, num_experts)
     program = tl.program_id(0)
     matches = tl.zeros([LANES], tl.int32)
     counts = tl.zeros([BLOCK_E], tl.int32)
     for step in range(0, lane_size, STEP):
-        pair, expert = load_experts(
-            ids_ptr, stride_ids_token, step, lane_size, num_pairs, num_experts, TOP_K, LANES, STEP
-        )
+        pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
         matches += tl.sum((expert == program).to(tl.int32), axis=1)
         counts += tl.histogram(tl.ravel(expert), BLOCK_E, mask=tl.ravel(expert >= 0))
     padded = tl.cdiv(counts, block_size) * block_size
@@ -178,17 +184,7 @@ def _align_kernel(
         fill(block_experts_ptr, begin // block_size, end // block_size, program, 128)
         first = tl.cumsum(matches, axis=0) - matches
         for step in range(0, lane_size, STEP):
-            pair, expert = load_experts(
-                ids_ptr,
-                stride_ids_token,
-                step,
-                lane_size,
-                num_pairs,
-                num_experts,
-                TOP_K,
-                LANES,
-                STEP,
-            )
+            pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
             mine = (expert == program).to(tl.int32)
             place, first = places(mine, first)
             entry = pair if PAIR_IDS else first_row + place
@@ -215,16 +211,18 @@ def _build_pairs_kernel(
     BLOCK_E: tl.constexpr,  # power of two >= num_experts
     LANES: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
+    ids = Ids(ids_ptr, stride_ids_token, lane_size, num_pairs, num_experts)
     program = tl.program_id(0)
     orphans = program == num_experts
     wanted = tl.where(orphans, -1, program)
     matches = tl.zeros([LANES], tl.int32)
     earlier = tl.zeros([LANES], tl.int32)
     for step in range(0, lane_size, STEP):
-        pair, expert = load_experts(
-            ids_ptr, stride_ids_token, step, lane_size, num_pairs, num_experts, TOP_K, LANES, STEP
-        )
+        pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
         matches += tl.sum((expert == wanted).to(tl.int32), axis=1)
         earlier += tl.sum(((expert >= 0) & (expert < program)).to(tl.int32), axis=1)
     begin = tl.sum(earlier, axis=0)
@@ -233,9 +231,7 @@ def _build_pairs_kernel(
         fill(packed_tokens_ptr, begin, num_pairs, -1, LANES)
     first = begin + tl.cumsum(matches, axis=0) - matches
     for step in range(0, lane_size, STEP):
-        pair, expert = load_experts(
-            ids_ptr, stride_ids_token, step, lane_size, num_pairs, num_experts, TOP_K, LANES, STEP
-        )
+        pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
         mine = (expert == wanted) & (pair < num_pairs)
         row, first = places(mine.to(tl.int32), first)
         token = pair // TOP_K
@@ -244,19 +240,18 @@ def _build_pairs_kernel(
         tl.store(packed_tokens_ptr + row, token, mask=mine & (expert >= 0))
 
 
-def _lanes(num_pairs: int) -> tuple[int, int]:
-    """Lanes, and how many pairs each one has."""
+def _launch(kernel_: Kernel, ids: Tensor, num_experts: int, **arguments: Any) -> None:
+    """Launch a program an expert and one more, with what every kernel here takes of ``ids``."""
+    num_pairs = ids.numel()
     lanes = min(max(next_power_of_2(cdiv(max(num_pairs, 1), STEP)), 32), MAX_LANES)
-    return lanes, cdiv(num_pairs, lanes * STEP) * STEP
-
-
-def _launch(kernel_: Kernel, ids: Tensor, num_experts: int, *args: object, **meta: object) -> None:
-    """Launch a program an expert and one more."""
-    lanes, _ = _lanes(ids.numel())
     kernel_.launch(
         (num_experts + 1,),
-        *args,
-        **meta,
+        **arguments,
+        ids_ptr=ids,
+        stride_ids_token=ids.stride(0),
+        num_pairs=num_pairs,
+        lane_size=cdiv(num_pairs, lanes * STEP) * STEP,
+        num_experts=num_experts,
         TOP_K=max(ids.shape[1], 1),
         BLOCK_E=next_power_of_2(num_experts),
         LANES=lanes,
@@ -286,23 +281,23 @@ def compute_ids_tpe(
         _ids_tpe_kernel,
         ids,
         num_experts,
-        buckets,
-        tpe,
-        grid_args,
-        ids,
-        buckets.stride(0),
-        grid_args.stride(0),
-        ids.stride(0),
-        num_pairs,
-        _lanes(num_pairs)[1],
-        num_experts,
-        cdiv(gate_up_rows, row_tile),
-        cdiv(down_rows, row_tile),
-        token_tile,
-        IN_WORD=_lanes(num_pairs)[1] <= 32,
-        RELEASE=can_overlap(ids.device),
+        buckets_ptr=buckets,
+        tpe_ptr=tpe,
+        grid_ptr=grid_args,
+        stride_buckets_expert=buckets.stride(0),
+        stride_grid_part=grid_args.stride(0),
+        gate_up_tiles=cdiv(gate_up_rows, row_tile),
+        down_tiles=cdiv(down_rows, row_tile),
+        token_tile=token_tile,
+        IN_WORD=num_pairs <= 32 * MAX_LANES,
     )
     return buckets, tpe, grid_args
+
+
+def sorted_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Buckets of pairs and their sizes, of which only the products' own tiles are asked."""
+    buckets, tpe, _ = compute_ids_tpe(ids, num_experts, 1, 1)
+    return buckets, tpe
 
 
 @ops.moe_align_block_size.impl("triton")
@@ -325,16 +320,11 @@ def moe_align_block_size(
         _align_kernel,
         ids,
         num_experts,
-        sorted_ids,
-        block_experts,
-        total,
-        ids,
-        ids.stride(0),
-        num_pairs,
-        _lanes(num_pairs)[1],
-        num_experts,
-        block_size,
-        capacity,
+        sorted_ptr=sorted_ids,
+        block_experts_ptr=block_experts,
+        total_ptr=total,
+        block_size=block_size,
+        capacity=capacity,
         PAIR_IDS=pair_ids,
     )
     return sorted_ids, block_experts, total
@@ -354,14 +344,9 @@ def moe_build_pairs_by_token(
         _build_pairs_kernel,
         ids,
         num_experts,
-        pairs,
-        packed_tokens,
-        expert_offsets,
-        ids,
-        pairs.stride(0),
-        ids.stride(0),
-        num_pairs,
-        _lanes(num_pairs)[1],
-        num_experts,
+        pairs_ptr=pairs,
+        packed_tokens_ptr=packed_tokens,
+        expert_offsets_ptr=expert_offsets,
+        stride_pairs_token=pairs.stride(0),
     )
     return pairs, packed_tokens, expert_offsets

@@ -1,9 +1,9 @@
-"""Few tokens by their experts' rows in planes: one program per pair and some rows of its expert.
+"""Few tokens by their experts' rows in planes: y[t, s] = W[ids[t, s]] · a[t, s], or gated by U.
 
-As :mod:`ferrum_triton.kernels.quant.gemv_planes` with one activation: the threads lie along K, and
-each keeps float32 partial sums that meet once. Which expert a pair has is read on the device; one
-without an expert writes zeros and reads nothing. Pairs of one expert read its rows side by side,
-the later ones from L2.
+Chosen where experts have few tokens each: one program takes a pair of token and expert and a block
+of the expert's rows, as :mod:`ferrum_triton.kernels.quant.gemv_repacked` takes one token. Which
+expert a pair has is read on the device; one without an expert writes zeros and reads nothing. Pairs
+of one expert read its rows side by side, the later ones from L2.
 """
 
 from functools import lru_cache
@@ -12,23 +12,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.elementwise import activated
-from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.gemv_planes import STREAM, first_row, row_sums
-from ferrum_triton.kernels.quant.matrix_parts import layout_of
-from ferrum_triton.kernels.quant.planes import is_aligned, may_chain, span_of, uses_ptx
+from ferrum_triton.kernels.jit import can_overlap, kernel
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.quant.gemv_rows import (
+    GemvPlan,
+    Matrix,
+    first_row,
+    layout_of,
+    row_sums,
+)
+from ferrum_triton.kernels.quant.integer_activations import Activations
+from ferrum_triton.kernels.quant.planes import is_aligned, span_of, uses_ptx
 from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
 
-# What a launch that starts while the one before ends does before it waits for that one's end:
-# nothing, or it reads ids and begins to load their experts' weights. They are read again then, and
-# where they differ the product is made once more.
-NOTHING, GUESS = tl.constexpr(1), tl.constexpr(2)
-# From so many pairs on there are programs enough.
+# Pairs from which on there are programs enough.
 MANY_PAIRS = 32
 
 
@@ -49,74 +51,89 @@ def _plane_pairs_kernel(
     num_experts,
     num_rows,
     num_pairs,
-    LAYOUT: tl.constexpr,  # see entry
-    UP_LAYOUT: tl.constexpr,  # likewise, None without up
-    GROUPS: tl.constexpr,  # of 32 in a row
+    LAYOUT: tl.constexpr,
+    UP_LAYOUT: tl.constexpr,  # None without up
     TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,  # at most num_rows
-    THREADS: tl.constexpr,
-    TIED: tl.constexpr,
-    ASM: tl.constexpr,
-    HINT: tl.constexpr,
-    VECTOR: tl.constexpr,
-    NARROW: tl.constexpr,
-    CHAINED: tl.constexpr,  # 0, NOTHING or GUESS
+    PLAN: tl.constexpr,
+    GUESS: tl.constexpr,  # ids are read, and their weights loaded, before the PDL wait
+    PDL: tl.constexpr,
 ):
-    if CHAINED == NOTHING:
-        gdc_wait()
-        gdc_launch_dependents()
+    if not GUESS:
+        pdl_wait(PDL)
+        pdl_trigger(PDL)
     pair = (tl.program_id(0) % num_pairs).to(tl.int64)
     token, slot = pair // TOP_K, pair % TOP_K
-    first = first_row(tl.program_id(0) // num_pairs, num_rows, ROWS)
+    first = first_row(tl.program_id(0) // num_pairs, num_rows, PLAN.rows)
     y_ptr += token * stride_y_token + slot * stride_y_slot + first
-    a_ptr += token * stride_a_token + slot * stride_a_slot
+    a = Activations(a_ptr + token * stride_a_token + slot * stride_a_slot, None, 0, 0)
     ids_ptr += token * stride_ids_token + slot
     expert = tl.load(ids_ptr).to(tl.int64)
+    matrix = Matrix(planes_ptr, num_rows)
+    up = Matrix(up_ptr, num_rows)
+    strides = (stride_expert, stride_up_expert)
     _store_rows_of(
-        y_ptr, a_ptr, planes_ptr, up_ptr, expert, stride_expert, stride_up_expert, num_experts,
-        num_rows, first, LAYOUT, UP_LAYOUT, GROUPS, ROWS, THREADS, TIED, ASM, HINT, VECTOR, NARROW,
-        2 if CHAINED == GUESS else 0,
-    )  # fmt: skip
-    if CHAINED == GUESS:
+        y_ptr, a, matrix, up, strides, expert, num_experts, first, LAYOUT, UP_LAYOUT, PLAN, GUESS
+    )
+    if GUESS:
+        # The launch before has ended: where it changed the ids, the product is made once more.
         known = tl.load(ids_ptr, volatile=True).to(tl.int64)
         if known != expert:
             _store_rows_of(
-                y_ptr, a_ptr, planes_ptr, up_ptr, known, stride_expert, stride_up_expert,
-                num_experts, num_rows, first, LAYOUT, UP_LAYOUT, GROUPS, ROWS, THREADS, TIED, ASM,
-                HINT, VECTOR, NARROW, 0,
-            )  # fmt: skip
+                y_ptr,
+                a,
+                matrix,
+                up,
+                strides,
+                known,
+                num_experts,
+                first,
+                LAYOUT,
+                UP_LAYOUT,
+                PLAN,
+                False,
+            )
 
 
 @triton.jit
 def _store_rows_of(
-    y_ptr, a_ptr, planes_ptr, up_ptr, expert, stride_expert, stride_up_expert, num_experts,
-    num_rows, first, LAYOUT: tl.constexpr, UP_LAYOUT: tl.constexpr, GROUPS: tl.constexpr,
-    ROWS: tl.constexpr, THREADS: tl.constexpr, TIED: tl.constexpr, ASM: tl.constexpr,
-    HINT: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """ROWS products with one expert's rows to y_ptr; zeros where there is no such expert."""
-    r = tl.arange(0, ROWS)
+    y_ptr,
+    a,
+    matrix,
+    up,
+    strides,
+    expert,
+    num_experts,
+    first,
+    LAYOUT: tl.constexpr,
+    UP_LAYOUT: tl.constexpr,
+    PLAN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A block of products with one expert's rows to y_ptr; zeros where there is no such expert.
+
+    Args:
+        a: Activations of one token.
+        matrix, up: Matrix of the first expert.
+        strides: units of 16 bytes from one expert to the next in both.
+        first: first row, int64.
+    """
+    r = tl.arange(0, PLAN.rows)
     if (expert >= 0) & (expert < num_experts):
-        planes_ptr += expert * stride_expert * 16
-        if up_ptr is not None:
-            up_ptr += expert * stride_up_expert * 16
-        totals = row_sums(
-            a_ptr, None, planes_ptr, up_ptr, 0, 0, num_rows, first, LAYOUT, UP_LAYOUT, GROUPS, 1,
-            ROWS, THREADS, False, TIED, ASM, HINT, VECTOR, NARROW, CHAINED,
-        )  # fmt: skip
-        BOTH: tl.constexpr = ROWS if up_ptr is None else 2 * ROWS
+        matrix = Matrix(matrix.ptr + expert * strides[0] * 16, matrix.num_rows)
+        if UP_LAYOUT is not None:
+            up = Matrix(up.ptr + expert * strides[1] * 16, up.num_rows)
+        totals = row_sums(a, matrix, up, first, LAYOUT, UP_LAYOUT, PLAN, PDL)
         flat = ()
-        for i in tl.static_range(BOTH):
+        for i in tl.static_range(len(totals)):
             flat += totals[i]
-        y = summed(flat, BOTH, ASM)
-        if up_ptr is not None:
-            gate, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS))))
-            y = activated(gate, "silu") * up
+        y = summed(flat, len(totals), PLAN.ptx)
+        if UP_LAYOUT is not None:
+            gate, of_up = tl.split(tl.trans(tl.reshape(y, (2, PLAN.rows))))
+            y = activated(gate, "silu") * of_up
         tl.store(y_ptr + r, y.to(y_ptr.dtype.element_ty))
     else:
-        if CHAINED:
-            gdc_wait()
-        tl.store(y_ptr + r, tl.zeros([ROWS], y_ptr.dtype.element_ty))
+        pdl_wait(PDL)
+        tl.store(y_ptr + r, tl.zeros([PLAN.rows], y_ptr.dtype.element_ty))
 
 
 def gemv_plane_pairs(
@@ -162,38 +179,42 @@ def gemv_plane_pairs(
     warps = num_warps or best_warps
     if asm is None:
         asm = uses_ptx(a)
-    chained = chained and may_chain(a)
+    pdl = chained and can_overlap(a.device)
+    plan = GemvPlan(
+        tokens=1,
+        groups=k // 32,
+        rows=rows,
+        threads=32 * warps,
+        ordered=asm,
+        late_trigger=True,
+        integers=not is_wide,
+        wide=asm and is_aligned(a),
+        ptx=asm,
+    )
     _plane_pairs_kernel.launch(
         (ids.numel() * cdiv(num_rows, rows),),
-        y,
-        a,
-        planes,
-        up,
-        ids,
-        y.stride(0),
-        y.stride(1),
-        a.stride(0),
-        slot_stride(a),
-        planes.stride(0) // ROW_ALIGN,
-        0 if up is None else up.stride(0) // ROW_ALIGN,
-        ids.stride(0),
-        num_experts,
-        num_rows,
-        ids.numel(),
+        y_ptr=y,
+        a_ptr=a,
+        planes_ptr=planes,
+        up_ptr=up,
+        ids_ptr=ids,
+        stride_y_token=y.stride(0),
+        stride_y_slot=y.stride(1),
+        stride_a_token=a.stride(0),
+        stride_a_slot=slot_stride(a),
+        stride_expert=planes.stride(0) // ROW_ALIGN,
+        stride_up_expert=0 if up is None else up.stride(0) // ROW_ALIGN,
+        stride_ids_token=ids.stride(0),
+        num_experts=num_experts,
+        num_rows=num_rows,
+        num_pairs=ids.numel(),
         LAYOUT=layout_of(planes, kind, k),
         UP_LAYOUT=None if up is None else layout_of(up, up_kind, k),
-        GROUPS=k // 32,
         TOP_K=ids.shape[1],
-        ROWS=rows,
-        THREADS=32 * warps,
-        TIED=asm,
-        ASM=asm,
-        HINT=STREAM,
-        VECTOR=asm and is_aligned(a),
-        NARROW=not is_wide,
-        CHAINED=(GUESS if guess else NOTHING).value if chained else 0,
+        PLAN=plan,
+        GUESS=guess and pdl,
+        PDL=pdl,
         num_warps=warps,
-        **({"launch_pdl": True} if chained else {}),
     )
     return y
 

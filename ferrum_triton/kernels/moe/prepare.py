@@ -1,24 +1,78 @@
-"""What products of tiles of pairs start from, in one launch.
+"""What products of tiles of pairs start from: arranged activations, and buckets of pairs alone.
 
-Programs come in two kinds: some arrange a row of activations each, as
-:mod:`ferrum_triton.kernels.quant.activations` does; and some write down which entries of a bucket
-are pairs, and where each pair is. Pairs in no bucket get zeros from :func:`clear_lost`.
+:func:`prepare` is one launch, for products that gather activations by token. :func:`prepare_sorted`
+is two, for products that take them by TMA: a row of activations for each pair, those of an expert
+one after the other, so that a tile of pairs is a tile of memory.
+
+A pair in no bucket gets zeros. Nobody wrote its place, which is any number, and what the place
+names is then another pair: so is a lost pair known.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.moe.buckets import clamped_count
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
-from ferrum_triton.kernels.quant.activations import arrange_token, block_and_warps, room_for
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.quant.activations import (
+    Arranged,
+    arrange_token,
+    arranged,
+    block_and_warps,
+    factor_of,
+    first_block,
+    load_block,
+    room_for,
+    store_arranged,
+)
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 # Entries of a bucket at a time.
 ENTRIES = 512
+# Columns of the result that are cleared at a time.
+CLEARED_COLUMNS = 128
+# Rows of activations from which on a program writes all copies of its row: before, programs are
+# too few to hide what each waits for.
+MANY_ROWS = 1024
+
+
+class PairTable(NamedTuple):
+    """Buckets that hold pairs alone: tensors, or pointers and sizes in a kernel.
+
+    Attributes:
+        pairs: int32 [num_experts, capacity], up to their number.
+        counts: int32 [num_experts], their number.
+        places: int64 [num_pairs], where in pairs each is: the expert in the upper half, the entry
+            in the lower one; of one in no bucket any number.
+        num_pairs, capacity: the sizes.
+    """
+
+    pairs: Any
+    counts: Any
+    places: Any
+    num_pairs: Any
+    capacity: Any
+
+
+class Result(NamedTuple):
+    """Where a kernel writes y [num_tokens, top_k, num_rows]."""
+
+    y: Any
+    stride_token: Any
+    stride_slot: Any
+    num_rows: Any
+
+
+class Prepared(NamedTuple):
+    """Arranged activations, and the pairs of each expert."""
+
+    arranged: Arranged
+    table: PairTable
 
 
 @triton.jit
@@ -28,55 +82,52 @@ def expert_and_entry(place):
 
 
 @triton.jit
-def clear_lost(
-    y_ptr, places_ptr, pairs_ptr, counts_ptr, pair, stride_y_token, stride_y_slot, num_experts,
-    num_rows, num_pairs, capacity, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Fill y's rows of pairs that are in no bucket with zeros.
-
-    Nobody wrote the place of such a pair: it is any number, and what lies there another pair.
-
-    Args:
-        pair: int64 [P], any there are or more.
-    """
-    place = tl.load(places_ptr + pair, mask=pair < num_pairs, other=-1)
-    expert, entry = expert_and_entry(place)
-    known = (expert >= 0) & (expert < num_experts)
-    count = tl.load(counts_ptr + expert, mask=known, other=0)
-    at = pairs_ptr + expert.to(tl.int64) * capacity + entry
-    found = tl.load(at, mask=known & (entry >= 0) & (entry < count), other=-1)
-    lost = (found != pair) & (pair < num_pairs)
+def clear_rows(result, pair, lost, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Fill y's rows of the pairs under ``lost`` with zeros; int64 [P] and bool [P]."""
     if tl.max(lost.to(tl.int32), axis=0) > 0:
-        y_rows = y_ptr + (pair // TOP_K * stride_y_token + pair % TOP_K * stride_y_slot)[:, None]
-        zeros = tl.zeros([pair.shape[0], BLOCK_N], y_ptr.dtype.element_ty)
-        for first in range(0, num_rows, BLOCK_N):
+        y = result.y + pair // TOP_K * result.stride_token + pair % TOP_K * result.stride_slot
+        zeros = tl.zeros([pair.shape[0], BLOCK_N], result.y.dtype.element_ty)
+        for first in range(0, result.num_rows, BLOCK_N):
             n = (first + tl.arange(0, BLOCK_N))[None, :]
-            tl.store(y_rows + n, zeros, mask=lost[:, None] & (n < num_rows))
+            tl.store(y[:, None] + n, zeros, mask=lost[:, None] & (n < result.num_rows))
 
 
 @triton.jit
-def find_pairs(
-    expert, pairs_ptr, counts_ptr, places_ptr, buckets_ptr, tpe_ptr, stride_buckets_expert,
-    num_pairs, capacity, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+def clear_lost(result, table, pair, num_experts, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Fill y's rows of pairs that are in no bucket with zeros.
+
+    Args:
+        result: :class:`Result`.
+        table: :class:`PairTable`.
+        pair: int64 [P], any there are or more.
+    """
+    place = tl.load(table.places + pair, mask=pair < table.num_pairs, other=-1)
+    expert, entry = expert_and_entry(place)
+    known = (expert >= 0) & (expert < num_experts)
+    count = tl.load(table.counts + expert, mask=known, other=0)
+    at = table.pairs + expert.to(tl.int64) * table.capacity + entry
+    found = tl.load(at, mask=known & (entry >= 0) & (entry < count), other=-1)
+    clear_rows(result, pair, (found != pair) & (pair < table.num_pairs), TOP_K, BLOCK_N)
+
+
+@triton.jit
+def find_pairs(table, expert, buckets_ptr, tpe_ptr, stride_buckets_expert, BLOCK_C: tl.constexpr):
     """Write down which entries of an expert's bucket are pairs, their number and their places."""
-    count = tl.load(tpe_ptr + expert)
-    # Clamped before it is narrowed: an int64 count may be any.
-    count = tl.minimum(tl.maximum(count, 0), capacity).to(tl.int32)
+    count = clamped_count(tl.load(tpe_ptr + expert), table.capacity)
     bucket_ptr = buckets_ptr + expert.to(tl.int64) * stride_buckets_expert
-    row_ptr = pairs_ptr + expert.to(tl.int64) * capacity
+    row_ptr = table.pairs + expert.to(tl.int64) * table.capacity
     kept = tl.zeros([], tl.int32)
     for first in range(0, count, BLOCK_C):
         entry = first + tl.arange(0, BLOCK_C)
         pair = tl.load(bucket_ptr + entry, mask=entry < count, other=-1)
-        known = (pair >= 0) & (pair < num_pairs)
+        known = (pair >= 0) & (pair < table.num_pairs)
         ones = known.to(tl.int32)
         at = kept + tl.cumsum(ones, axis=0) - 1
         tl.store(row_ptr + at, pair.to(tl.int32), mask=known)
         place = (expert.to(tl.int64) << 32) | at.to(tl.int64)
-        tl.store(places_ptr + pair, place, mask=known)
+        tl.store(table.places + pair, place, mask=known)
         kept += tl.sum(ones, axis=0)
-    tl.store(counts_ptr + expert, kept)
+    tl.store(table.counts + expert, kept)
 
 
 @kernel(dynamic=("num_pairs", "capacity"))
@@ -98,114 +149,226 @@ def _prepare_kernel(
     num_padded,
     num_pairs,
     capacity,
-    TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,  # rows of a that a token has
-    COLUMNS: tl.constexpr,  # of a product
-    HALVES: tl.constexpr,
+    COLUMNS: tl.constexpr,  # words of a part of a step
+    HALVES: tl.constexpr,  # parts of a step
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,  # entries of a bucket at a time
-    RELEASE: tl.constexpr,  # the kernel after this one may start; it waits for the end by itself
+    PDL: tl.constexpr,
 ):
-    if RELEASE:
-        gdc_launch_dependents()
-        gdc_wait()
+    """Programs of two kinds: an expert's find its pairs, the others arrange a row each."""
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     program = tl.program_id(0)
     if program < num_experts:
-        find_pairs(
-            program, pairs_ptr, counts_ptr, places_ptr, buckets_ptr, tpe_ptr,
-            stride_buckets_expert, num_pairs, capacity, BLOCK_C,
-        )  # fmt: skip
+        table = PairTable(pairs_ptr, counts_ptr, places_ptr, num_pairs, capacity)
+        find_pairs(table, program, buckets_ptr, tpe_ptr, stride_buckets_expert, BLOCK_C)
     else:
         row = (program - num_experts).to(tl.int64)
         a_row = a_ptr + row // SLOTS * stride_a_token + row % SLOTS * stride_a_slot
-        arrange_token(
-            row, x_ptr, sums_ptr, factor_ptr, a_row, 0, num_weights, num_padded, COLUMNS, HALVES,
-            BLOCK_K,
-        )  # fmt: skip
+        to = Arranged(x_ptr, sums_ptr, factor_ptr)
+        arrange_token(to, row, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K)
 
 
-class Prepared(NamedTuple):
-    """Arranged activations, and buckets that hold pairs alone.
-
-    Attributes:
-        x: float16 [rows, padded k], of each row of activations.
-        sums: float16 [rows, padded k / 8].
-        factor: float32 [rows].
-        pairs: int32 [num_experts, capacity], up to their number.
-        counts: int32 [num_experts], their number.
-        places: int64 [num_pairs], where in pairs each is: the expert in the upper half, the entry
-            in the lower one; of one in no bucket any number.
-    """
-
-    x: Tensor
-    sums: Tensor
-    factor: Tensor
-    pairs: Tensor
-    counts: Tensor
-    places: Tensor
+@kernel(dynamic=("num_pairs", "capacity"))
+def _find_pairs_kernel(
+    pairs_ptr,  # int32 [num_experts, capacity]
+    counts_ptr,  # int32 [num_experts]
+    places_ptr,  # int64 [num_pairs]
+    buckets_ptr,  # [num_experts, capacity]
+    tpe_ptr,  # [num_experts]
+    stride_buckets_expert,
+    num_pairs,
+    capacity,
+    BLOCK_C: tl.constexpr,  # entries of a bucket at a time
+    PDL: tl.constexpr,
+):
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
+    table = PairTable(pairs_ptr, counts_ptr, places_ptr, num_pairs, capacity)
+    find_pairs(table, tl.program_id(0), buckets_ptr, tpe_ptr, stride_buckets_expert, BLOCK_C)
 
 
-def room_for_pairs(
-    num_experts: int, capacity: int, num_pairs: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for pairs, counts and places."""
-    pairs = torch.empty(num_experts, capacity, dtype=torch.int32, device=device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
-    return pairs, counts, torch.empty(num_pairs, dtype=torch.int64, device=device)
+@kernel(dynamic=("num_pairs", "capacity"))
+def _arrange_pairs_kernel(
+    x_ptr,  # [num_pairs, padded k], float16
+    sums_ptr,  # [num_pairs, padded k / 8], float16
+    factor_ptr,  # [num_pairs], float32
+    y_ptr,  # [num_tokens, top_k, n], written for pairs in no bucket
+    a_ptr,  # [num_tokens, k], or [num_tokens, top_k, k]
+    pairs_ptr,  # int32 [num_experts, capacity]
+    counts_ptr,  # int32 [num_experts]
+    places_ptr,  # int64 [num_pairs]
+    stride_y_token,
+    stride_y_slot,
+    stride_a_token,
+    stride_a_slot,
+    num_experts,
+    num_rows,  # of the result
+    num_weights,
+    num_padded,
+    num_pairs,
+    capacity,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,  # rows of a that a token has
+    COLUMNS: tl.constexpr,  # words of a part of a step
+    HALVES: tl.constexpr,  # parts of a step
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # power of two >= num_experts
+    BLOCK_C: tl.constexpr,  # rows of x that a program writes
+    BLOCK_N: tl.constexpr,  # columns of the result at a time
+    PDL: tl.constexpr,
+):
+    """A program arranges a row of a and writes it to BLOCK_C of its TOP_K / SLOTS pairs' places."""
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
+    COPIES: tl.constexpr = TOP_K // SLOTS
+    row = tl.program_id(0).to(tl.int64)
+    # Where each copy goes, all found at once.
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    e = tl.arange(0, BLOCK_E)
+    pair = row * COPIES + c
+    place = tl.load(places_ptr + pair, mask=c < COPIES, other=-1)
+    counts = tl.load(counts_ptr + e, mask=e < num_experts, other=0)
+    a_row = a_ptr + row // SLOTS * stride_a_token + row % SLOTS * stride_a_slot
+    a, inverse = first_block(a_row, num_weights, num_padded, BLOCK_K)
+    expert, entry = expert_and_entry(place)
+    count = tl.sum(tl.where(e[None, :] == expert[:, None], counts[None, :], 0), axis=1)
+    at = pairs_ptr + expert.to(tl.int64) * capacity + entry
+    found = tl.load(at, mask=(entry >= 0) & (entry < count), other=-1) == pair
+    before = tl.sum(tl.where(e[None, :] < expert[:, None], counts[None, :], 0), axis=1)
+    target = before.to(tl.int64) + entry
+    # Not beyond, should pairs be in two places.
+    target = tl.where(found & (target < num_pairs), target, -1)
+    to = Arranged(x_ptr, sums_ptr, factor_ptr)
+    for first in range(0, num_padded, BLOCK_K):
+        x, sums = arranged(a, inverse, COLUMNS, HALVES)
+        for copy in tl.static_range(BLOCK_C):
+            to_row = tl.sum(tl.where(tl.arange(0, BLOCK_C) == copy, target, 0), axis=0)
+            if to_row >= 0:
+                store_arranged(to, to_row, first, x, sums, num_padded)
+        if first + BLOCK_K < num_padded:
+            a = load_block(a_row, first + BLOCK_K, num_weights, BLOCK_K)
+    factor = tl.zeros([BLOCK_C], tl.float32) + factor_of(inverse)
+    tl.store(factor_ptr + target, factor, mask=target >= 0)
+    result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
+    clear_rows(result, pair, (target < 0) & (c < COPIES), TOP_K, BLOCK_N)
+
+
+def _room_for_pairs(bucket_ids: Tensor, num_pairs: int) -> PairTable:
+    """Memory for a table of the pairs in buckets."""
+    (num_experts, capacity), device = bucket_ids.shape, bucket_ids.device
+    return PairTable(
+        pairs=torch.empty(num_experts, capacity, dtype=torch.int32, device=device),
+        counts=torch.empty(num_experts, dtype=torch.int32, device=device),
+        places=torch.empty(num_pairs, dtype=torch.int64, device=device),
+        num_pairs=num_pairs,
+        capacity=capacity,
+    )
 
 
 def prepare(
-    a: Tensor,
-    bucket_ids: Tensor,
-    tpe: Tensor,
-    top_k: int,
-    words: int,
-    halves: int,
-    release: bool = False,
+    a: Tensor, bucket_ids: Tensor, tpe: Tensor, top_k: int, words: int, halves: int
 ) -> Prepared:
-    """Arrange a, and drop entries that are no pair.
+    """Arrange every row of a, and drop entries that are no pair.
 
     As each pair is in one bucket, there are no more tiles than ``tile_bound`` says then.
 
     Args:
         a: [num_tokens, k] or [num_tokens, top_k, k].
-        bucket_ids, tpe: of ``compute_ids_tpe``.
+        bucket_ids, tpe: the buckets of ``compute_ids_tpe``.
         top_k: slots of a token.
-        words, halves: as ``arrange`` takes them.
-        release: the kernel after this one may start early, as this one may.
+        words, halves: a step, as ``arrange`` takes them.
     """
-    (num_experts, capacity), num_tokens, device = bucket_ids.shape, a.shape[0], a.device
-    num_pairs, slots = num_tokens * top_k, top_k if a.dim() == 3 else 1
-    x, sums, factor = room_for(num_tokens * slots, a.shape[-1], device)
-    pairs, counts, places = room_for_pairs(num_experts, capacity, num_pairs, device)
-    block_k, warps = block_and_warps(x.shape[1])
+    num_experts, slots = len(bucket_ids), top_k if a.dim() == 3 else 1
+    num_rows, num_weights = a.shape[0] * slots, a.shape[-1]
+    to = room_for(num_rows, num_weights, a.device)
+    table = _room_for_pairs(bucket_ids, a.shape[0] * top_k)
+    block_k, warps = block_and_warps(to.x.shape[1])
     _prepare_kernel.launch(
-        (num_experts + num_tokens * slots,),
-        x,
-        sums,
-        factor,
-        pairs,
-        counts,
-        places,
-        a,
-        bucket_ids,
-        tpe,
-        a.stride(0),
-        slot_stride(a),
-        bucket_ids.stride(0),
-        num_experts,
-        a.shape[-1],
-        x.shape[1],
-        num_pairs,
-        capacity,
-        TOP_K=top_k,
+        (num_experts + num_rows,),
+        x_ptr=to.x,
+        sums_ptr=to.sums,
+        factor_ptr=to.factor,
+        pairs_ptr=table.pairs,
+        counts_ptr=table.counts,
+        places_ptr=table.places,
+        a_ptr=a,
+        buckets_ptr=bucket_ids,
+        tpe_ptr=tpe,
+        stride_a_token=a.stride(0),
+        stride_a_slot=slot_stride(a),
+        stride_buckets_expert=bucket_ids.stride(0),
+        num_experts=num_experts,
+        num_weights=num_weights,
+        num_padded=to.x.shape[1],
+        num_pairs=table.num_pairs,
+        capacity=table.capacity,
         SLOTS=slots,
         COLUMNS=words // halves,
         HALVES=halves,
         BLOCK_K=block_k,
         BLOCK_C=ENTRIES,
-        RELEASE=release,
         num_warps=warps,
-        **({"launch_pdl": True} if release else {}),
     )
-    return Prepared(x, sums, factor, pairs, counts, places)
+    return Prepared(to, table)
+
+
+def prepare_sorted(
+    a: Tensor, bucket_ids: Tensor, tpe: Tensor, top_k: int, words: int, halves: int, y: Tensor
+) -> Prepared:
+    """As :func:`prepare`, but x, sums and factor have a row for each pair, by expert.
+
+    Rows of an expert begin where those of the experts before it end. Pairs in no bucket have none,
+    and their rows of y [num_tokens, top_k, n] are filled with zeros here.
+    """
+    num_experts, slots = len(bucket_ids), top_k if a.dim() == 3 else 1
+    num_rows, num_weights, copies = a.shape[0] * slots, a.shape[-1], top_k // slots
+    table = _room_for_pairs(bucket_ids, a.shape[0] * top_k)
+    to = room_for(table.num_pairs, num_weights, a.device)
+    _find_pairs_kernel.launch(
+        (num_experts,),
+        pairs_ptr=table.pairs,
+        counts_ptr=table.counts,
+        places_ptr=table.places,
+        buckets_ptr=bucket_ids,
+        tpe_ptr=tpe,
+        stride_buckets_expert=bucket_ids.stride(0),
+        num_pairs=table.num_pairs,
+        capacity=table.capacity,
+        BLOCK_C=ENTRIES,
+        num_warps=4,
+    )
+    block_k, warps = block_and_warps(to.x.shape[1])
+    each = next_power_of_2(copies) if num_rows >= MANY_ROWS else 1
+    _arrange_pairs_kernel.launch(
+        (num_rows, cdiv(copies, each)),
+        x_ptr=to.x,
+        sums_ptr=to.sums,
+        factor_ptr=to.factor,
+        y_ptr=y,
+        a_ptr=a,
+        pairs_ptr=table.pairs,
+        counts_ptr=table.counts,
+        places_ptr=table.places,
+        stride_y_token=y.stride(0),
+        stride_y_slot=y.stride(1),
+        stride_a_token=a.stride(0),
+        stride_a_slot=slot_stride(a),
+        num_experts=num_experts,
+        num_rows=y.shape[2],
+        num_weights=num_weights,
+        num_padded=to.x.shape[1],
+        num_pairs=table.num_pairs,
+        capacity=table.capacity,
+        TOP_K=top_k,
+        SLOTS=slots,
+        COLUMNS=words // halves,
+        HALVES=halves,
+        BLOCK_K=block_k,
+        BLOCK_E=next_power_of_2(num_experts),
+        BLOCK_C=each,
+        BLOCK_N=CLEARED_COLUMNS,
+        num_warps=warps,
+    )
+    return Prepared(to, table)

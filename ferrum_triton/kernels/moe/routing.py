@@ -1,8 +1,9 @@
-"""Routing: a tile of tokens by experts a program, a token a warp, top_k rounds of maximum.
+"""Routing: each token's top_k experts and their weights, by softmax or by grouped sigmoid scores.
 
-Rounds work on unsigned integers that order as the values do, which one instruction reduces across
-a warp. A 16-bit value shares its integer with its column, so that the largest is unique; a 32-bit
-one takes a second reduction, for the lowest column that has it.
+A program has a tile of tokens by experts, a token a warp, and takes top_k rounds of maximum. Rounds
+work on unsigned integers that order as the values do, which one instruction reduces across a warp.
+A 16-bit value shares its integer with its column, so that the largest is unique; a 32-bit one takes
+a second reduction, for the lowest column that has it.
 
 Counts without a second pass: where one program holds every token it stores them; otherwise programs
 add theirs to zeros, whose sum does not depend on the order of integer additions. The zeros are
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel, processors
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import routing as ops
 
@@ -81,15 +83,9 @@ def take_largest(keys, column, ROUNDS: tl.constexpr, BLOCK_K: tl.constexpr, UNIQ
 
 @triton.jit
 def store_choice(
-    ids_ptr,
-    weights_ptr,
-    stride_ids_token,
-    stride_weights_token,
-    token,
-    ids,
-    weights,
-    mask,
+    ids_ptr, weights_ptr, stride_ids_token, stride_weights_token, token, ids, weights, mask
 ):
+    """Write the chosen experts [rows, top_k] of the tokens [rows, 1], and their weights."""
     place = tl.arange(0, ids.shape[1])[None, :]
     tl.store(ids_ptr + token * stride_ids_token + place, ids, mask=mask)
     tl.store(weights_ptr + token * stride_weights_token + place, weights, mask=mask)
@@ -144,7 +140,10 @@ def _route_topk_softmax_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,  # power of two >= num_experts
     BLOCK_K: tl.constexpr,  # power of two >= top_k
+    PDL: tl.constexpr,
 ):
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     token = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     expert = tl.arange(0, BLOCK_E)[None, :]
     in_batch = token < num_tokens
@@ -231,7 +230,10 @@ def _route_topk_sigmoid_kernel(
     BLOCK_M: tl.constexpr,  # power of two >= group_size
     BLOCK_E: tl.constexpr,  # power of two >= num_groups * group_size
     BLOCK_K: tl.constexpr,  # power of two >= top_k
+    PDL: tl.constexpr,
 ):
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     token = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     column = tl.arange(0, BLOCK_G * BLOCK_M)[None, :]
     group, member = column // BLOCK_M, column % BLOCK_M
@@ -313,15 +315,15 @@ def route_topk_softmax(
         counts.zero_()
     _route_topk_softmax_kernel.launch(
         (programs,),
-        ids,
-        weights,
-        counts,
-        logits,
-        ids.stride(0),
-        weights.stride(0),
-        logits.stride(0),
-        num_tokens,
-        num_experts,
+        ids_ptr=ids,
+        weights_ptr=weights,
+        counts_ptr=counts,
+        logits_ptr=logits,
+        stride_ids_token=ids.stride(0),
+        stride_weights_token=weights.stride(0),
+        stride_logits_token=logits.stride(0),
+        num_tokens=num_tokens,
+        num_experts=num_experts,
         TOP_K=top_k,
         NORMALISE=norm_topk_prob,
         ONE_PROGRAM=programs == 1,
@@ -358,18 +360,18 @@ def route_topk_sigmoid_grouped(
         counts.zero_()
     _route_topk_sigmoid_kernel.launch(
         (programs,),
-        ids,
-        weights,
-        counts,
-        logits,
-        bias,
-        ids.stride(0),
-        weights.stride(0),
-        logits.stride(0),
-        num_tokens,
-        num_groups,
-        group_size,
-        float(routed_scaling_factor),
+        ids_ptr=ids,
+        weights_ptr=weights,
+        counts_ptr=counts,
+        logits_ptr=logits,
+        bias_ptr=bias,
+        stride_ids_token=ids.stride(0),
+        stride_weights_token=weights.stride(0),
+        stride_logits_token=logits.stride(0),
+        num_tokens=num_tokens,
+        num_groups=num_groups,
+        group_size=group_size,
+        routed_scaling_factor=float(routed_scaling_factor),
         TOP_K=top_k,
         TOPK_GROUPS=topk_groups,
         NORMALISE=norm_topk_prob,

@@ -1,16 +1,36 @@
-"""Activations in the order the products of :mod:`ferrum_triton.kernels.quant.fragments` sum in."""
+"""Activations in the order the products of :mod:`ferrum_triton.kernels.quant.fragments` sum in.
+
+:func:`arrange` is the launch before every product with planes on tensor cores. Of each token it
+writes x = a / factor in float16, factor a power of two, and the sums over each word's eight.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 # K is filled up with zeros to whole steps of the products' loops.
 STEP = 256
+
+
+class Arranged(NamedTuple):
+    """Arranged activations: tensors of a launch, or their pointers in a kernel.
+
+    Attributes:
+        x: float16 [rows, padded k].
+        sums: float16 [rows, padded k / 8].
+        factor: float32 [rows], what x has to be multiplied by.
+    """
+
+    x: Any
+    sums: Any
+    factor: Any
 
 
 @triton.jit
@@ -33,15 +53,23 @@ def first_block(a_row, num_weights, num_padded, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def arranged(a, inverse, COLUMNS: tl.constexpr, HALVES: tl.constexpr, QUADS: tl.constexpr = False):
+def factor_of(inverse):
+    """A row's factor, of the exponent bits of its inverse."""
+    return ((254 - inverse) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def arranged(
+    a, inverse, COLUMNS: tl.constexpr, HALVES: tl.constexpr, INTERLEAVED: tl.constexpr = False
+):
     """Whole steps of a row, float32, as an arranged row has them, and sums over words; float16."""
     a = a * (inverse << 23).to(tl.float32, bitcast=True)
     BLOCK_K: tl.constexpr = a.shape[0]
     sums = tl.sum(tl.reshape(a, [BLOCK_K // 8, 8]), axis=1).to(tl.float16)
     STEPS: tl.constexpr = BLOCK_K // (8 * HALVES * COLUMNS)
     # Weight 16 i + 8 h + 4 n + 2 e + o, see fragments.py; i is every HALVES-th pair of words.
-    if QUADS:
-        # Of 256 elements each thread of a quad has 64: four times those of a pair of words.
+    if INTERLEAVED:
+        # Of 256 elements each thread of four has 64: four times those of a pair of words.
         x = tl.reshape(a.to(tl.float16), [STEPS, 4, 4, 2, 2, 2, 2])
         x = tl.permute(x, (0, 2, 3, 1, 4, 6, 5))
     else:
@@ -51,41 +79,52 @@ def arranged(a, inverse, COLUMNS: tl.constexpr, HALVES: tl.constexpr, QUADS: tl.
 
 
 @triton.jit
-def _place(row, i, num_padded, BESIDE: tl.constexpr):
-    """Of element i of a row: rows lie one after the other, or 32 of each of BESIDE rows in turn."""
-    if BESIDE > 0:
-        place = (i // 32 * BESIDE + row) * 32 + i % 32
+def _place(row, i, num_padded, INTERLEAVE: tl.constexpr):
+    """Where element i of a row lies: rows end to end, or 32 of each of INTERLEAVE rows in turn."""
+    if INTERLEAVE > 0:
+        place = (i // 32 * INTERLEAVE + row) * 32 + i % 32
     else:
         place = row * num_padded + i
     return place
 
 
 @triton.jit
-def store_arranged(row, first, x, sums, x_ptr, sums_ptr, num_padded, BESIDE: tl.constexpr = 0):
-    """Write what :func:`arranged` returned to a row of x and of the sums."""
+def store_arranged(to, row, first, x, sums, num_padded, INTERLEAVE: tl.constexpr = 0):
+    """Write what :func:`arranged` returned to a row of ``to``, :class:`Arranged` pointers."""
     BLOCK_K: tl.constexpr = x.shape[0]
-    at = first + tl.arange(0, BLOCK_K)
-    tl.store(x_ptr + _place(row, at, num_padded, BESIDE), x, mask=at < num_padded)
+    i = first + tl.arange(0, BLOCK_K)
+    tl.store(to.x + _place(row, i, num_padded, INTERLEAVE), x, mask=i < num_padded)
     word, num_words = first // 8 + tl.arange(0, BLOCK_K // 8), num_padded // 8
-    tl.store(sums_ptr + _place(row, word, num_words, BESIDE), sums, mask=word < num_words)
+    tl.store(to.sums + _place(row, word, num_words, INTERLEAVE), sums, mask=word < num_words)
 
 
 @triton.jit
 def arrange_token(
-    token, x_ptr, sums_ptr, factor_ptr, a_ptr, stride_a_token, num_weights, num_padded,
-    COLUMNS: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, BESIDE: tl.constexpr = 0,
-):  # fmt: skip
+    to,
+    row,
+    a_row,
+    num_weights,
+    num_padded,
+    COLUMNS: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERLEAVE: tl.constexpr = 0,
+):
     """One token: x = a / factor, its largest magnitude in [2^11, 2^12), and sums over words.
 
     factor is a power of two, so that x is exact down to 2^-35 of its row's largest: bfloat16 has
     fewer bits than float16. Eight of them sum to a float16.
+
+    Args:
+        to: :class:`Arranged` pointers.
+        row: row of ``to``.
+        a_row: pointer to the token's activations.
     """
-    a_row = a_ptr + token * stride_a_token
     a, inverse = first_block(a_row, num_weights, num_padded, BLOCK_K)
-    tl.store(factor_ptr + token, ((254 - inverse) << 23).to(tl.float32, bitcast=True))
+    tl.store(to.factor + row, factor_of(inverse))
     for first in range(0, num_padded, BLOCK_K):
-        x, sums = arranged(a, inverse, COLUMNS, HALVES, BESIDE > 0)
-        store_arranged(token, first, x, sums, x_ptr, sums_ptr, num_padded, BESIDE)
+        x, sums = arranged(a, inverse, COLUMNS, HALVES, INTERLEAVE > 0)
+        store_arranged(to, row, first, x, sums, num_padded, INTERLEAVE)
         if first + BLOCK_K < num_padded:
             a = load_block(a_row, first + BLOCK_K, num_weights, BLOCK_K)
 
@@ -99,26 +138,26 @@ def _arrange_kernel(
     stride_a_token,
     num_weights,
     num_padded,
-    COLUMNS: tl.constexpr,  # of a product
-    HALVES: tl.constexpr,
-    BESIDE: tl.constexpr,  # tokens, pieces of which lie beside each other; 0: each by itself
-    RELEASE: tl.constexpr,  # the kernel after this one may start; it waits for the end by itself
+    COLUMNS: tl.constexpr,  # words of a part of a step
+    HALVES: tl.constexpr,  # parts of a step
+    INTERLEAVE: tl.constexpr,  # tokens of which 32 elements each lie in turn; 0: end to end
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if RELEASE:
-        gdc_launch_dependents()
-    arrange_token(
-        tl.program_id(0).to(tl.int64), x_ptr, sums_ptr, factor_ptr, a_ptr, stride_a_token,
-        num_weights, num_padded, COLUMNS, HALVES, BLOCK_K, BESIDE,
-    )  # fmt: skip
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    a_row = a_ptr + token * stride_a_token
+    to = Arranged(x_ptr, sums_ptr, factor_ptr)
+    arrange_token(to, token, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K, INTERLEAVE)
 
 
-def room_for(num_tokens: int, num_weights: int, device: torch.device) -> tuple[Tensor, ...]:
+def room_for(num_tokens: int, num_weights: int, device: torch.device) -> Arranged:
     """Memory for what :func:`arrange` returns."""
     padded = cdiv(num_weights, STEP) * STEP
     x = torch.empty((num_tokens, padded), dtype=torch.float16, device=device)
     sums = torch.empty((num_tokens, padded // 8), dtype=torch.float16, device=device)
-    return x, sums, torch.empty((num_tokens,), dtype=torch.float32, device=device)
+    return Arranged(x, sums, torch.empty((num_tokens,), dtype=torch.float32, device=device))
 
 
 def block_and_warps(padded: int) -> tuple[int, int]:
@@ -128,34 +167,29 @@ def block_and_warps(padded: int) -> tuple[int, int]:
     return block, 16 if block > 4096 else (8 if block > 1024 else 2)
 
 
-def arrange(
-    a: Tensor, words: int, halves: int = 1, release: bool = False, beside: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def arrange(a: Tensor, words: int, halves: int = 1, interleave: int = 0) -> Arranged:
     """Activations [m, k] as products whose steps are ``words`` words, 16 or 32, take them.
 
     Returns:
-        x, float16 [m, k up to whole steps], a step being [product, word]; of two halves, every
-        other pair of words first and then the others. The sums over the
-        eight weights of each word, float16. What x has to be multiplied by, float32 [m].
-        Or for up to ``beside`` tokens both as [32 elements, token].
+        x, a step being [product, word]; of two halves, every other pair of words first and then
+        the others. Or of up to ``interleave`` tokens x and sums as [32 elements, token].
     """
     num_tokens, num_weights = a.shape
-    x, sums, factor = room_for(beside or num_tokens, num_weights, a.device)
-    block, warps = block_and_warps(x.shape[1])
+    to = room_for(interleave or num_tokens, num_weights, a.device)
+    block, warps = block_and_warps(to.x.shape[1])
     _arrange_kernel.launch(
         (num_tokens,),
-        x,
-        sums,
-        factor,
-        a,
-        a.stride(0),
-        num_weights,
-        x.shape[1],
+        x_ptr=to.x,
+        sums_ptr=to.sums,
+        factor_ptr=to.factor,
+        a_ptr=a,
+        stride_a_token=a.stride(0),
+        num_weights=num_weights,
+        num_padded=to.x.shape[1],
         COLUMNS=words // halves,
         HALVES=halves,
-        BESIDE=beside,
-        RELEASE=release,
+        INTERLEAVE=interleave,
         BLOCK_K=block,
         num_warps=warps,
     )
-    return x, sums, factor
+    return to

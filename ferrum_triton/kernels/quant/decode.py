@@ -1,8 +1,9 @@
-"""Decoding packed blocks to float32 tiles, format by format: what every kernel here shares.
+"""Blocks as a file has them, decoded to float32 tiles: what every kernel of that layout shares.
 
 A lane is a byte position that holds PLANES weights, one a plane (in the low and the high half of
-the byte, say); a group is the run of lanes whose weights share their scales, plane by plane. A
-lane's bytes are loaded once for all its planes. A tile is [rows, groups, lanes] of one plane::
+the byte, say). A group is the run of lanes whose weights share their scales, plane by plane. A
+lane's bytes are loaded once for all its planes. A tile is [rows, groups, lanes] of one plane. Where
+a weight lies follows from the format's description alone; with it::
 
     format                  weights  groups  lanes  planes  first weight of group s in plane p
     Q4_0, Q4_1, Q5_0, Q5_1       32       1     16       2  16p
@@ -12,47 +13,68 @@ lane's bytes are loaded once for all its planes. A tile is [rows, groups, lanes]
     Q2_K, Q3_K, Q6_K            256       4     16       4  128(s // 2) + 32p + 16(s mod 2)
     IQ4_XS                      256       8     16       2  32s + 16p
 
-Layouts and the order of operations are those of :mod:`ferrum_triton.quant.formats`; compiled with
+The order of operations is that of :mod:`ferrum_triton.quant.formats`. Compiled with
 ``enable_fp_fusion=False`` the results are equal to its bit for bit.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.quant import FORMATS
+from ferrum_triton.kernels.quant.planes import described, halved_power
+from ferrum_triton.kernels.quant.words import value_of
+from ferrum_triton.quant.formats import FORMATS
 
-_TILES = {  # groups, lanes, planes
-    "Q4_0": (1, 16, 2),
-    "Q4_1": (1, 16, 2),
-    "Q5_0": (1, 16, 2),
-    "Q5_1": (1, 16, 2),
-    "Q8_0": (1, 32, 1),
-    "Q2_K": (4, 16, 4),
-    "Q3_K": (4, 16, 4),
-    "Q4_K": (4, 32, 2),
-    "Q5_K": (4, 32, 2),
-    "Q6_K": (4, 16, 4),
-    "IQ4_NL": (1, 16, 2),
-    "IQ4_XS": (8, 16, 2),
-    "MXFP4": (1, 16, 2),
-}
 
-# The constexprs every kernel here takes to know a format.
-LAYOUTS: dict[str, dict[str, Any]] = {
-    kind: {
-        "KIND": kind,
-        "BLOCK_SIZE": FORMATS[kind].block_size,
-        "BLOCK_BYTES": FORMATS[kind].block_bytes,
-        "GROUPS": groups,
-        "LANES": lanes,
-        "PLANES": planes,
-    }
-    for kind, (groups, lanes, planes) in _TILES.items()
-}
+class _Tiling(NamedTuple):
+    """How a block's weights are shared out to groups.
+
+    Attributes:
+        lanes: lanes of a group.
+        planes: weights of a lane.
+        groups: groups of a block.
+        run_lanes: lanes of the run of integers that gives the planes.
+    """
+
+    lanes: int
+    planes: int
+    groups: int
+    run_lanes: int
+
+
+@triton.constexpr_function
+def _tiling(kind):
+    """The tiling of a format."""
+    fmt = described(kind)
+    runs = list(fmt.q.low)
+    if fmt.q.high is not None and fmt.q.high.lanes >= 16:
+        runs.append(fmt.q.high)
+    # The smallest chunk has whole bytes of every run; of equal ones, that with the most planes.
+    run = min(runs, key=lambda run: (run.lanes * run.planes, -run.planes))
+    lanes = min(run.lanes, fmt.sub_size)
+    return _Tiling(lanes, run.planes, fmt.block_size // (lanes * run.planes), run.lanes)
+
+
+class _Layouts(dict[str, dict[str, Any]]):
+    """The constexprs by which kernels here know a format, by its name."""
+
+    def __missing__(self, kind: str) -> dict[str, Any]:
+        fmt, tiling = FORMATS[kind], _tiling(kind)
+        self[kind] = {
+            "KIND": fmt,
+            "BLOCK_SIZE": fmt.block_size,
+            "BLOCK_BYTES": fmt.block_bytes,
+            "GROUPS": tiling.groups,
+            "LANES": tiling.lanes,
+            "PLANES": tiling.planes,
+        }
+        return self[kind]
+
+
+LAYOUTS = _Layouts()
 
 
 def groups_of(num_weights: int, kind: str) -> int:
@@ -60,30 +82,34 @@ def groups_of(num_weights: int, kind: str) -> int:
     return num_weights // LAYOUTS[kind]["BLOCK_SIZE"] * LAYOUTS[kind]["GROUPS"]
 
 
-# What the four-bit codes stand for: 16 int8, the first lowest, and the eight of MXFP4 that are not
-# negative, in four bits each.
-_UNEVEN = tl.constexpr(int.from_bytes(bytes(v % 256 for v in FORMATS["IQ4_NL"].values), "little"))
-_E2M1_DOUBLED = tl.constexpr(
-    sum(v << 4 * code for code, v in enumerate(FORMATS["MXFP4"].values[:8]))
-)
-
-
 def alignment(blocks: Tensor) -> int:
     """The largest power of two, up to 16, that divides every row's address."""
     return math.gcd(blocks.data_ptr(), *blocks.stride()[:-1], 16)
 
 
+@triton.constexpr_function
+def _tile_lanes(kind):
+    return _tiling(kind).lanes
+
+
+@triton.constexpr_function
+def _run_lanes(kind):
+    return _tiling(kind).run_lanes
+
+
+@triton.constexpr_function
+def _run_weights(kind):
+    return _tiling(kind).run_lanes * _tiling(kind).planes
+
+
 @triton.jit
 def first_weight(s, PLANE: tl.constexpr, KIND: tl.constexpr):
     """Index in its block of the first weight of group ``s`` in a plane."""
-    if KIND == "Q4_K" or KIND == "Q5_K":
-        index = 64 * s + 32 * PLANE
-    elif KIND == "IQ4_XS":
-        index = 32 * s + 16 * PLANE
-    elif KIND == "Q2_K" or KIND == "Q3_K" or KIND == "Q6_K":
-        index = 128 * (s // 2) + 32 * PLANE + 16 * (s % 2)
-    else:
-        index = 16 * PLANE + s * 0
+    RUN_LANES: tl.constexpr = _run_lanes(KIND)
+    PARTS: tl.constexpr = _run_lanes(KIND) // _tile_lanes(KIND)  # groups of a run's chunk
+    index = _quotient(s, PARTS) * _run_weights(KIND) + RUN_LANES * PLANE
+    if PARTS > 1:
+        index += _remainder(s, PARTS) * _tile_lanes(KIND)
     return index
 
 
@@ -96,43 +122,139 @@ def decode(block, s, lane, mask, PLANE: tl.constexpr, KIND: tl.constexpr, ALIGN:
         s: index of each group in its block, [1, groups, 1].
         lane: index of each lane in its group, [1, 1, lanes].
         mask: groups to read, [rows, groups, 1].
-        PLANE: which plane.
-        KIND: the format.
+        PLANE: number of the plane.
+        KIND: the format's description, or name.
         ALIGN: power of two that divides every row's address.
     """
-    if KIND == "Q4_0":
-        weights = _decode_q4_0(block, lane, mask, PLANE, ALIGN)
-    elif KIND == "Q4_1":
-        weights = _decode_q4_1(block, lane, mask, PLANE, ALIGN)
-    elif KIND == "Q5_0":
-        weights = _decode_q5_0(block, lane, mask, PLANE, ALIGN)
-    elif KIND == "Q5_1":
-        weights = _decode_q5_1(block, lane, mask, PLANE, ALIGN)
-    elif KIND == "Q8_0":
-        weights = _decode_q8_0(block, lane, mask, ALIGN)
-    elif KIND == "Q2_K":
-        weights = _decode_q2_k(block, s, lane, mask, PLANE, ALIGN)
-    elif KIND == "Q3_K":
-        weights = _decode_q3_k(block, s, lane, mask, PLANE, ALIGN)
-    elif KIND == "Q4_K":
-        weights = _decode_q4_k(block, s, lane, mask, PLANE, ALIGN)
-    elif KIND == "Q5_K":
-        weights = _decode_q5_k(block, s, lane, mask, PLANE, ALIGN)
-    elif KIND == "Q6_K":
-        weights = _decode_q6_k(block, s, lane, mask, PLANE, ALIGN)
-    elif KIND == "IQ4_NL":
-        weights = _decode_iq4_nl(block, lane, mask, PLANE, ALIGN)
-    elif KIND == "IQ4_XS":
-        weights = _decode_iq4_xs(block, s, lane, mask, PLANE, ALIGN)
+    FORMAT: tl.constexpr = described(KIND)
+    INTEGERS: tl.constexpr = FORMAT.q
+    VALUES: tl.constexpr = FORMAT.values
+    SCALES: tl.constexpr = FORMAT.scales
+    MINS: tl.constexpr = FORMAT.mins
+    first = first_weight(s, PLANE, KIND)
+    q = _integer(block, first, lane, mask, INTEGERS, _tile_lanes(KIND))
+    if VALUES is None:
+        q = q.to(tl.float32)
     else:
-        tl.static_assert(KIND == "MXFP4")
-        weights = _decode_mxfp4(block, lane, mask, PLANE)
+        q = value_of(q, VALUES).to(tl.float32)
+    step, low = _scales(block, mask, FORMAT, ALIGN)
+    if SCALES is None:
+        weights = step * q
+        if FORMAT.has_minimum:
+            weights += low
+    else:
+        sub = _quotient(first, FORMAT.sub_size)
+        step *= _integer(block, sub, 0, mask, SCALES, 1).to(tl.float32)
+        weights = step * q
+        if FORMAT.has_minimum:
+            weights -= low * _integer(block, sub, 0, mask, MINS, 1).to(tl.float32)
     return weights
 
 
 @triton.jit
+def _scales(block, mask, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
+    """d and m of each block, float32; without m 0."""
+    low = 0.0
+    if FORMAT.is_exponent:
+        d = halved_power(tl.load(block + FORMAT.d.at, mask=mask, other=0))
+    elif not FORMAT.has_minimum:
+        d = _half_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
+    elif FORMAT.m.at == FORMAT.d.at + 2:
+        word = _word_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
+        d, low = _two_halves(word)
+    else:
+        d = _half_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
+        low = _half_at(block + FORMAT.m.at, mask, _alignment_at(FORMAT.m.at, FORMAT, ALIGN))
+    return d, low
+
+
+@triton.constexpr_function
+def _alignment_at(at, fmt, align):
+    """The power of two that divides the address of byte ``at`` of every block."""
+    return math.gcd(at, fmt.block_bytes, align)
+
+
+@triton.constexpr_function
+def _num_runs(integers):
+    """Runs of the integers' low bits."""
+    return len(integers.low)
+
+
+@triton.constexpr_function
+def _run_start(integers, i):
+    """The first integer of the i-th of them."""
+    return sum(len(run) for run in integers.low[:i])
+
+
+@triton.jit
+def _integer(block, index, lane, mask, INTEGERS: tl.constexpr, LANES: tl.constexpr):
+    """Integer ``index + lane`` of each block, int32.
+
+    Args:
+        index: multiple of LANES.
+        lane: below LANES.
+        INTEGERS: where they lie.
+    """
+    FIRST: tl.constexpr = INTEGERS.low[0]
+    HIGH: tl.constexpr = INTEGERS.high
+    byte, shift = _place(index, lane, FIRST, LANES)
+    for i in tl.static_range(1, _num_runs(INTEGERS)):
+        START: tl.constexpr = _run_start(INTEGERS, i)
+        RUN: tl.constexpr = INTEGERS.low[i]
+        more, by = _place(index - START, lane, RUN, LANES)
+        byte = tl.where(index < START, byte, more)
+        shift = tl.where(index < START, shift, by)
+    if INTEGERS.signed:
+        value = tl.load(block + byte, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.int32)
+    else:
+        value = _bits_at(block + byte, mask, shift, FIRST.bits)
+    if HIGH is not None:
+        byte, shift = _place(index, lane, HIGH, LANES)
+        value |= _bits_at(block + byte, mask, shift, HIGH.bits) << FIRST.bits
+    return value - INTEGERS.offset
+
+
+@triton.jit
+def _place(index, lane, RUN: tl.constexpr, LANES: tl.constexpr):
+    """Byte of a block, and bits of that byte below, of value ``index + lane`` of a run."""
+    CHUNK: tl.constexpr = RUN.lanes * RUN.planes
+    LINE: tl.constexpr = RUN.lanes
+    if LINE >= LANES:  # lanes that follow each other are bytes that do
+        # As a multiple of LANES, by which the compiler sees how wide loads may be.
+        byte = RUN.at + _quotient(index, CHUNK) * LINE
+        byte = byte + _remainder(_quotient(index, LANES), LINE // LANES) * LANES + lane
+        plane = _remainder(_quotient(index, LINE), RUN.planes)
+    elif CHUNK <= LANES:  # whole chunks; of divisions the compiler sees which lanes share a byte
+        byte = RUN.at + _quotient(index, CHUNK) * LINE
+        byte = byte + lane // CHUNK * LINE + lane % LINE
+        plane = lane // LINE % RUN.planes
+    else:
+        index = index + lane
+        byte = RUN.at + _quotient(index, CHUNK) * LINE + _remainder(index, LINE)
+        plane = _remainder(_quotient(index, LINE), RUN.planes)
+    return byte, plane * RUN.bits + RUN.shift
+
+
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@triton.jit
+def _quotient(i, N: tl.constexpr):
+    """i // N of numbers that are not negative, N a power of two."""
+    return i >> _log2(N)
+
+
+@triton.jit
+def _remainder(i, N: tl.constexpr):
+    """i % N of numbers that are not negative, N a power of two."""
+    return i & (N - 1)
+
+
+@triton.jit
 def _half_at(ptr, mask, ALIGN: tl.constexpr):
-    """The fp16 at ``ptr``, an even offset into a row, as float32."""
+    """The fp16 at ``ptr``, an address that ALIGN divides, as float32."""
     if ALIGN % 2 == 0:
         half = tl.load(ptr.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0)
     else:
@@ -144,7 +266,7 @@ def _half_at(ptr, mask, ALIGN: tl.constexpr):
 
 @triton.jit
 def _word_at(ptr, mask, ALIGN: tl.constexpr):
-    """The uint32 at ``ptr``, an offset into a row that is a multiple of 4."""
+    """The uint32 at ``ptr``, an address that ALIGN divides."""
     if ALIGN % 4 == 0:
         word = tl.load(ptr.to(tl.pointer_type(tl.uint32)), mask=mask, other=0)
     else:
@@ -166,158 +288,3 @@ def _two_halves(word):
 def _bits_at(ptr, mask, shift, BITS: tl.constexpr):
     """``BITS`` bits of the bytes at ``ptr``, above the lowest ``shift``, int32."""
     return (tl.load(ptr, mask=mask, other=0).to(tl.int32) >> shift) & ((1 << BITS) - 1)
-
-
-@triton.jit
-def _decode_q4_0(block, lane, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    d = _half_at(block, mask, ALIGN)
-    q = _bits_at(block + 2 + lane, mask, 4 * PLANE, 4)
-    return d * (q - 8).to(tl.float32)
-
-
-@triton.jit
-def _decode_q4_1(block, lane, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    d, m = _two_halves(_word_at(block, mask, ALIGN))
-    q = _bits_at(block + 4 + lane, mask, 4 * PLANE, 4)
-    return d * q.to(tl.float32) + m
-
-
-@triton.jit
-def _five_bits(block, lane, mask, PLANE: tl.constexpr, AT: tl.constexpr):
-    """Fifth bits in the uint32 at ``AT``, one a weight, and the low four in the 16 bytes after."""
-    low = _bits_at(block + AT + 4 + lane, mask, 4 * PLANE, 4)
-    high = _bits_at(block + AT + 2 * PLANE + lane // 8, mask, lane % 8, 1)
-    return low | (high << 4)
-
-
-@triton.jit
-def _decode_q5_0(block, lane, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    q = _five_bits(block, lane, mask, PLANE, 2)
-    return _half_at(block, mask, ALIGN) * (q - 16).to(tl.float32)
-
-
-@triton.jit
-def _decode_q5_1(block, lane, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    d, m = _two_halves(_word_at(block, mask, ALIGN))
-    return d * _five_bits(block, lane, mask, PLANE, 4).to(tl.float32) + m
-
-
-@triton.jit
-def _decode_q8_0(block, lane, mask, ALIGN: tl.constexpr):
-    d = _half_at(block, mask, ALIGN)
-    q = tl.load(block + 2 + lane, mask=mask, other=0).to(tl.int8, bitcast=True)
-    return d * q.to(tl.float32)
-
-
-# Formats of 16 weights a sub-block: group s is half s % 2 of the 32 weights that half s // 2 of the
-# block has in each plane.
-
-
-@triton.jit
-def _decode_q2_k(block, s, lane, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    d, dmin = _two_halves(_word_at(block + 80, mask, ALIGN))
-    q = _bits_at(block + 16 + 16 * s + lane, mask, 2 * PLANE, 2)
-    both = tl.load(block + 8 * (s // 2) + 2 * PLANE + s % 2, mask=mask, other=0)
-    scale, low = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
-    return (d * scale) * q.to(tl.float32) - dmin * low
-
-
-@triton.jit
-def _decode_q3_k(block, s, lane, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    low = _bits_at(block + 32 + 16 * s + lane, mask, 2 * PLANE, 2)
-    high = _bits_at(block + 16 * (s % 2) + lane, mask, 4 * (s // 2) + PLANE, 1)
-    q = (low | (high << 2)) - 4
-
-    scale_low = _bits_at(block + 96 + 2 * PLANE + s % 2, mask, 4 * (s // 2), 4)
-    scale_high = _bits_at(
-        block + 104 + 2 * (PLANE % 2) + s % 2, mask, 4 * (s // 2) + 2 * (PLANE // 2), 2
-    )
-    scale = (scale_low | (scale_high << 4)) - 32
-    return (_half_at(block + 108, mask, ALIGN) * scale.to(tl.float32)) * q.to(tl.float32)
-
-
-@triton.jit
-def _decode_q6_k(block, s, lane, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    low_at = 64 * (s // 2) + 32 * (PLANE % 2) + 16 * (s % 2)
-    low = _bits_at(block + low_at + lane, mask, 4 * (PLANE // 2), 4)
-    high = _bits_at(block + 128 + 16 * s + lane, mask, 2 * PLANE, 2)
-    q = (low | (high << 4)) - 32
-
-    scale_at = 192 + 8 * (s // 2) + 2 * PLANE + s % 2
-    scale = tl.load(block + scale_at, mask=mask, other=0).to(tl.int8, bitcast=True)
-    return (_half_at(block + 208, mask, ALIGN) * scale.to(tl.float32)) * q.to(tl.float32)
-
-
-# Formats of 32 weights a sub-block: group s has sub-blocks 2s and 2s + 1, one a plane.
-
-
-@triton.jit
-def _step_and_low(block, s, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    """d · scale and dmin · min of sub-block 2s + PLANE, whose integers have six bits."""
-    d, dmin = _two_halves(_word_at(block, mask, ALIGN))
-    # The sub-block is the i-th of the first four or of the last four; the i-th bytes of the three
-    # words hold what both need.
-    i = 2 * (s % 2) + PLANE
-    first = _word_at(block + 4, mask, ALIGN) >> (8 * i)
-    second = _word_at(block + 8, mask, ALIGN) >> (8 * i)
-    third = _word_at(block + 12, mask, ALIGN) >> (8 * i)
-    in_first_four = s < 2
-    scale = tl.where(in_first_four, first & 63, (third & 15) | ((first >> 2) & 48))
-    low = tl.where(in_first_four, second & 63, ((third >> 4) & 15) | ((second >> 2) & 48))
-    return d * scale.to(tl.float32), dmin * low.to(tl.float32)
-
-
-@triton.jit
-def _decode_q4_k(block, s, lane, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    step, low = _step_and_low(block, s, mask, PLANE, ALIGN)
-    q = _bits_at(block + 16 + 32 * s + lane, mask, 4 * PLANE, 4)
-    return step * q.to(tl.float32) - low
-
-
-@triton.jit
-def _decode_q5_k(block, s, lane, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    step, low = _step_and_low(block, s, mask, PLANE, ALIGN)
-    q = _bits_at(block + 48 + 32 * s + lane, mask, 4 * PLANE, 4)
-    q |= _bits_at(block + 16 + lane, mask, 2 * s + PLANE, 1) << 4
-    return step * q.to(tl.float32) - low
-
-
-# Formats whose codes stand for uneven levels.
-
-
-@triton.jit
-def _uneven(code):
-    """The level of each four-bit code, as float32."""
-    # Words of 32 bits: chosen from two of 64, the gemv of IQ4_NL spills on sm_90.
-    WORD: tl.constexpr = 2**32 - 1
-    low = tl.where(code < 4, _UNEVEN & WORD, (_UNEVEN >> 32) & WORD)
-    high = tl.where(code < 12, (_UNEVEN >> 64) & WORD, _UNEVEN >> 96)
-    word = tl.where(code < 8, low, high)
-    return (word >> (8 * (code & 3)).to(word.dtype)).to(tl.int8).to(tl.float32)
-
-
-@triton.jit
-def _decode_iq4_nl(block, lane, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    code = _bits_at(block + 2 + lane, mask, 4 * PLANE, 4)
-    return _half_at(block, mask, ALIGN) * _uneven(code)
-
-
-@triton.jit
-def _decode_iq4_xs(block, s, lane, mask, PLANE: tl.constexpr, ALIGN: tl.constexpr):
-    code = _bits_at(block + 8 + 16 * s + lane, mask, 4 * PLANE, 4)
-    scale_low = _bits_at(block + 4 + s // 2, mask, 4 * (s % 2), 4)
-    scale_high = _bits_at(block + 2 + s // 4, mask, 2 * (s % 4), 2)
-    scale = (scale_low | (scale_high << 4)) - 32
-    step = _half_at(block, mask, ALIGN) * scale.to(tl.float32)
-    return step * _uneven(code)
-
-
-@triton.jit
-def _decode_mxfp4(block, lane, mask, PLANE: tl.constexpr):
-    e = tl.load(block, mask=mask, other=0).to(tl.int32)
-    # 2^(e - 128) as the bits of a float32, of which the first two are denormal.
-    d = tl.where(e == 0, 1 << 21, tl.maximum((e - 1) << 23, 1 << 22)).to(tl.float32, bitcast=True)
-    code = _bits_at(block + 1 + lane, mask, 4 * PLANE, 4)
-    size = (tl.cast(_E2M1_DOUBLED, tl.uint32) >> (4 * (code & 7)).to(tl.uint32)) & 15
-    size = size.to(tl.int32)
-    return d * tl.where(code < 8, size, -size).to(tl.float32)

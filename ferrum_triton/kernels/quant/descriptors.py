@@ -1,4 +1,4 @@
-"""Planes and arranged activations as tensor descriptors.
+"""Planes and arranged activations as tensor descriptors, for tiles that come by TMA.
 
 On GPUs of capability 9.0 a tile comes to shared memory by one instruction of one thread. By
 pointers each thread asks for its 16 bytes, or for four where rows of a plane are narrow, waits for
@@ -9,46 +9,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ferrum_triton.kernels.quant.fragments import CODES
-from ferrum_triton.quant.kinds import file_kind
+from ferrum_triton.kernels.quant.activations import Arranged
+from ferrum_triton.kernels.quant.mma_operands import (
+    Tile,
+    d_by_tma,
+    d_columns,
+    h_columns,
+    q_columns,
+    s_by_tma,
+    s_columns,
+)
 
-Descriptors = tuple[TensorDescriptor | None, ...]
-# Rows of a descriptor's tile have at least so many bytes.
-LEAST_BYTES = triton.language.constexpr(16)
-
-
-@triton.constexpr_function
-def words_of(bits, words):
-    """int32 of a row's first plane that hold so many words of eight weights."""
-    return 2 * words if bits == 8 else (words // 2 if bits < 4 else words)
-
-
-@triton.constexpr_function
-def high_words_of(bits, words):
-    """int32 of its second plane; 0 of formats that have none."""
-    return {6: words // 2, 5: words // 4, 3: words // 4}.get(bits, 0)
-
-
-@triton.constexpr_function
-def scales_of(scales, words):
-    """Its sub-blocks' scales, of the kind of ``Codes.scales``."""
-    return {"": 0, "pair": words // 4, "packed": words // 4}.get(scales, words // 2)
-
-
-@triton.constexpr_function
-def scales_described(scales, words):
-    """Whether a step's scales come by a descriptor: those of 16 words are too narrow."""
-    return scales in ("pair", "nibbles", "byte") and words == 32
-
-
-@triton.constexpr_function
-def blocks_described(scales, mins, words):
-    """Likewise d, and m, of formats of 32 weights; of others a step has one."""
-    return scales == "" and words // 4 * (4 if mins else 2) >= LEAST_BYTES
+Descriptor = TensorDescriptor | None
 
 
 @dataclass(frozen=True)
@@ -75,74 +50,71 @@ def _at(
 
 
 @lru_cache(maxsize=256)
-def _tiles(kind: str, words: int) -> tuple[tuple[torch.dtype, int] | None, ...]:
-    """Of the planes q, h, s and d: the type and number of a step's columns, if it is described."""
-    codes = CODES[file_kind(kind)]
-    types = {"pair": torch.int16, "nibbles": torch.uint8, "byte": torch.int8}
-    high = high_words_of(codes.bits, words)
-    q = torch.int32, words_of(codes.bits, words)
-    h = (torch.int32, high) if high else None
-    s, d = None, None
-    if scales_described(codes.scales, words):
-        s = types[codes.scales], scales_of(codes.scales, words)
-    if blocks_described(codes.scales, codes.mins, words):
-        d = (torch.int32 if codes.mins else torch.float16), words // 4
-    return q, h, s, d
+def _planes_of(tile: Tile) -> dict[str, tuple[torch.dtype, int]]:
+    """The type and number of a step's columns of each plane that descriptors bring."""
+    planes = {"Q": (torch.int32, q_columns(tile))}
+    if h_columns(tile):
+        planes["H"] = torch.int32, h_columns(tile)
+    if s_by_tma(tile):
+        types = {"pair": torch.int16, "nibbles": torch.uint8, "byte": torch.int8}
+        planes["S"] = types[tile.codes.scales], s_columns(tile)
+    if d_by_tma(tile):
+        planes["D"] = torch.int32 if tile.codes.mins else torch.float16, d_columns(tile)
+    return planes
 
 
-def describe_planes(
-    planes: Tensor, sizes: dict[str, int], kind: str, num_weights: int, words: int, rows: int
-) -> Descriptors:
-    """The planes q, h, s and d in tiles of a step of some rows; None of one that is read otherwise.
+def plane_descriptors(
+    planes: Tensor, sizes: dict[str, int], num_weights: int, tile: Tile, rows: int, prefix: str = ""
+) -> dict[str, Descriptor]:
+    """A kernel's descriptors of the planes q, h, s and d, a step of ``rows`` rows a tile.
 
     Args:
         planes: uint8 [experts, n, row_bytes], each expert's rows in planes; of an expanded one
             there is one expert.
-        sizes: of ``row_sizes``.
-        kind: their kind, such as ``"Q4_K:planes"``.
-        num_weights: of a row. What lies in a plane past them is any, and a d that is no number
-            would not become 0 by activations that are.
-        words: of a step.
-        rows: of a tile.
+        sizes: bytes of a row of each plane, of ``row_sizes``.
+        num_weights: weights of a row. What lies in a plane past them is any, and a d that is no
+            number would not become 0 by activations that are.
+        tile: what a step is.
+        rows: rows of a tile.
+        prefix: of the arguments' names.
+
+    Returns:
+        ``{"q_desc": ..}`` and so on, None of a plane that is read by pointers.
     """
     experts, n = planes.shape[:2]
     if planes.stride(0) == 0:  # no stride of a descriptor: all are the first
         experts = 1
     q, h, s, t, _ = sizes.values()
     firsts = {"Q": 0, "H": q, "S": q + h, "D": q + h + s + t}
-    found: list[TensorDescriptor | None] = []
-    for (plane, first), tile in zip(firsts.items(), _tiles(kind, words), strict=True):
-        if tile is None:
-            found.append(None)
-            continue
-        (dtype, columns), size = tile, sizes[plane]
-        each = dtype.itemsize
+    found: dict[str, Descriptor] = {f"{prefix}{plane.lower()}_desc": None for plane in firsts}
+    for plane, (dtype, columns) in _planes_of(tile).items():
+        size, each = sizes[plane], dtype.itemsize
         shape = experts, n, num_weights // 32 if plane == "D" else size // each
         # Of one expert any stride does, but it has to be one of a descriptor.
         strides = (planes.stride(0) if experts > 1 else n * size) // each, size // each, 1
-        found.append(_describe(planes, first * n, dtype, shape, strides, (1, rows, columns)))
-    return tuple(found)
+        found[f"{prefix}{plane.lower()}_desc"] = _descriptor(
+            planes, firsts[plane] * n, dtype, shape, strides, (1, rows, columns)
+        )
+    return found
 
 
-def describe_activations(
-    x: Tensor, sums: Tensor, tokens: int, words: int, parts: int, with_sums: bool
-) -> Descriptors:
-    """Arranged activations, and their sums, in tiles of a part of a step of some tokens.
-
-    Args:
-        x, sums: of ``arrange``.
-        tokens: of a tile.
-        words: of a step.
-        parts: of a step.
-        with_sums: or None instead of them.
-    """
-    x_desc = _describe(x, 0, x.dtype, x.shape, x.stride(), (tokens, 8 * words // parts))
-    if not with_sums:
-        return x_desc, None
-    return x_desc, _describe(sums, 0, sums.dtype, sums.shape, sums.stride(), (tokens, words))
+def no_plane_descriptors(prefix: str = "") -> dict[str, Descriptor]:
+    """A kernel's arguments where planes are read by pointers, or there is no such matrix."""
+    return {f"{prefix}{plane}_desc": None for plane in "qhsd"}
 
 
-def _describe(
+def activation_descriptors(arranged: Arranged, tile: Tile) -> dict[str, Descriptor]:
+    """A kernel's descriptors of what ``arrange`` returned, a part of a step of a tile's tokens."""
+    (x, sums, _), columns = arranged, 8 * tile.words // tile.parts
+    x_desc = _descriptor(x, 0, x.dtype, x.shape, x.stride(), (tile.tokens, columns))
+    sums_desc = None
+    if tile.scale_after and tile.codes.mins:
+        block = (tile.tokens, tile.words)
+        sums_desc = _descriptor(sums, 0, sums.dtype, sums.shape, sums.stride(), block)
+    return {"x_desc": x_desc, "sums_desc": sums_desc}
+
+
+def _descriptor(
     tensor: Tensor,
     first: int,
     dtype: torch.dtype,

@@ -18,11 +18,18 @@ time (``pack=2``), which in an operand's layout one thread holds side by side.
 """
 
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import triton
 import triton.language as tl
+
+from ferrum_triton.kernels.quant.planes import halved_power
+from ferrum_triton.kernels.quant.ptx import Asm
+from ferrum_triton.kernels.quant.words import value_of
+from ferrum_triton.quant.formats import BlockFormat
+from ferrum_triton.quant.planes import PLANE_FORMATS, SUFFIX
 
 # An exponent whose float16 has a code's lowest bit at a place: 2^(10 - place).
 _MAGIC = {place: ((25 - place) << 10) * 0x10001 for place in range(7)}
@@ -33,111 +40,93 @@ def _half(value: float) -> str:
     return f"0x{int.from_bytes(struct.pack('<e', value), 'little') * 0x10001:08X}"
 
 
-class _Asm:
-    """Lines of PTX and the temporaries they use."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.names = 0
-
-    def new(self) -> str:
-        self.names += 1
-        return f"t{self.names}"
-
-    def op(self, name: str, *args: str, to: str = "") -> str:
-        to = to or self.new()
-        self.lines.append(f"{name} {to}, {', '.join(args)};")
-        return to
-
-    def shifted(self, word: str, left: int) -> str:
-        """word << left, >> if that is negative."""
-        if left == 0:
-            return word
-        return self.op("shl.b32" if left > 0 else "shr.u32", word, str(abs(left)))
-
-    def merged(self, mask: int, word: str, other: str) -> str:
-        """word where mask has bits, other elsewhere."""
-        return self.op("lop3.b32", word, other, f"0x{mask:08X}", "0xE4")
-
-    def pairs(self, outs: tuple[str, str], word: str, place: int, bits: int) -> None:
-        """M + code of the codes at ``place`` in bytes 0 and 2, and in bytes 1 and 3."""
-        mask = ((1 << bits) - 1 << place) * 0x10001
-        for out, source in zip(outs, (word, self.shifted(word, -8)), strict=True):
-            self.op("lop3.b32", source, f"0x{mask:08X}", f"0x{_MAGIC[place]:08X}", "0xEA", to=out)
-
-    def text(self) -> str:
-        temporaries = ", ".join(f"t{i + 1}" for i in range(self.names))
-        return "{\n.reg .b32 " + temporaries + ";\n" + "\n".join(self.lines) + "\n}"
+def _pairs(asm: Asm, outs: tuple[str, str], word: str, place: int, bits: int) -> None:
+    """M + code of the codes at ``place`` in bytes 0 and 2, and in bytes 1 and 3."""
+    mask = ((1 << bits) - 1 << place) * 0x10001
+    for out, source in zip(outs, (word, asm.shifted(word, -8)), strict=True):
+        asm.op("lop3.b32", source, f"0x{mask:08X}", f"0x{_MAGIC[place]:08X}", "0xEA", to=out)
 
 
-def _codes(asm: _Asm, bits: int, first: int) -> list[int]:
+def _signed_pairs(asm: Asm, outs: tuple[str, str], word: str) -> None:
+    """M + 128 + byte of the signed bytes 0 and 2, and of bytes 1 and 3."""
+    for out, source in zip(outs, (word, asm.shifted(word, -8)), strict=True):
+        asm.op("lop3.b32", source, "0x00FF00FF", "0x64806480", "0x6A", to=out)
+
+
+def _codes(asm: Asm, fmt: BlockFormat, first: int) -> list[int]:
     """Write M + code to $0 .. $7; the place of each product's codes.
 
     Args:
         asm: where to.
-        bits: of a code; 8 are signed and come out as M + 128 + code.
+        fmt: the format. Signed bytes, and values of a codebook, come out as M + 128 + value.
         first: operand. There are two of each tile: two words of four bits, or twice the word that
             both share. Of eight bits the low and the high halves of two words of 64.
     """
     places = []
-    words, more = (f"${first}", f"${first + 1}"), f"${first + 2}"
+    bits, words, more = fmt.bits, (f"${first}", f"${first + 1}"), f"${first + 2}"
     for h in range(2):
+        found = asm.looked_up(words[h], fmt.values, 0) if fmt.values else None
         for n in range(2):
             p = 2 * h + n
             outs = (f"${2 * p}", f"${2 * p + 1}")
             place = 0
-            if bits == 8:
-                word = f"${first + h + 2 * n}"
-                for out, source in zip(outs, (word, asm.shifted(word, -8)), strict=True):
-                    asm.op("lop3.b32", source, "0x00FF00FF", "0x64806480", "0x6A", to=out)
-            elif bits == 6:
-                # Bits 2 .. 5 of a byte from the nibble, 6 and 7 from the two bits above.
-                nibble = asm.shifted(words[h], 2 - 4 * n)
-                word = asm.merged(0x3C3C3C3C, nibble, asm.shifted(more, 6 - 2 * p))
-                place = 2
-            elif bits == 5:
-                nibble = asm.shifted(words[h], -4 * n)
-                word = asm.merged(0x0F0F0F0F, nibble, asm.shifted(more, 4 - p))
-            elif bits == 4:
-                word, place = words[h], 4 * n
-            elif bits == 3:
-                # At place 4, where (M + 4) · scale is a float16.
-                low = asm.shifted(words[0], 4 - 2 * p)
-                word = asm.merged(0x30303030, low, asm.shifted(more, 6 - p))
-                place = 4
+            if found:
+                _signed_pairs(asm, outs, found[n])
+            elif bits == 8:
+                _signed_pairs(asm, outs, f"${first + h + 2 * n}")
             else:
-                word, place = words[0], 2 * p
-            if bits != 8:
-                asm.pairs(outs, word, place, bits)
+                if bits == 6:
+                    # Bits 2 .. 5 of a byte from the nibble, 6 and 7 from the two bits above.
+                    nibble = asm.shifted(words[h], 2 - 4 * n)
+                    word = asm.merged(0x3C3C3C3C, nibble, asm.shifted(more, 6 - 2 * p))
+                    place = 2
+                elif bits == 5:
+                    nibble = asm.shifted(words[h], -4 * n)
+                    word = asm.merged(0x0F0F0F0F, nibble, asm.shifted(more, 4 - p))
+                elif bits == 4:
+                    word, place = words[h], 4 * n
+                elif bits == 3:
+                    # At place 4, where (M + 4) · scale is a float16.
+                    low = asm.shifted(words[0], 4 - 2 * p)
+                    word = asm.merged(0x30303030, low, asm.shifted(more, 6 - p))
+                    place = 4
+                else:
+                    word, place = words[0], 2 * p
+                _pairs(asm, outs, word, place, bits)
             places += [place, place]
     return places
 
 
-def _scaled(bits: int, offset: int, scales: str, num_tiles: int) -> str:
+def _scaled(fmt: BlockFormat, num_tiles: int) -> str:
     """PTX: scale · (code - offset) to $0 .. $7; the operand after the words has the scale."""
-    asm = _Asm()
-    places = _codes(asm, bits, 8)
-    # As a byte under the exponent of 1024; a signed one plus 128, and Q3_K's are stored plus 32.
+    asm = Asm()
+    places = _codes(asm, fmt, 8)
     both = f"${8 + 2 * num_tiles}"
-    byte = asm.op("xor.b32", both, "0x80") if scales == "byte" else both
-    raw = asm.op("prmt.b32", byte, "0x64646464", "0x4040")
-    bias = asm.op("mov.b32", _half(1024 + {"byte": 128, "packed": 32}.get(scales, 0)))
-    scale = asm.op("sub.rn.f16x2", raw, bias)
+    if fmt.scale_code == "power":
+        scale = both  # a pair already
+    else:
+        # As a byte under the exponent of 1024; a signed one plus 128, packed ones are stored so.
+        signed = fmt.scale_code in ("byte", "byte32")
+        byte = asm.op("xor.b32", both, "0x80") if signed else both
+        raw = asm.op("prmt.b32", byte, "0x64646464", "0x4040")
+        packed = fmt.scales.offset if fmt.scales and fmt.scale_code == "packed" else 0
+        bias = asm.op("mov.b32", _half(1024 + (128 if signed else packed)))
+        scale = asm.op("sub.rn.f16x2", raw, bias)
     taken = {}
     for place in dict.fromkeys(places):
-        size = asm.op("mov.b32", _half(-(2 ** (10 - place) + offset)))
+        size = asm.op("mov.b32", _half(-(2 ** (10 - place) + _code_offset(fmt))))
         taken[place] = asm.op("mul.rn.f16x2", scale, size)
     for i, place in enumerate(places):
         asm.op("fma.rn.f16x2", f"${i}", scale, taken[place], to=f"${i}")
     return asm.text()
 
 
-def _plain(bits: int, offset: int) -> str:
+def _plain(fmt: BlockFormat) -> str:
     """PTX: code - offset to $0 .. $7."""
-    asm = _Asm()
-    places = _codes(asm, bits, 8)
+    asm = Asm()
+    places = _codes(asm, fmt, 8)
     sizes = {
-        place: asm.op("mov.b32", _half(2 ** (10 - place) + offset))
+        place: asm.op("mov.b32", _half(2 ** (10 - place) + _code_offset(fmt)))
         for place in dict.fromkeys(places)
     }
     for i, place in enumerate(places):
@@ -145,54 +134,74 @@ def _plain(bits: int, offset: int) -> str:
     return asm.text()
 
 
+def _code_offset(fmt: BlockFormat) -> int:
+    """What :func:`_codes` leaves beside M and the weight's integer."""
+    return 128 if fmt.signed or fmt.values else fmt.offset
+
+
 @dataclass(frozen=True)
 class Codes:
-    """What the kernels have to know of a format in planes.
+    """What the kernels have to know of a format in planes, from its description.
 
     Attributes:
-        bits: of a code. 4, 5 and 6 have a plane of four bits; 2 and 3 one of two; 8 one of bytes.
-            5 and 3 have a plane of one bit above it, 6 one of two.
-        offset: taken from every code. Codes of eight bits are signed instead.
-        scales: integer scales of sub-blocks: "pair" (a byte each of scale and min, per 32 weights),
-            "nibbles" (the same in one byte, per 16 weights), "byte" (signed, per 16 weights),
-            "packed" (Q3_K's of six bits, 32 taken from each) or "" of formats of 32 weights, which
-            have none.
-        mins: whether weights have an offset of their own.
+        format: the description.
     """
 
-    bits: int
-    offset: int
-    scales: str
-    mins: bool
+    format: BlockFormat
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code. Codes of eight bits are signed."""
+        return self.format.bits
+
+    @property
+    def offset(self) -> int | tuple[int, ...]:
+        """What is taken from every code; the codebook of formats that have one."""
+        return self.format.values or self.format.offset
+
+    @property
+    def scales(self) -> str:
+        """Integer scales of sub-blocks, see :attr:`BlockFormat.scale_code`."""
+        return self.format.scale_code
+
+    @property
+    def mins(self) -> bool:
+        """Whether weights have an offset of their own."""
+        return self.format.has_minimum
+
+    @property
+    def _num_tiles(self) -> int:
+        """Operands of codes: words of the low bits, and words of the bits above."""
+        return 2 if self.format.high_bits or self.bits == 8 else 1
 
     @cached_property
     def asm(self) -> str:
         """PTX that unpacks two words."""
-        num_tiles = 1 if self.bits in (2, 4) else 2
-        if self.scales:
-            return _scaled(self.bits, self.offset, self.scales, num_tiles)
-        # 128 was added to signed bytes.
-        return _plain(self.bits, 128 if self.bits == 8 else self.offset)
+        return _scaled(self.format, self._num_tiles) if self.scales else _plain(self.format)
 
     @cached_property
     def constraints(self) -> str:
-        """Of its operands."""
-        tiles = (1 if self.bits in (2, 4) else 2) + bool(self.scales)
-        return ",".join(["=&r"] * 8 + ["r"] * (2 * tiles))
+        """Constraints of the PTX's operands."""
+        # A power of two is a float16, two of which are an operand.
+        scales = {"": 0, "power": 1}.get(self.scales, 2)
+        return ",".join(["=&r"] * 8 + ["r"] * (2 * self._num_tiles + scales))
 
 
-CODES = {
-    "Q4_0": Codes(4, 8, "", mins=False),
-    "Q4_1": Codes(4, 0, "", mins=True),
-    "Q5_0": Codes(5, 16, "", mins=False),
-    "Q5_1": Codes(5, 0, "", mins=True),
-    "Q8_0": Codes(8, 0, "", mins=False),
-    "Q2_K": Codes(2, 0, "nibbles", mins=True),
-    "Q3_K": Codes(3, 4, "packed", mins=False),
-    "Q4_K": Codes(4, 0, "pair", mins=True),
-    "Q5_K": Codes(5, 0, "pair", mins=True),
-    "Q6_K": Codes(6, 32, "byte", mins=False),
-}
+class _CodesOf(Mapping[str, Codes]):
+    """:class:`Codes` of every format in planes, by the format's name."""
+
+    def __getitem__(self, kind: str) -> Codes:
+        return _codes_of(PLANE_FORMATS[kind + SUFFIX].file)
+
+    def __iter__(self) -> Iterator[str]:
+        return (form.file.name for form in PLANE_FORMATS.values())
+
+    def __len__(self) -> int:
+        return len(PLANE_FORMATS)
+
+
+_codes_of = lru_cache(maxsize=None)(Codes)
+CODES = _CodesOf()
 
 # $0 .. $7 = $8 .. $15 times $16, plus $17 or minus $17 · $18.
 TIMES = tl.constexpr("\n".join(f"mul.rn.f16x2 ${i}, ${8 + i}, $16;" for i in range(8)))
@@ -204,6 +213,8 @@ _MINUS = tl.constexpr(
 )
 
 
+# The largest power of two is 2^POWER, with which (M + 128) · 2^POWER is a float16.
+POWER, ONE = tl.constexpr(5), tl.constexpr(2.0**-5)
 _EIGHT = tl.constexpr((tl.float16,) * 8)
 TIMES_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 9))
 PLUS_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 10))
@@ -233,7 +244,10 @@ def value(
     words, more, scale, H: tl.constexpr, N: tl.constexpr, BYTE: tl.constexpr, BITS: tl.constexpr,
     OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """scale · (code - OFFSET) of the codes at bit BYTE of each word, float16."""
+    """scale · (code - OFFSET) of the codes at bit BYTE of each word, float16.
+
+    OFFSET: the codebook instead where there is one.
+    """
     P: tl.constexpr = 2 * H + N
     if BITS == 8:
         code = (words[H + 2 * N] << (24 - BYTE)) >> 24
@@ -247,7 +261,17 @@ def value(
         code = (words[0] >> (BYTE + 2 * P)) & 3
         if BITS == 3:
             code = code | (((more >> (BYTE + P)) & 1) << 2)
-    return (scale * (code - OFFSET)).to(tl.float16)
+    if is_codebook(OFFSET):
+        integer = value_of(code, OFFSET)
+    else:
+        integer = code - OFFSET
+    return (scale * integer).to(tl.float16)
+
+
+@triton.constexpr_function
+def is_codebook(offset):
+    """Whether what is given as an offset is a codebook."""
+    return not isinstance(offset, int)
 
 
 @triton.jit
@@ -272,7 +296,7 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
         more: the bits above, or 0: int32 [N, W / 2] of a two-bit plane; of a one-bit plane [N, W],
             shifted so that the four lowest bits of each byte are those of the word's pair.
         scale: int32 [N, W / c], signed in its lowest byte, what lies above is not read; of codes of
-            three bits plus 32.
+            three bits plus 32. Powers of two are float16, as :func:`relative_power` makes them.
         ASM: PTX of :class:`Codes`, or "".
     """
     if BITS == 8:
@@ -305,7 +329,10 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
         if BITS == 3 or BITS == 5:
             more, _ = tl.split(tl.reshape(more, [more.shape[0], more.shape[1] // 2, 2]))
         if SCALED:
-            signed = scale - 32 if BITS == 3 else (scale << 24) >> 24
+            if scale.dtype == tl.float16:
+                signed = scale.to(tl.float32)
+            else:
+                signed = scale - 32 if BITS == 3 else (scale << 24) >> 24
             scale = spread(signed, w[0].shape[1])
         t = (
             _pair(w, more, scale, 0, 0, 0, BITS, OFFSET),
@@ -318,6 +345,25 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
             _pair(w, more, scale, 1, 1, 1, BITS, OFFSET),
         )
     return t
+
+
+@triton.jit
+def relative_power(e, largest):
+    """2^(e - largest + POWER) of bytes e, float16; what is beyond its range is 0.
+
+    Weights are exact while e is at most 29 below the largest of its 256 weights. A block may have a
+    larger one where all its weights are 0.
+    """
+    exponent = tl.minimum(e - largest, 0) + (15 + POWER)
+    denormal = 1024 >> tl.minimum(1 - exponent, 31)
+    bits = tl.where(exponent > 0, exponent << 10, denormal)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def largest_power(e):
+    """What a sum of weights that :func:`relative_power` scaled is multiplied by, float32."""
+    return halved_power(e) * ONE
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
-from ferrum_triton.kernels.quant.plane_products import product_of_planes
+from ferrum_triton.kernels.quant.products import product
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -72,7 +72,7 @@ def _gemv_quant_kernel(
 @ops.gemv_quant.impl("triton")
 def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
     if kind in PLANE_FORMATS:
-        return product_of_planes(a, blocks, kind, out)
+        return product(a, blocks, kind, out=out)
     layout = LAYOUTS[kind]
     num_tokens, num_rows = a.shape[0], blocks.shape[0]
     shape = (num_tokens, num_rows)

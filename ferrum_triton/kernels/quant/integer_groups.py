@@ -11,11 +11,13 @@ import triton.language as tl
 from ferrum_triton.kernels.quant.planes import (
     bits_of,
     block_scales,
+    described,
     eight_words,
     half_scales,
+    has_bytes,
     has_halves,
+    has_minimum,
     merged,
-    offset_of,
     shift_of,
     sub_scales,
 )
@@ -46,7 +48,7 @@ def _dot_eight(acc, x, words, E: tl.constexpr, KIND: tl.constexpr, ASM: tl.const
     """acc + the products of a group's activations x with the integers of eight E."""
     for i in tl.static_range(2):
         word = words[i]
-        if KIND != "Q8_0":
+        if not has_bytes(KIND):
             word = (word >> shift_of(E, i, KIND)) & (((1 << bits_of(KIND)) - 1) * ONES)
         acc = _dot_four(acc, x, word, 2 * E + i, ASM)
     return acc
@@ -71,13 +73,13 @@ def _half_dots(
     starts, none, x, q, h, HALF: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """starts[m] plus the products of half a group of Q2_K or Q3_K, from its words of q and h.
+    """starts[m] plus the products of half a group, from its words of q and h.
 
     Codes are taken where they lie in the nibbles of two words, the upper ones as 16 times as large:
     bytes with a sign still. A shift of their sum then does for shifts of words.
     """
     MASK: tl.constexpr = ((1 << bits_of(KIND)) - 1) * ONES
-    words = _q3_nibbles(q, h, HALF, ASM) if KIND == "Q3_K" else (q, q >> 2)
+    words = (q, q >> 2) if h is None else _q3_nibbles(q, h, HALF, ASM)
     dots = ()
     for m in tl.static_range(M):
         low, high = starts[m], none
@@ -94,24 +96,31 @@ def _group_value(total, first, dots, activations, raw, M: tl.constexpr, KIND: tl
     x, steps, lows, highs = activations
     d = block_scales(raw, KIND)
     factors = sub_scales(raw, KIND)
+    CODE: tl.constexpr = described(KIND).scale_code
     out = ()
     for m in tl.static_range(M):
-        if KIND == "Q6_K" and len(x[m]) == 16:  # beyond int32
+        if CODE == "byte" and len(x[m]) == 16:  # beyond int32
             dot = factors[1].to(tl.float32) * dots[m].to(tl.float32)
             dot = tl.fma(factors[0].to(tl.float32), first[m].to(tl.float32), dot)
-        elif KIND == "Q6_K":
+        elif CODE == "byte":
             dot = (factors[0] * first[m] + factors[1] * dots[m]).to(tl.float32)
-        elif KIND == "Q4_K" or KIND == "Q5_K":
+        elif CODE == "byte32":
+            dot = factors[0].to(tl.float32) * dots[m].to(tl.float32)
+        elif CODE == "pair":
             dot = (factors[0] * dots[m]).to(tl.float32)
         else:
             dot = dots[m].to(tl.float32)
-        value = d[0] * dot
-        if KIND == "Q4_K" or KIND == "Q5_K":
-            low = factors[1] * (lows[m] + highs[m])
-            value = tl.fma(-d[1], low.to(tl.float32), value)
-        elif KIND == "Q4_1" or KIND == "Q5_1":
-            value = tl.fma(d[1], (lows[m] + highs[m]).to(tl.float32), value)
-        out += (tl.fma(steps[m], value, total[m]),)
+        if CODE == "power":
+            # By the powers first: their product is exact, and nothing between is beyond float32.
+            out += (tl.fma(steps[m] * d[0], dot, total[m]),)
+        else:
+            value = d[0] * dot
+            if CODE == "pair":
+                low = factors[1] * (lows[m] + highs[m])
+                value = tl.fma(-d[1], low.to(tl.float32), value)
+            elif has_minimum(KIND):
+                value = tl.fma(d[1], (lows[m] + highs[m]).to(tl.float32), value)
+            out += (tl.fma(steps[m], value, total[m]),)
     return out
 
 
@@ -120,11 +129,10 @@ def _add_groups(
     totals, none, rows, activations, KIND: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """:func:`add_integers` of the other kinds."""
+    """:func:`add_integers` of the other formats."""
     x, _, lows, highs = activations
     HALVES: tl.constexpr = has_halves(KIND)
-    # Q8_0's integers are taken as they are stored; what has a minimum has no offset.
-    OFFSET: tl.constexpr = 0 if KIND == "Q8_0" or offset_of(KIND) == 1 else offset_of(KIND)
+    OFFSET: tl.constexpr = described(KIND).offset
     out = ()
     for r in tl.static_range(ROWS):
         first, dots = (), ()
@@ -173,7 +181,7 @@ def _sums_of_halves(groups, m: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _minimums(raw, groups, AT: tl.constexpr, m: tl.constexpr, ASM: tl.constexpr):
-    """Minimums of Q2_K's halves of groups from AT on times sums of token m's activations, int32."""
+    """Minimums of halves of groups from AT on times sums of token m's activations, int32."""
     # They are taken where they lie, 16 times as large.
     mins = (raw[1] >> (16 * AT)) & (-0x0F0F0F10)
     words, rest = _sums_of_halves(groups, m, ASM)
@@ -192,8 +200,10 @@ def _add_scaled_dots(
     kept, none, rows, activations, AT: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """kept[r][m] plus the products of group AT of Q2_K or Q3_K times its scales, int32."""
-    OFFSET: tl.constexpr = offset_of(KIND) if KIND == "Q3_K" else 0
+    """kept[r][m] plus the products of group AT of codes of two low bits times its scales, int32."""
+    OFFSET: tl.constexpr = described(KIND).offset
+    HIGH: tl.constexpr = described(KIND).high_bits
+    PACKED: tl.constexpr = described(KIND).scale_code == "packed"
     x = activations[0]
     out = ()
     for r in tl.static_range(len(rows)):
@@ -204,10 +214,10 @@ def _add_scaled_dots(
             starts = ()
             for m in tl.static_range(M):
                 starts += (activations[2 + half][m] * -OFFSET + none,)
-            more = h[AT] if KIND == "Q3_K" else None
+            more = h[AT] if HIGH else None
             dots = _half_dots(starts, none, x, q[2 * AT + half], more, half, KIND, M, ASM)
             scale = byte_of(scales, 2 * AT + half, ASM)
-            if KIND == "Q3_K":
+            if PACKED:
                 scale -= 32
             new = ()
             for m in tl.static_range(M):
@@ -222,7 +232,7 @@ def _add_halves(
     totals, none, rows, groups, KIND: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr,
     SAME: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """:func:`add_integers` of Q2_K and Q3_K, whose codes are taken in their nibbles."""
+    """:func:`add_integers` of formats of two low bits, taken where they lie in nibbles."""
     COUNT: tl.constexpr = len(groups) if SAME else 1
     for i in tl.static_range(0, len(groups), COUNT):
         some = groups if SAME else (groups[i],)
@@ -242,7 +252,7 @@ def _add_halves(
             each = ()
             for m in tl.static_range(M):
                 value = d[0] * kept[r][m].to(tl.float32)
-                if KIND == "Q2_K":
+                if has_minimum(KIND):
                     low = _minimums(raw, some, i, m, ASM)
                     value = tl.fma(-d[1], low.to(tl.float32), value)
                 each += (tl.fma(steps[m], value, totals[r][m]),)
@@ -263,7 +273,7 @@ def add_integers(
         groups: of activations, of ``integers_of``, as many as were taken of a row.
         SAME: they have the same step.
     """
-    if KIND == "Q2_K" or KIND == "Q3_K":
+    if has_halves(KIND) and described(KIND).low_bits == 2:
         totals = _add_halves(totals, none, rows, groups, KIND, ROWS, M, SAME, ASM)
     else:
         totals = _add_groups(totals, none, rows, groups[0], KIND, ROWS, M, ASM)

@@ -1,195 +1,237 @@
 """Activations by weights in planes, on tensor cores: one program per tile of the product.
 
-Rows of W [n, k] are in planes (:mod:`ferrum_triton.quant.planes`), and K is taken in the steps of
-:mod:`ferrum_triton.kernels.quant.mma_steps`.
+Chosen for more tokens than :mod:`ferrum_triton.kernels.quant.small_m` takes, up to where a
+decoded matrix and cuBLAS win. Rows of W [n, k] are in planes (:mod:`ferrum_triton.quant.planes`),
+and K is taken in the steps of :mod:`ferrum_triton.kernels.quant.mma_steps`.
 
 Weights are the tensor cores' first operand, from registers, and tokens the second: a tile takes 64
 or 128 rows of W and 8 to 256 tokens.
 
 Of formats with integer scales a product sums scale · code exactly over 256 weights and is scaled by
-d in float32 ("late"); the mins are products of their own, with the activations' sums over words. Or
-weights are scaled in registers, rounded to float16 like dequantised ones are, which takes more
-instructions a weight and fewer a token ("early"); one beyond float16's range is infinite then.
+d in float32 (``scale_after``); the mins are products of their own, with the activations' sums over
+words. Or weights are scaled in registers, rounded to float16 like dequantised ones are, which takes
+more instructions a weight and fewer a token; one beyond float16's range is infinite then.
+
+One launch takes one matrix, or several of one kind: gate and up, whose rows alternate in a tile so
+that a thread has both (:func:`mma_gate_up`), or Q, K and V, side by side in y (:func:`mma_qkv`).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from ferrum_triton.kernels.jit import can_overlap, capability, kernel
-from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.quant.activations import Arranged, arrange
 from ferrum_triton.kernels.quant.descriptors import (
-    Descriptors,
-    describe_activations,
-    describe_planes,
-    words_of,
+    activation_descriptors,
+    no_plane_descriptors,
+    plane_descriptors,
 )
 from ferrum_triton.kernels.quant.fragments import CODES
-from ferrum_triton.kernels.quant.mma_operands import block_scales, described_operands, operands
-from ferrum_triton.kernels.quant.mma_steps import add_step
+from ferrum_triton.kernels.quant.mma_config import MmaConfig
+from ferrum_triton.kernels.quant.mma_operands import (
+    MatrixTma,
+    Operands,
+    Place,
+    PlaneRows,
+    TokensTma,
+    block_scales,
+    halves_of,
+    pointers,
+    q_columns,
+    tile_of,
+)
+from ferrum_triton.kernels.quant.mma_steps import add_step, gated
+from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.quant.planes import row_sizes
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
 
 
-class Config(NamedTuple):
-    """How a product is launched.
-
-    Attributes:
-        rows: of W in a tile.
-        tokens: in a tile.
-        words: of eight weights in a step of the loop: 16, or 32, the words of 256 weights. 8 tokens
-            take 32: with 16 a thread need not hold both words of a pair. What is shipped is to be
-            among the layouts that ``tests/test_quant_mma.py`` checks.
-        parts: products a step is summed in: 1, or 2 for fewer registers.
-        late: d is taken after the product.
-        splits: programs that share a tile's K.
-        warps: of a program.
-        stages: of the loop's pipeline.
-        registers: a thread may have, so that more programs fit a processor; 0 for any number.
-        ahead: lines of 128 bytes of each row of W that are on their way to L2 before the
-            activations are arranged, on GPUs that start a kernel before the last one's end; 0 of
-            those that do not.
-        described: tiles come through tensor descriptors, on GPUs of capability 9.0.
-        look: steps from one to that whose first plane is asked for into L2 meanwhile; 0 for none.
-    """
-
-    rows: int
-    tokens: int
-    words: int = 32
-    parts: int = 1
-    late: bool = True
-    splits: int = 1
-    warps: int = 4
-    stages: int = 4
-    registers: int = 0
-    ahead: int = 0
-    described: bool = False
-    look: int = 0
-
-
 @triton.jit
 def _prefetch(ptr):
     """Ask for the lines at ``ptr``, int32 pointers, to be brought to L2."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [ptr.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is constant in a launch, beside the tile.
+
+    Attributes:
+        splits: programs that share a tile's K.
+        activation: y = activation(gate) * up, "silu" or "gelu_tanh"; or "".
+        prefetch_lines: lines of 128 bytes of each row that are asked for before the PDL wait.
+        prefetch_distance: steps from one to that whose first plane is asked for; 0 for none.
+    """
+
+    splits: int
+    activation: str
+    prefetch_lines: int
+    prefetch_distance: int
+
+
+class Matrix(NamedTuple):
+    """One of the matrices of a launch: a pointer to its planes, its rows and its descriptors."""
+
+    planes: Any
+    num_rows: Any
+    tma: Any  # MatrixTma
 
 
 @kernel(dynamic=("num_tokens",))
 def _mma_quant_kernel(
-    y_ptr,  # [m, n]; of splits float32 [splits, m, n]
+    y_ptr,  # [m, n]; of splits float32 [splits, m, n], or of gate and up [splits, m, 2 n]
     x_ptr,  # [m, padded k]
     sums_ptr,  # [m, padded k / 8]
     factor_ptr,  # [m]
-    planes_ptr,  # [n, row_bytes]
-    w_desc,  # of describe_planes, or None
+    planes_ptr,  # [num_rows, row_bytes]
+    second_ptr,  # [num_rows_second, row_bytes]: up, or what follows in y; or None
+    third_ptr,  # [num_rows_third, row_bytes]: what follows that; or None
+    bias_ptr,  # [n], or None
+    residual_ptr,  # [m, n], or None
+    q_desc,  # of planes, see plane_descriptors; or None
     h_desc,
     s_desc,
     d_desc,
-    x_desc,  # of describe_activations, or None
+    second_q_desc,
+    second_h_desc,
+    second_s_desc,
+    second_d_desc,
+    third_q_desc,
+    third_h_desc,
+    third_s_desc,
+    third_d_desc,
+    x_desc,  # of activation_descriptors, or None
     sums_desc,
     stride_y_split,
     stride_y_token,
     stride_x_token,
-    q_row,  # of a row of each plane, units of 16 bytes
+    stride_residual_token,
+    q_row,  # units of 16 bytes of a row in each plane
     h_row,
     s_row,
     t_row,
     d_row,
     num_rows,
-    num_words,  # of eight weights
+    num_rows_second,
+    num_rows_third,
+    num_words,  # of eight weights in a row
     num_tokens,
-    BITS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALES: tl.constexpr,
-    MINS: tl.constexpr,
-    ASM: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    PARTS: tl.constexpr,
-    LATE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WHOLE: tl.constexpr,  # K is whole steps
-    AHEAD: tl.constexpr,
-    LOOK: tl.constexpr,
+    TILE: tl.constexpr,
+    LAUNCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """y = factor · x · Wᵀ + bias + residual, or activation(gate) * up of two such products."""
+    GATED: tl.constexpr = LAUNCH.activation != ""
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_M: tl.constexpr = TILE.tokens
+    ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    Q_COLUMNS: tl.constexpr = q_columns(TILE)
+    pdl_trigger(PDL)
     # Programs that share rows of W run side by side.
     tiles_m = tl.cdiv(num_tokens, BLOCK_M)
-    m = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (tl.program_id(0) // tiles_m).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_token = tl.program_id(0) % tiles_m * BLOCK_M
+    tile_n = tl.program_id(0) // tiles_m
+    m = first_token.to(tl.int64) + tl.arange(0, BLOCK_M)
+
+    first = MatrixTma(q_desc, h_desc, s_desc, d_desc, 0)
+    second = MatrixTma(second_q_desc, second_h_desc, second_s_desc, second_d_desc, 0)
+    third = MatrixTma(third_q_desc, third_h_desc, third_s_desc, third_d_desc, 0)
+    matrix = Matrix(planes_ptr, num_rows, first)
+    up = MatrixTma(None, None, None, None, 0)
+    column = tl.full((), 0, tl.int64)  # of y, where the matrix begins
+    if GATED:
+        up = second
+    elif second_ptr is not None:
+        before = tl.cdiv(num_rows, ROWS)
+        if tile_n >= before:
+            tile_n -= before
+            column += num_rows
+            matrix = Matrix(second_ptr, num_rows_second, second)
+            before = tl.cdiv(num_rows_second, ROWS)
+            if third_ptr is not None:
+                if tile_n >= before:
+                    tile_n -= before
+                    column += num_rows_second
+                    matrix = Matrix(third_ptr, num_rows_third, third)
+    n = tile_n.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, planes, is_up = n, matrix.planes, 0
+    if GATED:
+        # Eight rows of each in turn, as ``gated`` takes them.
+        i = tl.arange(0, BLOCK_N)
+        row = tile_n.to(tl.int64) * ROWS + (i // 16 * 8 + i % 8)
+        is_up = i // 8 % 2
+        planes = tl.where(is_up == 1, second_ptr, planes_ptr)
     # Past the end the last row and token are read again.
-    row, token = tl.minimum(n, num_rows - 1), tl.minimum(m, num_tokens - 1)
-    at = operands(
-        planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x_token, row,
-        token, num_rows, BITS, SCALES, MINS, BLOCK_W, PARTS,
-    )  # fmt: skip
-    at = described_operands(
-        at, w_desc, h_desc, s_desc, d_desc, None, None, None, None, x_desc, sums_desc,
-        tl.program_id(0) // tiles_m * BLOCK_N, 0, 0, tl.program_id(0) % tiles_m * BLOCK_M,
-    )  # fmt: skip
-    steps = tl.cdiv(num_words, BLOCK_W)
-    per_split = tl.cdiv(steps, SPLITS)
+    w_row, token = tl.minimum(row, matrix.num_rows - 1), tl.minimum(m, num_tokens - 1)
+    rows = PlaneRows(q_row, h_row, s_row, t_row, d_row)
+    operands = Operands(
+        pointers(
+            planes, x_ptr, sums_ptr, rows, stride_x_token, w_row, token, matrix.num_rows, TILE
+        ),
+        rows,
+        matrix.tma,
+        up,
+        TokensTma(x_desc, sums_desc, first_token),
+        tile_n * ROWS,
+    )
+    steps = tl.cdiv(num_words, TILE.words)
+    per_split = tl.cdiv(steps, LAUNCH.splits)
     begin = tl.program_id(1) * per_split
     end = tl.minimum(begin + per_split, steps)
-    W_COLS: tl.constexpr = words_of(BITS, BLOCK_W)
-    lines = planes_ptr.to(tl.pointer_type(tl.int32)) + row * q_row * 4
-    if AHEAD > 0:
+    lines = planes.to(tl.pointer_type(tl.int32)) + w_row * q_row * 4
+    if LAUNCH.prefetch_lines > 0:
         # Weights were there before the kernel that arranges the activations was launched.
-        ahead = tl.minimum(begin * W_COLS + tl.arange(0, AHEAD) * 32, steps * W_COLS - 32)
-        _prefetch(lines[:, None] + ahead[None, :])
-        gdc_wait()
+        line = begin * Q_COLUMNS + tl.arange(0, LAUNCH.prefetch_lines) * 32
+        _prefetch(lines[:, None] + tl.minimum(line, steps * Q_COLUMNS - 32)[None, :])
+    pdl_wait(PDL)
 
-    d, d_min = block_scales(at, d_row, 0, tl.minimum(begin, steps - 1), BLOCK_W, MINS, LATE)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     none = tl.full((), 0, tl.int64)
+    scales = block_scales(operands, Place(none, tl.minimum(begin, steps - 1)), TILE)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(begin, end):
-        if LOOK > 0:
-            _prefetch(lines + tl.minimum(step + LOOK, steps - 1) * W_COLS)
-        acc, d, d_min = add_step(
-            acc, d, d_min, at, q_row, h_row, s_row, t_row, d_row, none, step, 0,
-            tl.minimum(step + 1, steps - 1), num_words, BITS, OFFSET, SCALES, MINS, ASM,
-            CONSTRAINTS, BLOCK_W, PARTS, LATE, WHOLE,
-        )  # fmt: skip
+        after = tl.minimum(step + 1, steps - 1)
+        if LAUNCH.prefetch_distance > 0:
+            ahead = tl.minimum(step + LAUNCH.prefetch_distance, steps - 1)
+            _prefetch(lines + ahead * Q_COLUMNS)
+        acc, scales = add_step(
+            acc, scales, operands, Place(none, step), Place(none, after), num_words, TILE
+        )
     acc *= tl.load(factor_ptr + token)[None, :]
+    if GATED and LAUNCH.splits == 1:
+        ACTIVATION: tl.constexpr = LAUNCH.activation
+        acc = gated(acc, ACTIVATION)
+    elif GATED:
+        n, column = row, column + is_up * num_rows  # sums of up lie behind those of gate
+    mask = (m < num_tokens)[None, :] & (n < matrix.num_rows)[:, None]
+    n += column
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + n, mask=n < column + matrix.num_rows, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    if residual_ptr is not None:
+        residual = residual_ptr + m[None, :] * stride_residual_token + n[:, None]
+        acc += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
     y_split = y_ptr + tl.program_id(1).to(tl.int64) * stride_y_split
     tl.store(
         y_split + m[None, :] * stride_y_token + n[:, None],
         acc.to(y_ptr.dtype.element_ty),
-        mask=(m < num_tokens)[None, :] & (n < num_rows)[:, None],
+        mask=mask,
     )
-
-
-@kernel
-def _add_splits_kernel(
-    y_ptr,  # [m, n]
-    partial_ptr,  # [splits, m, n]
-    stride_y_token,
-    num_rows,
-    stride_split,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = n < num_rows
-    acc = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        acc += tl.load(partial_ptr + split * stride_split + token * num_rows + n, mask=mask)
-    tl.store(y_ptr + token * stride_y_token + n, acc.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-def halves_of(kind: str) -> int:
-    """In how many parts words' pairs are taken, and activations arranged."""
-    return 2 if CODES[file_kind(kind)].bits in (3, 5) else 1
 
 
 def codes_meta(kind: str, device: torch.device) -> dict[str, Any]:
@@ -207,93 +249,187 @@ def codes_meta(kind: str, device: torch.device) -> dict[str, Any]:
     }
 
 
-def tile_meta(kind: str, config: Config, k: int, device: torch.device) -> dict[str, Any]:
-    """What is constant in a kernel of :func:`add_step`, and its options."""
-    return {
-        **codes_meta(kind, device),
-        "BLOCK_N": config.rows,
-        "BLOCK_M": config.tokens,
-        "BLOCK_W": config.words,
-        "PARTS": max(config.parts, halves_of(kind)),
-        "LATE": config.late and CODES[file_kind(kind)].scales != "",
-        "WHOLE": k % (8 * config.words) == 0,
-        "num_warps": config.warps,
-        "num_stages": config.stages,
-        **({"maxnreg": config.registers} if config.registers else {}),
-    }
+def options_of(config: MmaConfig) -> dict[str, int]:
+    """The compiler options of a configuration."""
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return options | ({"maxnreg": config.maxnreg} if config.maxnreg else {})
 
 
-def described_activations(x: Tensor, sums: Tensor, kind: str, config: Config) -> Descriptors:
-    """Descriptors of what ``arrange`` returned, as :func:`add_step` reads it."""
-    codes = CODES[file_kind(kind)]
-    with_sums = config.late and codes.scales != "" and codes.mins
-    parts = max(config.parts, halves_of(kind))
-    return describe_activations(x, sums, config.tokens, config.words, parts, with_sums)
+def row_units(sizes: dict[str, int]) -> dict[str, int]:
+    """A kernel's units of 16 bytes of a row in each plane, of what ``row_sizes`` gives."""
+    return {f"{plane.lower()}_row": size // ROW_ALIGN for plane, size in sizes.items()}
 
 
 def mma_quant(
     a: Tensor,
     planes: Tensor,
     kind: str,
-    config: Config,
+    config: MmaConfig,
     *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y[m, n] = Σₖ a[m, k] · W[n, k], W in planes.
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias[n] + residual[m, n], W in planes.
 
     Args:
         a: [m, k], float16 or bfloat16.
         planes: uint8 [n, row_bytes], W's rows in planes.
         kind: their kind, such as ``"Q4_K:planes"``.
-        config: of the launch.
+        config: the launch's configuration.
+        bias: [n], contiguous, in any float dtype.
+        residual: [m, n] in any float dtype.
+        out: [m, n] to write to.
     """
-    (num_tokens, k), num_rows = a.shape, planes.shape[0]
-    y = a.new_empty((num_tokens, num_rows)) if out is None else out
+    y = a.new_empty(len(a), len(planes)) if out is None else out
     if y.numel() == 0:
         return y
-    sizes = row_sizes(planes, kind, k)
-    ahead = config.ahead if can_overlap(a.device) else 0
-    x, sums, factor = arrange(a, config.words, halves_of(kind), ahead > 0)
-    splits = config.splits
-    partial = y
-    if splits > 1:
-        partial = torch.empty((splits, *y.shape), dtype=torch.float32, device=a.device)
-    options = {"launch_pdl": True} if ahead else {}
-    described: Descriptors = (None,) * 6
-    if config.described:
-        described = describe_planes(planes[None], sizes, kind, k, config.words, config.rows)
-        described += described_activations(x, sums, kind, config)
-    _mma_quant_kernel.launch(
-        (cdiv(num_tokens, config.tokens) * cdiv(num_rows, config.rows), splits),
-        partial,
-        x,
-        sums,
-        factor,
-        planes,
-        *described,
-        partial.stride(0) if splits > 1 else 0,
-        partial.stride(-2),
-        x.stride(0),
-        *(size // ROW_ALIGN for size in sizes.values()),
-        num_rows,
-        k // 8,
-        num_tokens,
-        **tile_meta(kind, config, k, a.device),
-        SPLITS=splits,
-        AHEAD=ahead,
-        LOOK=config.look if capability(a.device) >= (8, 0) else 0,
-        **options,
+    return _products(
+        y,
+        arrange_for(a, kind, config),
+        [planes],
+        kind,
+        config,
+        a.shape[1],
+        bias=bias,
+        residual=residual,
     )
-    if splits > 1:
-        block = 1024
-        _add_splits_kernel.launch(
-            (num_tokens, cdiv(num_rows, block)),
-            y,
-            partial,
-            y.stride(0),
-            num_rows,
-            partial.stride(0),
-            SPLITS=splits,
-            BLOCK=block,
-        )
+
+
+def mma_gate_up(
+    a: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    kind: str,
+    config: MmaConfig,
+    activation: str = "silu",
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y[m, n] = activation(a · gateᵀ) * (a · upᵀ), one launch where K is not split.
+
+    Args:
+        a: [m, k], float16 or bfloat16.
+        gate, up: uint8 [n, row_bytes], both of ``kind``.
+        kind: their kind, such as ``"Q4_K:planes"``.
+        config: the launch's configuration; half of a tile's rows are gate's and half are up's.
+        activation: ``"silu"`` or ``"gelu_tanh"``.
+        out: [m, n] to write to.
+    """
+    y = a.new_empty(len(a), len(gate)) if out is None else out
+    if y.numel() == 0:
+        return y
+    arranged = arrange_for(a, kind, config)
+    return _products(y, arranged, [gate, up], kind, config, a.shape[1], activation)
+
+
+def mma_qkv(
+    a: Tensor,
+    matrices: Sequence[Tensor],
+    kinds: Sequence[str],
+    configs: Sequence[MmaConfig],
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y = a · [Q; K; V]ᵀ, side by side in y [m, nq + nk + nv].
+
+    One launch where all are of one kind, by the first configuration; else a launch each. a is
+    arranged once for all matrices that take it in one order.
+
+    Args:
+        a: [m, k], float16 or bfloat16.
+        matrices: two or three, uint8 [n, row_bytes].
+        kinds: their kinds.
+        configs: configurations of their launches.
+        out: [m, nq + nk + nv] to write to.
+    """
+    y = a.new_empty(len(a), sum(map(len, matrices))) if out is None else out
+    if y.numel() == 0:
+        return y
+    if len(set(kinds)) == 1:
+        arranged = arrange_for(a, kinds[0], configs[0])
+        return _products(y, arranged, matrices, kinds[0], configs[0], a.shape[1])
+    orders: dict[tuple[int, int], Arranged] = {}
+    first = 0
+    for planes, kind, config in zip(matrices, kinds, configs, strict=True):
+        order = config.words, halves_of(kind)
+        if order not in orders:
+            orders[order] = arrange_for(a, kind, config)
+        part = y[:, first : first + len(planes)]
+        if part.numel():
+            _products(part, orders[order], [planes], kind, config, a.shape[1])
+        first += len(planes)
     return y
+
+
+def arrange_for(a: Tensor, kind: str, config: MmaConfig) -> Arranged:
+    """Activations as the products of a kind take them."""
+    return arrange(a, config.words, halves_of(kind))
+
+
+def _products(
+    y: Tensor,
+    arranged: Arranged,
+    matrices: Sequence[Tensor],
+    kind: str,
+    config: MmaConfig,
+    k: int,
+    activation: str = "",
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Launch products of one, two or three matrices of a kind, written to y."""
+    num_tokens, splits = y.shape[0], config.splits
+    first, second, third = [*matrices, None, None][:3]
+    sizes, *_ = [row_sizes(planes, kind, k) for planes in matrices]  # every one is checked
+    tile = tile_of(kind, config, k, y.device)
+    rows = tile.rows // 2 if activation else tile.rows
+    tiles = cdiv(len(first), rows) if activation else sum(cdiv(len(w), rows) for w in matrices)
+    partial = y[None]
+    if splits > 1:
+        width = y.shape[1] * (2 if activation else 1)
+        shape = splits, num_tokens, width
+        partial = torch.empty(shape, dtype=torch.float32, device=y.device)
+    descriptors = {"x_desc": None, "sums_desc": None}
+    if config.use_tma:
+        descriptors = activation_descriptors(arranged, tile)
+    for prefix, planes in (("", first), ("second_", second), ("third_", third)):
+        if config.use_tma and planes is not None:
+            descriptors |= plane_descriptors(planes[None], sizes, k, tile, rows, prefix)
+        else:
+            descriptors |= no_plane_descriptors(prefix)
+    is_last = splits == 1
+    _mma_quant_kernel.launch(
+        (cdiv(num_tokens, tile.tokens) * tiles, splits),
+        y_ptr=partial,
+        x_ptr=arranged.x,
+        sums_ptr=arranged.sums,
+        factor_ptr=arranged.factor,
+        planes_ptr=first,
+        second_ptr=second,
+        third_ptr=third,
+        bias_ptr=bias if is_last else None,
+        residual_ptr=residual if is_last else None,
+        **descriptors,
+        stride_y_split=0 if is_last else partial.stride(0),
+        stride_y_token=partial.stride(1),
+        stride_x_token=arranged.x.stride(0),
+        stride_residual_token=residual.stride(0) if is_last and residual is not None else 0,
+        **row_units(sizes),
+        num_rows=len(first),
+        num_rows_second=0 if second is None else len(second),
+        num_rows_third=0 if third is None else len(third),
+        num_words=k // 8,
+        num_tokens=num_tokens,
+        TILE=tile,
+        LAUNCH=_launch_of(config, activation, y.device),
+        **options_of(config),
+    )
+    return y if is_last else add_partials(y, partial, bias, residual, activation)
+
+
+def _launch_of(config: MmaConfig, activation: str, device: torch.device) -> Launch:
+    """What a configuration is on a device: not every GPU prefetches."""
+    lines = config.prefetch_lines if can_overlap(device) else 0
+    distance = config.prefetch_distance if capability(device) >= (8, 0) else 0
+    return Launch(config.splits, activation, lines, distance)

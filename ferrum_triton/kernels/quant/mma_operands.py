@@ -1,109 +1,257 @@
-"""What a step of a product of weights in planes reads, by pointers or through descriptors.
+"""What a step of a product of weights in planes reads, by pointers or through tensor descriptors.
 
-Of Q4_K and Q5_K the bytes of a scale and its min are read as one int16. Words reach shared memory
-by the pipeline of the loop that takes the steps, or by descriptors' tiles
-(:mod:`ferrum_triton.kernels.quant.descriptors`), and are unpacked after they are read from it in
-the operand's layout (:mod:`ferrum_triton.kernels.quant.fragments`).
+Both ways give a step's :class:`Loaded` tiles, so that the products that follow do not know which
+way was taken. Words reach shared memory by the pipeline of the loop that takes the steps, or as
+descriptors' tiles (:mod:`ferrum_triton.kernels.quant.descriptors`), and are unpacked after they are
+read from it in the operand's layout (:mod:`ferrum_triton.kernels.quant.fragments`).
+
+Of Q4_K and Q5_K the bytes of a scale and its min are read as one int16.
 """
 
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
-from ferrum_triton.kernels.quant.descriptors import (
-    blocks_described,
-    high_words_of,
-    scales_described,
-    scales_of,
-    words_of,
-)
+from ferrum_triton.kernels.jit import capability
+from ferrum_triton.kernels.quant.fragments import CODES, Codes
+from ferrum_triton.kernels.quant.mma_config import MmaConfig
+from ferrum_triton.quant.kinds import file_kind
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What is constant in a product's loop over K: the format, and the shape of a tile.
+
+    Numbers derived from it are constexpr functions, whose source Triton's cache of compiled kernels
+    is keyed by; of a property it would know nothing. So is the PTX a field.
+
+    Attributes:
+        codes: the format of weights.
+        asm: PTX that unpacks two words, "" where Triton does: in the interpreter and on AMD.
+        rows: rows of W.
+        tokens: tokens.
+        words: words of eight weights in a step.
+        parts: products a step is summed in.
+        scale_after: d scales the product in float32, not the weights in float16.
+        whole: K is whole steps.
+    """
+
+    codes: Codes
+    asm: str
+    rows: int
+    tokens: int
+    words: int
+    parts: int
+    scale_after: bool
+    whole: bool
+
+
+def halves_of(kind: str) -> int:
+    """In how many parts words' pairs are taken, and activations arranged."""
+    return 2 if CODES[file_kind(kind)].bits in (3, 5) else 1
+
+
+def tile_of(kind: str, config: MmaConfig, k: int, device: torch.device) -> Tile:
+    """The tile of a product of K ``k``."""
+    has_ptx = capability(device) >= (8, 0)
+    return _tile_of(file_kind(kind), config, k % (8 * config.words) == 0, has_ptx)
+
+
+@lru_cache(maxsize=4096)
+def _tile_of(kind: str, config: MmaConfig, whole: bool, has_ptx: bool) -> Tile:
+    codes = CODES[kind]
+    return Tile(
+        codes=codes,
+        asm=codes.asm if has_ptx else "",
+        rows=config.rows,
+        tokens=config.tokens,
+        words=config.words,
+        parts=max(config.parts, halves_of(kind)),
+        # Powers of two of MXFP4 are beyond float16 before the product.
+        scale_after=codes.scales == "power" or (config.scale_after and codes.scales != ""),
+        whole=whole,
+    )
+
+
+@triton.constexpr_function
+def q_columns(tile):
+    """int32 of a row's first plane in a step."""
+    return {8: 2 * tile.words, 3: tile.words // 2, 2: tile.words // 2}.get(
+        tile.codes.bits, tile.words
+    )
+
+
+@triton.constexpr_function
+def h_columns(tile):
+    """int32 of its second plane, 0 of formats that have none."""
+    by_bits = {6: tile.words // 2, 5: tile.words // 4, 3: tile.words // 4}
+    return by_bits.get(tile.codes.bits, 0)
+
+
+@triton.constexpr_function
+def s_columns(tile):
+    """Scales of its sub-blocks, of the kind of ``Codes.scales``."""
+    if tile.codes.scales == "":
+        return 0
+    return tile.words // (2 if tile.codes.scales in ("byte", "nibbles") else 4)
+
+
+@triton.constexpr_function
+def d_columns(tile):
+    """Blocks of 32 weights in a step, of formats that have no others."""
+    return 0 if tile.codes.scales else tile.words // 4
+
+
+@triton.constexpr_function
+def d_unit(tile):
+    """Entries of d, or of d and m, in 16 bytes: exponents of MXFP4 are bytes."""
+    return 16 if tile.codes.scales == "power" else 4 if tile.codes.mins else 8
+
+
+@triton.constexpr_function
+def s_by_tma(tile):
+    """Whether a descriptor brings scales: those of 16 words are too narrow for one."""
+    return tile.codes.scales in ("pair", "nibbles", "byte") and tile.words == 32
+
+
+@triton.constexpr_function
+def d_by_tma(tile):
+    """Likewise d, or d and m: a row of a descriptor's tile has 16 bytes at least."""
+    return d_columns(tile) * (4 if tile.codes.mins else 2) >= 16
+
+
+class PlaneRows(NamedTuple):
+    """Units of 16 bytes that a row takes in each plane; 0 of a plane there is not."""
+
+    q: Any
+    h: Any
+    s: Any
+    t: Any
+    d: Any
+
+
+class Pointers(NamedTuple):
+    """Where the first step of a tile's rows and tokens lies."""
+
+    q: Any  # int32 [rows, q_columns]
+    h: Any  # int32 [rows, h_columns]
+    s: Any  # [rows, s_columns]
+    t: Any  # int32 [rows, 1], upper bits of packed scales
+    d: Any  # [rows], float16, or float16 d and m as int32
+    x: Any  # float16 [tokens, 8 words / parts]
+    sums: Any  # float16 [tokens, words]
+
+
+class MatrixTma(NamedTuple):
+    """Descriptors of a matrix's planes, None of one that is read by pointers, and its expert."""
+
+    q: Any
+    h: Any
+    s: Any
+    d: Any
+    expert: Any
+
+
+class TokensTma(NamedTuple):
+    """Descriptors of arranged activations, and of their sums or None; a tile's first token."""
+
+    x: Any
+    sums: Any
+    token: Any
+
+
+class Operands(NamedTuple):
+    """Everything a tile's steps are read through."""
+
+    at: Any  # Pointers
+    rows: Any  # PlaneRows
+    matrix: Any  # MatrixTma
+    up: Any  # likewise of a second matrix, whose rows alternate with the first's, eight of each
+    tokens: Any  # TokensTma
+    row: Any  # the tile's first row in descriptors
+
+
+class Place(NamedTuple):
+    """A step: rows of W past those of the operands, int64, and the step's number in the row."""
+
+    rows: Any
+    step: Any
+
+
+class Scales(NamedTuple):
+    """d and m: of a step's block [rows], or of its weights float16 [rows, blocks]; m may be 0."""
+
+    d: Any
+    m: Any
+
+
+class Loaded(NamedTuple):
+    """A step's tiles; 0 in place of one that the format has not."""
+
+    words: Any  # int32 [rows, q_columns]
+    more: Any  # int32 [rows, h_columns], the bits above
+    scale: Any  # [rows, s_columns]
+    d: Any  # [rows, d_columns], of formats without integer scales
+    x: Any  # float16 [tokens, 8 words / parts]
+    x_second: Any  # likewise of the step's second part
+    sums: Any  # float16 [tokens, words]
 
 
 @triton.jit
-def operands(
-    planes_ptr, x_ptr, sums_ptr, q_row, h_row, s_row, t_row, d_row, stride_x_token, row, token,
-    num_rows, BITS: tl.constexpr, SCALES: tl.constexpr, MINS: tl.constexpr,
-    BLOCK_W: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Pointers to the first step of rows of each plane, and of tokens' activations and their sums.
+def pointers(
+    planes_ptr, x_ptr, sums_ptr, rows, stride_x_token, row, token, num_rows, TILE: tl.constexpr
+):
+    """:class:`Pointers` of a tile.
 
     Args:
-        planes_ptr: W [num_rows, row_bytes], or that of each row [BLOCK_N].
-        q_row, h_row, s_row, t_row, d_row: of a row of each plane, units of 16 bytes.
-        x_ptr, sums_ptr: of :func:`ferrum_triton.kernels.quant.activations.arrange`.
-        row: int64 [BLOCK_N], any there are.
-        token: int64 [BLOCK_M], any there are.
+        planes_ptr: W [num_rows, row_bytes], or that of each row, [rows].
+        x_ptr, sums_ptr: the activations :func:`~.activations.arrange` returned.
+        rows: :class:`PlaneRows`.
+        row: rows of W, int64 [rows], any there are.
+        token: rows of x, int64 [tokens], any there are.
     """
+    SCALES: tl.constexpr = TILE.codes.scales
     plane = tl.full((), 16, tl.int64) * num_rows  # bytes of a plane whose rows are a unit
     q_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
-    planes_ptr += plane * q_row
+    planes_ptr += plane * rows.q
     h_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
-    planes_ptr += plane * h_row
+    planes_ptr += plane * rows.h
     s_ptr = planes_ptr
-    planes_ptr += plane * s_row
+    planes_ptr += plane * rows.s
     t_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
-    planes_ptr += plane * t_row
-    w_rows = (q_ptr + row * q_row * 4)[:, None]
-    w_rows += tl.arange(0, words_of(BITS, BLOCK_W))[None, :]
-    more_rows, s_rows, t_rows = h_ptr, s_ptr, t_ptr
-    if high_words_of(BITS, BLOCK_W) > 0:
-        more_rows = (h_ptr + row * h_row * 4)[:, None]
-        more_rows += tl.arange(0, high_words_of(BITS, BLOCK_W))[None, :]
-    if SCALES == "pair":
-        s_rows = (s_ptr.to(tl.pointer_type(tl.int16)) + row * s_row * 8)[:, None]
-    elif SCALES == "byte":
-        s_rows = (s_ptr.to(tl.pointer_type(tl.int8)) + row * s_row * 16)[:, None]
-    elif SCALES != "":
-        s_rows = (s_ptr + row * s_row * 16)[:, None]
+    planes_ptr += plane * rows.t
+    q = (q_ptr + row * rows.q * 4)[:, None] + tl.arange(0, q_columns(TILE))[None, :]
+    h, s, t = h_ptr, s_ptr, t_ptr
+    if h_columns(TILE) > 0:
+        h = (h_ptr + row * rows.h * 4)[:, None] + tl.arange(0, h_columns(TILE))[None, :]
+    if SCALES != "":
+        if SCALES == "pair":
+            s = s_ptr.to(tl.pointer_type(tl.int16)) + row * rows.s * 8
+        elif SCALES == "byte" or SCALES == "byte32":
+            s = s_ptr.to(tl.pointer_type(tl.int8)) + row * rows.s * 16
+        else:
+            s = s_ptr + row * rows.s * 16
+        s = s[:, None] + tl.arange(0, s_columns(TILE))[None, :]
     if SCALES == "packed":
         # Two sub-blocks a column; the upper bits of all 16 of a block are in a word.
-        t_rows = (t_ptr + row * t_row * 4)[:, None]
-    if SCALES != "":
-        s_rows += tl.arange(0, scales_of(SCALES, BLOCK_W))[None, :]
-    D_TYPE: tl.constexpr = tl.int32 if MINS else tl.float16
-    d_rows = planes_ptr.to(tl.pointer_type(D_TYPE)) + row * d_row * (4 if MINS else 8)
-    # Element p W + w of a step is product p of word w.
-    x_rows = x_ptr + (token * stride_x_token)[:, None]
-    x_rows += tl.arange(0, 8 * BLOCK_W // PARTS)[None, :]
-    sum_rows = sums_ptr + (token * (stride_x_token // 8))[:, None] + tl.arange(0, BLOCK_W)[None, :]
-    return w_rows, more_rows, s_rows, t_rows, d_rows, x_rows, sum_rows
-
-
-@triton.jit
-def _given(desc, other):
-    """A descriptor, or where there is none what takes its place in a tuple."""
-    if desc is None:
-        taken = other
+        t = (t_ptr + row * rows.t * 4)[:, None]
+    if SCALES == "power":
+        d = planes_ptr
+    elif TILE.codes.mins:
+        d = planes_ptr.to(tl.pointer_type(tl.int32))
     else:
-        taken = desc
-    return taken
-
-
-@triton.jit
-def described_operands(
-    at, w_desc, h_desc, s_desc, d_desc, up_w_desc, up_h_desc, up_s_desc, up_d_desc, x_desc,
-    sums_desc, row, expert, up_expert, token,
-):  # fmt: skip
-    """Likewise through descriptors, where there are any: what is left of ``at`` stays pointers.
-
-    Args:
-        at: of :func:`operands`.
-        w_desc, h_desc, s_desc, d_desc: of the planes.
-        up_w_desc, up_h_desc, up_s_desc, up_d_desc: of a second matrix, whose rows come in turn with
-            those of the first, eight of each; or None.
-        x_desc, sums_desc: of the activations.
-        row, expert, up_expert, token: where the tile begins.
-    """
-    if w_desc is not None:
-        at = (
-            w_desc, _given(h_desc, at[1]), _given(s_desc, at[2]), at[3], at[4], x_desc,
-            _given(sums_desc, at[6]), row, expert, token, _given(d_desc, at[4]),
-        )  # fmt: skip
-        if up_w_desc is not None:
-            at += (
-                up_w_desc, _given(up_h_desc, at[1]), _given(up_s_desc, at[2]),
-                _given(up_d_desc, at[4]), up_expert,
-            )  # fmt: skip
-    return at
+        d = planes_ptr.to(tl.pointer_type(tl.float16))
+    d += row * rows.d * d_unit(TILE)
+    # Element p W + w of a step is product p of word w.
+    x = (x_ptr + token * stride_x_token)[:, None]
+    x += tl.arange(0, 8 * TILE.words // TILE.parts)[None, :]
+    sums = (sums_ptr + token * (stride_x_token // 8))[:, None]
+    sums += tl.arange(0, TILE.words)[None, :]
+    return Pointers(q, h, s, t, d, x, sums)
 
 
 @triton.jit
@@ -115,58 +263,162 @@ def halves(word):
 
 
 @triton.jit
-def block_scales(
-    at, d_row, skipped, step, BLOCK_W: tl.constexpr, MINS: tl.constexpr, LATE: tl.constexpr
-):
-    """d and m of a step's block of each row, where they are taken late; else nothing."""
+def block_scales(operands, place, TILE: tl.constexpr):
+    """d and m of a step's block of each row, where they scale products; else nothing."""
     d, m = 0.0, 0.0
-    if LATE:
+    if TILE.scale_after:
         # Too narrow for the compiler's pipeline where no product depends on them.
-        d = tl.load(at[4] + (skipped * d_row * (4 if MINS else 8) + step * BLOCK_W // 32))
-        if MINS:
+        skipped = place.rows * operands.rows.d * d_unit(TILE)
+        d = tl.load(operands.at.d + (skipped + place.step * TILE.words // 32))
+        if TILE.codes.mins:
             d, m = halves(d)
-    return d, m
+    return Scales(d, m)
 
 
 @triton.jit
-def load_early_scales(
-    at, described, d_row, skipped, step, left, SCALES: tl.constexpr, MINS: tl.constexpr,
-    BLOCK_W: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """d and m of each row's weights of a step, float16 [BLOCK_N, blocks], where taken early.
-
-    Args:
-        described: d as a descriptor brought it, where it did.
-        left: words of the row from this step on.
-    """
-    DESCRIBED: tl.constexpr = len(at) > 7 and blocks_described(SCALES, MINS, BLOCK_W)
+def weight_scales(operands, loaded, place, TILE: tl.constexpr):
+    """d and m of each row's weights of a step, float16 [rows, blocks], where they scale weights."""
     m = 0.0
-    if SCALES != "":
+    if TILE.codes.scales == "":
+        d = loaded.d
+        if TILE.codes.mins:
+            d, m = halves(d)
+    else:
         # Halves, which the compiler's pipeline leaves alone: they come from L1, and each thread
         # asks for those of its rows.
-        EACH: tl.constexpr = 2 if MINS else 1
-        d_ptr = at[4].to(tl.pointer_type(tl.float16))[:, None]
-        d_ptr += skipped * d_row * 8 + step * BLOCK_W // 32 * EACH
+        EACH: tl.constexpr = 2 if TILE.codes.mins else 1
+        d_ptr = operands.at.d.to(tl.pointer_type(tl.float16))[:, None]
+        d_ptr += place.rows * operands.rows.d * 8 + place.step * TILE.words // 32 * EACH
         d = tl.load(d_ptr)
-        if MINS:
+        if TILE.codes.mins:
             m = tl.load(d_ptr + 1)
-    else:
-        if DESCRIBED:
-            d = described
-        else:
-            d_rows = at[4][:, None] + skipped * d_row * (4 if MINS else 8)
-            # 0 where there are none: anything else may be no number.
-            d_col = tl.arange(0, BLOCK_W // 4)[None, :]
-            mask = (d_col < left // 4) | WHOLE
-            d = tl.load(d_rows + (step * (BLOCK_W // 4) + d_col), mask=mask, other=0)
-        if MINS:
-            d, m = halves(d)
-    return d, m
+    return Scales(d, m)
 
 
 @triton.jit
-def _matrix(tile, up, GATED: tl.constexpr):
-    """A descriptor's tile [1, R, C] as [R, C]; eight rows of each in turn of two, as [2 R, C]."""
+def load_step(operands, place, left, TILE: tl.constexpr):
+    """A step's :class:`Loaded` tiles.
+
+    Words past the end of a row are any: the activations are 0 there.
+
+    Args:
+        left: words of the row from this step on.
+    """
+    if operands.matrix.q is None:
+        loaded = _load_by_pointers(operands, place, left, TILE)
+    else:
+        loaded = _load_by_tma(operands, place, left, TILE)
+    return loaded
+
+
+@triton.jit
+def _load_scales(operands, place, TILE: tl.constexpr):
+    UNIT: tl.constexpr = 8 if TILE.codes.scales == "pair" else 16
+    skipped = place.rows * operands.rows.s * UNIT
+    return tl.load(operands.at.s + (skipped + place.step * s_columns(TILE)))
+
+
+@triton.jit
+def _load_d(operands, place, left, TILE: tl.constexpr):
+    skipped = place.rows * operands.rows.d * (4 if TILE.codes.mins else 8)
+    column = tl.arange(0, d_columns(TILE))[None, :]
+    # 0 where there are none: anything else may be no number.
+    return tl.load(
+        operands.at.d[:, None] + skipped + (place.step * d_columns(TILE) + column),
+        mask=(column < left // 4) | TILE.whole,
+        other=0,
+    )
+
+
+@triton.jit
+def upper_scales(operands, place, TILE: tl.constexpr):
+    """The upper bits of a step's packed scales, in the lowest bits of each column's word."""
+    upper = tl.load(
+        operands.at.t + (place.rows * operands.rows.t * 4 + place.step * TILE.words // 32)
+    )
+    column = tl.arange(0, TILE.words // 4)[None, :]
+    return upper >> (column + place.step * (TILE.words // 4)) % 8 * 4
+
+
+@triton.jit
+def _load_by_pointers(operands, place, left, TILE: tl.constexpr):
+    at = operands.at
+    Q_COLUMNS: tl.constexpr = q_columns(TILE)
+    H_COLUMNS: tl.constexpr = h_columns(TILE)
+    more, scale, d, x_second, sums = 0, 1, 0, 0, 0
+    q = at.q + (place.rows * operands.rows.q * 4 + place.step * Q_COLUMNS)
+    if TILE.whole:
+        words = tl.load(q, eviction_policy="evict_first")
+    else:
+        # Words of eight weights are Q_COLUMNS / TILE.words int32 each.
+        left_columns = left * 2 if TILE.codes.bits == 8 else left // (TILE.words // Q_COLUMNS)
+        words = tl.load(q, mask=tl.arange(0, Q_COLUMNS)[None, :] < left_columns, other=0)
+    if H_COLUMNS > 0:
+        column = tl.arange(0, H_COLUMNS)[None, :]
+        more = tl.load(
+            at.h + (place.rows * operands.rows.h * 4 + place.step * H_COLUMNS),
+            mask=(column < left // (TILE.words // H_COLUMNS)) | TILE.whole,
+            other=0,
+        )
+    if TILE.codes.scales != "":
+        scale = _load_scales(operands, place, TILE)
+    else:
+        d = _load_d(operands, place, left, TILE)
+    x_rows = at.x + place.step * (8 * TILE.words)
+    x = tl.load(x_rows)
+    if TILE.parts == 2:
+        x_second = tl.load(x_rows + 4 * TILE.words)
+    if TILE.scale_after and TILE.codes.mins:
+        sums = tl.load(at.sums + place.step * TILE.words)
+    return Loaded(words, more, scale, d, x, x_second, sums)
+
+
+@triton.jit
+def _load_by_tma(operands, place, left, TILE: tl.constexpr):
+    """One load after the other with nothing between, as the compiler then waits once for all of
+    them; and words last, as it would change their layout right behind their load."""
+    matrix, up, tokens = operands.matrix, operands.up, operands.tokens
+    row, step = operands.row + place.rows.to(tl.int32), place.step
+    GATED: tl.constexpr = up.q is not None
+    more, scale, d, x_second, sums = 0, 1, 0, 0, 0
+    up_words, up_more, up_scale, up_d = 0, 0, 0, 0
+    x = tokens.x.load([tokens.token, step * (8 * TILE.words)])
+    if TILE.parts == 2:
+        x_second = tokens.x.load([tokens.token, step * (8 * TILE.words) + 4 * TILE.words])
+    if TILE.scale_after and TILE.codes.mins:
+        sums = tokens.sums.load([tokens.token, step * TILE.words])
+    if s_by_tma(TILE):
+        scale = matrix.s.load([matrix.expert, row, step * s_columns(TILE)])
+        if GATED:
+            up_scale = up.s.load([up.expert, row, step * s_columns(TILE)])
+    if d_by_tma(TILE):
+        d = matrix.d.load([matrix.expert, row, step * d_columns(TILE)])
+        if GATED:
+            up_d = up.d.load([up.expert, row, step * d_columns(TILE)])
+    if h_columns(TILE) > 0:
+        more = matrix.h.load([matrix.expert, row, step * h_columns(TILE)])
+        if GATED:
+            up_more = up.h.load([up.expert, row, step * h_columns(TILE)])
+    words = matrix.q.load([matrix.expert, row, step * q_columns(TILE)])
+    if GATED:
+        up_words = up.q.load([up.expert, row, step * q_columns(TILE)])
+    words = _alternating(words, up_words, GATED)
+    if h_columns(TILE) > 0:
+        more = _alternating(more, up_more, GATED)
+    if s_by_tma(TILE):
+        scale = _alternating(scale, up_scale, GATED)
+    elif TILE.codes.scales != "":
+        scale = _load_scales(operands, place, TILE)
+    if d_by_tma(TILE):
+        d = _alternating(d, up_d, GATED)
+    elif d_columns(TILE) > 0:
+        d = _load_d(operands, place, left, TILE)
+    return Loaded(words, more, scale, d, x, x_second, sums)
+
+
+@triton.jit
+def _alternating(tile, up, GATED: tl.constexpr):
+    """A descriptor's tile [1, R, C] as [R, C]; of two matrices eight rows of each in turn."""
     tile = tl.reshape(tile, tile.shape[1:])
     if GATED:
         R: tl.constexpr = tile.shape[0]
@@ -174,104 +426,3 @@ def _matrix(tile, up, GATED: tl.constexpr):
         both = tl.join(tl.reshape(tile, [R // 8, 8, C]), tl.reshape(up, [R // 8, 8, C]))
         tile = tl.reshape(tl.permute(both, (0, 3, 1, 2)), [2 * R, C])
     return tile
-
-
-@triton.jit
-def _load_described(
-    at, skipped, step, BITS: tl.constexpr, SCALES: tl.constexpr, MINS: tl.constexpr,
-    BLOCK_W: tl.constexpr, PARTS: tl.constexpr, LATE: tl.constexpr,
-):  # fmt: skip
-    """What descriptors bring of a step: words, those above, scales, d, activations and sums.
-
-    One load after the other with nothing between, as the compiler then waits once for all of them;
-    and words last, as it would change their layout right behind their load.
-    """
-    row, expert, token = at[7] + skipped.to(tl.int32), at[8], at[9]
-    GATED: tl.constexpr = len(at) > 11
-    HAS_MORE: tl.constexpr = high_words_of(BITS, BLOCK_W) > 0
-    HAS_SCALES: tl.constexpr = scales_described(SCALES, BLOCK_W)
-    HAS_BLOCKS: tl.constexpr = blocks_described(SCALES, MINS, BLOCK_W)
-    W_COLS: tl.constexpr = words_of(BITS, BLOCK_W)
-    H_COLS: tl.constexpr = high_words_of(BITS, BLOCK_W)
-    S_COLS: tl.constexpr = scales_of(SCALES, BLOCK_W)
-    more, scale, d, sums = 0, 1, 0, 0
-    up_words, up_more, up_scale, up_d = 0, 0, 0, 0
-    x = at[5].load([token, step * (8 * BLOCK_W)])
-    second = x
-    if PARTS == 2:
-        second = at[5].load([token, step * (8 * BLOCK_W) + 4 * BLOCK_W])
-    if LATE and MINS:
-        sums = at[6].load([token, step * BLOCK_W])
-    if HAS_SCALES:
-        scale = at[2].load([expert, row, step * S_COLS])
-        if GATED:
-            up_scale = at[13].load([at[15], row, step * S_COLS])
-    if HAS_BLOCKS:
-        d = at[10].load([expert, row, step * (BLOCK_W // 4)])
-        if GATED:
-            up_d = at[14].load([at[15], row, step * (BLOCK_W // 4)])
-    if HAS_MORE:
-        more = at[1].load([expert, row, step * H_COLS])
-        if GATED:
-            up_more = at[12].load([at[15], row, step * H_COLS])
-    words = at[0].load([expert, row, step * W_COLS])
-    if GATED:
-        up_words = at[11].load([at[15], row, step * W_COLS])
-    words = _matrix(words, up_words, GATED)
-    if HAS_MORE:
-        more = _matrix(more, up_more, GATED)
-    if HAS_SCALES:
-        scale = _matrix(scale, up_scale, GATED)
-    if HAS_BLOCKS:
-        d = _matrix(d, up_d, GATED)
-    return words, more, scale, d, x, second, sums
-
-
-@triton.jit
-def load_weights(
-    at, q_row, h_row, s_row, t_row, skipped, step, left, BITS: tl.constexpr, SCALES: tl.constexpr,
-    MINS: tl.constexpr, BLOCK_W: tl.constexpr, PARTS: tl.constexpr, LATE: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Words of a step, the bits above, scales and their upper bits; and what is described, or 0.
-
-    Words past the end of a row are any: the activations are 0 there.
-
-    Args:
-        left: words of the row from this step on.
-
-    Returns:
-        words, int32 [BLOCK_N, ..]; more, likewise; scale, int32; upper, int32 of packed scales;
-        and of descriptors d, activations, those of the step's second part, and sums.
-    """
-    DESCRIBED: tl.constexpr = len(at) > 7
-    W_COLS: tl.constexpr = words_of(BITS, BLOCK_W)
-    H_COLS: tl.constexpr = high_words_of(BITS, BLOCK_W)
-    more, scale, upper, d, x, second, sums = 0, 1, 0, 0, 0, 0, 0
-    if DESCRIBED:
-        words, more, scale, d, x, second, sums = _load_described(
-            at, skipped, step, BITS, SCALES, MINS, BLOCK_W, PARTS, LATE
-        )
-    else:
-        w_rows = at[0] + (skipped * q_row * 4 + step * W_COLS)
-        if WHOLE:
-            words = tl.load(w_rows, eviction_policy="evict_first")
-        else:
-            W_LEFT = left * 2 if BITS == 8 else (left // 2 if BITS < 4 else left)
-            words = tl.load(w_rows, mask=tl.arange(0, W_COLS)[None, :] < W_LEFT, other=0)
-        if H_COLS > 0:
-            more = tl.load(
-                at[1] + (skipped * h_row * 4 + step * H_COLS),
-                mask=(tl.arange(0, H_COLS)[None, :] < left // (BLOCK_W // H_COLS)) | WHOLE,
-                other=0,
-            )
-    if SCALES != "" and not (DESCRIBED and scales_described(SCALES, BLOCK_W)):
-        UNIT: tl.constexpr = 8 if SCALES == "pair" else 16
-        scale = tl.load(at[2] + (skipped * s_row * UNIT + step * scales_of(SCALES, BLOCK_W)))
-    if SCALES != "":
-        scale = scale.to(tl.int32)
-    if SCALES == "packed":
-        upper = tl.load(at[3] + (skipped * t_row * 4 + step * BLOCK_W // 32))
-        s_col = tl.arange(0, BLOCK_W // 4)[None, :]
-        upper = upper >> (s_col + step * (BLOCK_W // 4)) % 8 * 4
-    return words, more, scale, upper, d, x, second, sums

@@ -1,11 +1,17 @@
-"""Steps of a product of weights in planes on tensor cores: what they read, unpacked and summed."""
+"""Steps of a product of weights in planes on tensor cores: what they read, unpacked and summed.
+
+Every product here, of one matrix or of experts, is a loop over :func:`add_step`.
+"""
 
 import triton
 import triton.language as tl
 
+from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.quant.fragments import (
     all_end_to_end,
     end_to_end,
+    largest_power,
+    relative_power,
     second_bytes,
     spread,
     times,
@@ -13,16 +19,18 @@ from ferrum_triton.kernels.quant.fragments import (
 )
 from ferrum_triton.kernels.quant.mma_operands import (
     block_scales,
-    load_early_scales,
-    load_weights,
+    d_unit,
+    load_step,
+    upper_scales,
+    weight_scales,
 )
 from ferrum_triton.kernels.tensor_cores import settled
 
 
 @triton.jit
-def _every_other_pair(words, BITS: tl.constexpr):
+def _every_other_pair(words, TILE: tl.constexpr):
     """Words whose high bits are in the low halves of a one-bit plane's bytes; the high halves'."""
-    if BITS == 5:
+    if TILE.codes.bits == 5:
         pairs = tl.reshape(words, [words.shape[0], words.shape[1] // 4, 2, 2])
         even, odd = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
         even = tl.reshape(even, [words.shape[0], words.shape[1] // 2])
@@ -33,101 +41,101 @@ def _every_other_pair(words, BITS: tl.constexpr):
 
 
 @triton.jit
-def _weights(
-    words, more, scale, low, d, d_min, W: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
-    SCALED: tl.constexpr, MINS: tl.constexpr, LATE: tl.constexpr, ASM: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
-):  # fmt: skip
-    """Eight products' weights, float16 [BLOCK_N, W]; up to d if that is taken late."""
+def _weights(words, more, scale, low, scales, W: tl.constexpr, TILE: tl.constexpr):
+    """Eight products' weights, float16 [rows, W]; without d where it scales the product.
+
+    Args:
+        words, more, scale: the operands of ``unpack``.
+        low: mins of sub-blocks in the second byte of an int32.
+        scales: d and m of the weights.
+    """
+    BITS: tl.constexpr = TILE.codes.bits
+    OFFSET: tl.constexpr = TILE.codes.offset
+    SCALED: tl.constexpr = TILE.codes.scales != ""
+    MINS: tl.constexpr = TILE.codes.mins
+    ASM: tl.constexpr = TILE.asm
+    CONSTRAINTS: tl.constexpr = TILE.codes.constraints
     t = unpack(words, more, scale, BITS, OFFSET, SCALED, ASM, CONSTRAINTS)
-    if not LATE:
-        mins = 0.0
+    if not TILE.scale_after:
+        mins, m = 0.0, scales.m
         if MINS:
-            d_min = spread(d_min, W)
+            m = spread(m, W)
             if SCALED:
                 mins = second_bytes(low, W, ASM)
-        t = times(t, mins, spread(d, W), d_min, SCALED, MINS, ASM != "")
+        t = times(t, mins, spread(scales.d, W), m, SCALED, MINS, ASM != "")
     return t
 
 
 @triton.jit
-def add_step(
-    acc, d, d_min, at, q_row, h_row, s_row, t_row, d_row, skipped, step, next_skipped, next_step,
-    num_words, BITS: tl.constexpr, OFFSET: tl.constexpr, SCALES: tl.constexpr, MINS: tl.constexpr,
-    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, BLOCK_W: tl.constexpr, PARTS: tl.constexpr,
-    LATE: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """acc, float32 [BLOCK_N, BLOCK_M], and BLOCK_W words' products; d and d_min of the next step.
+def add_step(acc, scales, operands, place, next_place, num_words, TILE: tl.constexpr):
+    """acc plus a step's products, and the next step's scales.
 
     Args:
-        d, d_min: of ``block_scales`` for this step.
-        at: of ``operands``.
-        skipped: rows of W between those of ``at`` and those that are meant, int64.
-        step: of the row.
-        next_skipped, next_step: likewise of the step after this one.
-        num_words: of a row.
+        acc: float32 [rows, tokens].
+        scales: ``block_scales`` of this step.
+        operands: :class:`~.mma_operands.Operands`.
+        place, next_place: this step and the one after it.
+        num_words: words of eight weights in a row.
     """
-    SCALED: tl.constexpr = SCALES != ""
-    DESCRIBED: tl.constexpr = len(at) > 7
-    BLOCK_N: tl.constexpr = acc.shape[0]
-    BLOCK_M: tl.constexpr = acc.shape[1]
-    left = num_words - step * BLOCK_W
-    words, more, scale, upper, d_tile, x, second, sums = load_weights(
-        at, q_row, h_row, s_row, t_row, skipped, step, left, BITS, SCALES, MINS, BLOCK_W, PARTS,
-        LATE, WHOLE,
-    )  # fmt: skip
+    W: tl.constexpr = TILE.words
+    ASM: tl.constexpr = TILE.asm
+    step = load_step(operands, place, num_words - place.step * W, TILE)
+    scale = step.scale.to(tl.int32) if TILE.codes.scales != "" else step.scale
+    upper = upper_scales(operands, place, TILE) if TILE.codes.scales == "packed" else 0
     low = scale
-    if SCALES == "nibbles":
+    if TILE.codes.scales == "power":
+        # Loaded again: with d, which the loop carries, weights would go through shared memory.
+        skipped = place.rows * operands.rows.d * d_unit(TILE)
+        largest = tl.load(operands.at.d[:, None] + (skipped + place.step * W // 32))
+        scale = relative_power(scale, largest.to(tl.int32))
+    if TILE.codes.scales == "nibbles":
         scale, low = scale & 15, scale << 4  # a min as the low bits of the second byte
     # Here, not before: the loop's copies are asked for first.
-    d_next, m_next = block_scales(at, d_row, next_skipped, next_step, BLOCK_W, MINS, LATE)
-    if not LATE:
-        d, d_min = load_early_scales(
-            at, d_tile, d_row, skipped, step, left, SCALES, MINS, BLOCK_W, WHOLE
-        )
+    next_scales = block_scales(operands, next_place, TILE)
+    if TILE.scale_after:
+        product = tl.zeros_like(acc)
+    else:
+        product = acc
+        scales = weight_scales(operands, step, place, TILE)
 
-    product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if LATE else acc
-    if not DESCRIBED:
-        x_rows = at[5] + step * (8 * BLOCK_W)
-        x = tl.load(x_rows)
-    if BITS == 5 or BITS == 3:
-        even, odd = _every_other_pair(words, BITS)
-        if BITS == 3:
+    if TILE.codes.bits == 5 or TILE.codes.bits == 3:
+        even, odd = _every_other_pair(step.words, TILE)
+        even_scale, odd_scale = scale, scale
+        if TILE.codes.bits == 3:
             even_scale = scale & 15 | upper << 4 & 48
             odd_scale = scale >> 4 | upper << 2 & 48
-        else:
-            even_scale, odd_scale = scale, scale
-        t = _weights(
-            even, spread(more, BLOCK_W // 2), even_scale, low, d, d_min, BLOCK_W // 2, BITS, OFFSET,
-            SCALED, MINS, LATE, ASM, CONSTRAINTS,
-        )  # fmt: skip
-        product = tl.dot(all_end_to_end(t), tl.trans(x), product)
-        t = _weights(
-            odd, spread(more >> 4, BLOCK_W // 2), odd_scale, low, d, d_min, BLOCK_W // 2, BITS,
-            OFFSET, SCALED, MINS, LATE, ASM, CONSTRAINTS,
-        )  # fmt: skip
-        if not DESCRIBED:
-            second = tl.load(x_rows + 4 * BLOCK_W)
-        product = tl.dot(all_end_to_end(t), tl.trans(second), product)
+        t = _weights(even, spread(step.more, W // 2), even_scale, low, scales, W // 2, TILE)
+        product = tl.dot(all_end_to_end(t), tl.trans(step.x), product)
+        t = _weights(odd, spread(step.more >> 4, W // 2), odd_scale, low, scales, W // 2, TILE)
+        product = tl.dot(all_end_to_end(t), tl.trans(step.x_second), product)
     else:
-        t = _weights(
-            words, more, scale, low, d, d_min, BLOCK_W, BITS, OFFSET, SCALED, MINS, LATE, ASM,
-            CONSTRAINTS,
-        )  # fmt: skip
-        if PARTS == 1:
-            product = tl.dot(all_end_to_end(t), tl.trans(x), product)
+        t = _weights(step.words, step.more, scale, low, scales, W, TILE)
+        if TILE.parts == 1:
+            product = tl.dot(all_end_to_end(t), tl.trans(step.x), product)
         else:
-            product = tl.dot(end_to_end(t, 0), tl.trans(x), product)
-            if not DESCRIBED:
-                second = tl.load(x_rows + 4 * BLOCK_W)
-            product = tl.dot(end_to_end(t, 4), tl.trans(second), product)
-    if LATE:
-        acc += product * d.to(tl.float32)[:, None]
-        if MINS:
-            mins = second_bytes(low, BLOCK_W, ASM)
-            if not DESCRIBED:
-                sums = tl.load(at[6] + step * BLOCK_W)
-            acc -= tl.dot(mins, tl.trans(sums)) * d_min.to(tl.float32)[:, None]
+            product = tl.dot(end_to_end(t, 0), tl.trans(step.x), product)
+            product = tl.dot(end_to_end(t, 4), tl.trans(step.x_second), product)
+
+    if TILE.scale_after:
+        if TILE.codes.scales == "power":
+            factor = largest_power(scales.d)
+        else:
+            factor = scales.d.to(tl.float32)
+        acc += product * factor[:, None]
+        if TILE.codes.mins:
+            mins = second_bytes(low, W, ASM)
+            acc -= tl.dot(mins, tl.trans(step.sums)) * scales.m.to(tl.float32)[:, None]
     else:
         acc = settled(product, ASM != "")
-    return acc, d_next, m_next
+    return acc, next_scales
+
+
+@triton.jit
+def gated(acc, ACTIVATION: tl.constexpr):
+    """activation(gate) · up, [rows / 2, tokens], of a tile with eight rows of each in turn.
+
+    What a thread has of gate and up are neighbours' products, so that nothing is exchanged.
+    """
+    acc = tl.reshape(acc, [acc.shape[0] // 16, 2, 8, acc.shape[1]])
+    gate, up = tl.split(tl.permute(acc, (0, 2, 3, 1)))
+    return tl.reshape(activated(gate, ACTIVATION) * up, [acc.shape[0] * 8, acc.shape[3]])

@@ -11,15 +11,16 @@ group's sum of activations.
 import triton
 import triton.language as tl
 
+from ferrum_triton.kernels.quant.loads import load_one, load_words
 from ferrum_triton.kernels.quant.planes import (
     GROUP,
     bits_of,
     block_scales,
+    described,
     eight_words,
     fp16_pair,
     has_halves,
-    load_one,
-    load_words,
+    has_minimum,
     offset_of,
     place_of,
     sub_scales,
@@ -105,24 +106,28 @@ def _group_value(total, dots, sums, raw, M: tl.constexpr, KIND: tl.constexpr):
     """
     scales = block_scales(raw, KIND)
     factors = sub_scales(raw, KIND)
+    CODE: tl.constexpr = described(KIND).scale_code
     new = ()
     for m in tl.static_range(M):
-        if KIND == "Q4_0" or KIND == "Q5_0" or KIND == "Q8_0":
+        if CODE == "" and has_minimum(KIND):
+            value = tl.fma(scales[1], sums[m], tl.fma(scales[0], dots[m], total[m]))
+        elif CODE == "" or CODE == "power":
             # sums hold the offset as a factor.
             value = tl.fma(scales[0], dots[m] - sums[m], total[m])
-        elif KIND == "Q4_1" or KIND == "Q5_1":
-            value = tl.fma(scales[1], sums[m], tl.fma(scales[0], dots[m], total[m]))
-        elif KIND == "Q4_K" or KIND == "Q5_K":
+        elif CODE == "byte32":
+            scale = scales[0] * factors[0].to(tl.float32)
+            value = tl.fma(scale, dots[m] - sums[m], total[m])
+        elif CODE == "pair":
             scale = scales[0] * factors[0].to(tl.float32)
             low = scales[1] * factors[1].to(tl.float32)
             value = tl.fma(scale, dots[m], tl.fma(-low, sums[m], total[m]))
-        elif KIND == "Q2_K":
+        elif CODE == "nibbles":
             both = factors[0].to(tl.float32) * dots[m]
             both = tl.fma(factors[1].to(tl.float32), dots[M + m], both)
             low = factors[2].to(tl.float32) * sums[m]
             low = tl.fma(factors[3].to(tl.float32), sums[M + m], low)
             value = tl.fma(scales[0], both, tl.fma(-scales[1], low, total[m]))
-        else:  # Q3_K, Q6_K
+        else:
             both = factors[0].to(tl.float32) * (dots[m] - sums[m])
             both = tl.fma(factors[1].to(tl.float32), dots[M + m] - sums[M + m], both)
             value = tl.fma(scales[0], both, total[m])

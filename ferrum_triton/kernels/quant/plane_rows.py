@@ -10,9 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.fragments import CODES, spread
-from ferrum_triton.kernels.quant.planes import fp16_pair, row_sizes
+from ferrum_triton.kernels.quant.fragments import spread
+from ferrum_triton.kernels.quant.planes import fp16_pair, halved_power, row_sizes
+from ferrum_triton.kernels.quant.words import value_of
 from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
 
@@ -32,6 +34,49 @@ def _codes_of(ptr, first, num_words, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.reshape(codes, [words.shape[0], BLOCK_K])
 
 
+@triton.jit
+def _integers(q_ptr, h_ptr, first, num_weights, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The weights' integers from ``first`` on, float32 [rows, BLOCK_K]."""
+    LOW: tl.constexpr = FORMAT.low_bits
+    HIGH: tl.constexpr = FORMAT.high_bits
+    words = q_ptr.to(tl.pointer_type(tl.int32))
+    q = _codes_of(words, first, num_weights * LOW // 32, LOW, BLOCK_K)
+    if FORMAT.signed:
+        q = (q << 24) >> 24
+    if HIGH > 0:
+        more = h_ptr.to(tl.pointer_type(tl.int32))
+        q = q | (_codes_of(more, first, num_weights * HIGH // 32, HIGH, BLOCK_K) << LOW)
+    VALUES: tl.constexpr = FORMAT.values
+    if VALUES is None:
+        q -= FORMAT.offset
+    else:
+        q = value_of(q, VALUES)
+    return q.to(tl.float32)
+
+
+@triton.jit
+def _sub_scales(s_ptr, t_ptr, sub, mask, FORMAT: tl.constexpr):
+    """Scales and minimums of sub-blocks, int32 [rows, sub-blocks]; without minimums scales only."""
+    CODE: tl.constexpr = FORMAT.scale_code
+    low = 0
+    if CODE == "pair":
+        pairs = s_ptr.to(tl.pointer_type(tl.int16))
+        both = tl.load(pairs + sub, mask=mask, other=0).to(tl.int32)
+        scale, low = both & 255, (both >> 8) & 255
+    elif CODE == "nibbles":
+        both = tl.load(s_ptr + sub, mask=mask, other=0).to(tl.int32)
+        scale, low = both & 15, (both >> 4) & 15
+    elif CODE == "byte" or CODE == "byte32":
+        signed = s_ptr.to(tl.pointer_type(tl.int8))
+        scale = tl.load(signed + sub, mask=mask, other=0).to(tl.int32)
+    else:
+        scale = tl.load(s_ptr + sub // 2, mask=mask, other=0).to(tl.int32)
+        high = tl.load(t_ptr + sub // 4, mask=mask, other=0).to(tl.int32)
+        scale = (scale >> (sub % 2 * 4)) & 15 | ((high >> (sub % 4 * 2)) & 3) << 4
+        scale -= FORMAT.scales.offset
+    return scale, low
+
+
 @kernel(dynamic=("first_row",))
 def _decode_planes_kernel(
     y_ptr,  # [n, k]
@@ -47,10 +92,7 @@ def _decode_planes_kernel(
     num_rows,
     num_weights,
     first_row,
-    BITS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALES: tl.constexpr,
-    MINS: tl.constexpr,
+    FORMAT: tl.constexpr,  # BlockFormat
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -74,53 +116,33 @@ def _decode_planes_kernel(
     planes_ptr += plane * t_row
     d_ptr = planes_ptr + row * d_row
 
-    LOW: tl.constexpr = BITS if BITS == 8 or BITS < 3 else (2 if BITS == 3 else 4)
-    words = q_ptr.to(tl.pointer_type(tl.int32))
-    q = _codes_of(words, first, num_weights * LOW // 32, LOW, BLOCK_K)
-    if BITS == 8:
-        q = (q << 24) >> 24
-    elif BITS != LOW:
-        more = h_ptr.to(tl.pointer_type(tl.int32))
-        high = _codes_of(more, first, num_weights * (BITS - LOW) // 32, BITS - LOW, BLOCK_K)
-        q = q | (high << LOW)
-    q = (q - OFFSET).to(tl.float32)
-
-    EACH: tl.constexpr = 32 if SCALES == "" else 256
-    block = first // EACH + tl.arange(0, BLOCK_K // EACH)[None, :]
-    D_TYPE: tl.constexpr = tl.int32 if MINS else tl.float16
-    d_ptr = d_ptr.to(tl.pointer_type(D_TYPE))
-    d = tl.load(d_ptr + block, mask=block < num_weights // EACH, other=0)
-    if MINS:
+    q = _integers(q_ptr, h_ptr, first, num_weights, FORMAT, BLOCK_K)
+    block = first // FORMAT.block_size + tl.arange(0, BLOCK_K // FORMAT.block_size)[None, :]
+    if FORMAT.is_exponent:
+        d_ptr = s_ptr
+    else:
+        D_TYPE: tl.constexpr = tl.int32 if FORMAT.has_minimum else tl.float16
+        d_ptr = d_ptr.to(tl.pointer_type(D_TYPE))
+    d = tl.load(d_ptr + block, mask=block < num_weights // FORMAT.block_size, other=0)
+    if FORMAT.has_minimum:
         d, m = fp16_pair(d)
+    elif FORMAT.is_exponent:
+        d = halved_power(d)
     else:
         d = d.to(tl.float32)
-    if SCALES == "":
+    if FORMAT.scales is None:
         w = spread(d, BLOCK_K) * q
-        if MINS:
+        if FORMAT.has_minimum:
             w = w + spread(m, BLOCK_K)
     else:
-        SUB: tl.constexpr = 32 if SCALES == "pair" else 16
-        sub = first // SUB + tl.arange(0, BLOCK_K // SUB)[None, :]
-        mask = sub < num_weights // SUB
-        if SCALES == "pair":
-            pairs = s_ptr.to(tl.pointer_type(tl.int16))
-            both = tl.load(pairs + sub, mask=mask, other=0).to(tl.int32)
-            scale, low = both & 255, (both >> 8) & 255
-        elif SCALES == "nibbles":
-            both = tl.load(s_ptr + sub, mask=mask, other=0).to(tl.int32)
-            scale, low = both & 15, (both >> 4) & 15
-        elif SCALES == "byte":
-            signed = s_ptr.to(tl.pointer_type(tl.int8))
-            scale = tl.load(signed + sub, mask=mask, other=0).to(tl.int32)
-        else:
-            scale = tl.load(s_ptr + sub // 2, mask=mask, other=0).to(tl.int32)
-            high = tl.load(t_ptr + sub // 4, mask=mask, other=0).to(tl.int32)
-            scale = (scale >> (sub % 2 * 4)) & 15 | ((high >> (sub % 4 * 2)) & 3) << 4
-            scale -= 32
-        step = spread(d, BLOCK_K // SUB) * scale.to(tl.float32)
+        SUB_BLOCKS: tl.constexpr = BLOCK_K // FORMAT.sub_size
+        sub = first // FORMAT.sub_size + tl.arange(0, SUB_BLOCKS)[None, :]
+        mask = sub < num_weights // FORMAT.sub_size
+        scale, low = _sub_scales(s_ptr, t_ptr, sub, mask, FORMAT)
+        step = spread(d, SUB_BLOCKS) * scale.to(tl.float32)
         w = spread(step, BLOCK_K) * q
-        if MINS:
-            w = w - spread(spread(m, BLOCK_K // SUB) * low.to(tl.float32), BLOCK_K)
+        if FORMAT.has_minimum:
+            w = w - spread(spread(m, SUB_BLOCKS) * low.to(tl.float32), BLOCK_K)
 
     k = first + tl.arange(0, BLOCK_K)[None, :]
     mask = (n < num_rows)[:, None] & (k < num_weights)
@@ -135,26 +157,26 @@ def decode_planes(
 
     An id of no row gives zeros.
     """
-    codes = CODES[file_kind(kind)]
     num_rows, k = y.shape
     sizes = row_sizes(planes, kind, k)
     block_n, block_k = 4, 512
     if y.numel():
         _decode_planes_kernel.launch(
             (cdiv(num_rows, block_n), cdiv(k, block_k)),
-            y,
-            planes,
-            ids,
-            y.stride(0),
-            *(size // ROW_ALIGN for size in sizes.values()),
-            planes.shape[0],
-            num_rows,
-            k,
-            first_row,
-            BITS=codes.bits,
-            OFFSET=codes.offset,
-            SCALES=codes.scales,
-            MINS=codes.mins,
+            y_ptr=y,
+            planes_ptr=planes,
+            ids_ptr=ids,
+            stride_y_row=y.stride(0),
+            q_row=sizes["Q"] // ROW_ALIGN,
+            h_row=sizes["H"] // ROW_ALIGN,
+            s_row=sizes["S"] // ROW_ALIGN,
+            t_row=sizes["T"] // ROW_ALIGN,
+            d_row=sizes["D"] // ROW_ALIGN,
+            table_rows=planes.shape[0],
+            num_rows=num_rows,
+            num_weights=k,
+            first_row=first_row,
+            FORMAT=FORMATS[file_kind(kind)],
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             num_warps=4,
@@ -173,5 +195,11 @@ def product_by_torch(
         last = min(first + rows, num_rows)
         some = weights[: last - first]
         decode_planes(some, planes, None, kind, first)
-        torch.mm(a, some.T, out=y[:, first:last])
+        part = y[:, first:last]
+        if y.dtype == a.dtype:
+            torch.mm(a, some.T, out=part)
+        elif a.is_cuda:  # float32 sums, unrounded; torch's mm takes out_dtype or out, not both
+            part.copy_(torch.mm(a, some.T, out_dtype=y.dtype))
+        else:
+            part.copy_(a.to(y.dtype) @ some.to(y.dtype).T)
     return y

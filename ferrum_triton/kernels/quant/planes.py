@@ -15,6 +15,7 @@ the bytes of two words::
     Q2_K            w                  w                  4(e % 2) and 2 more, others
     Q5_0 .. Q6_K    low | high << 4    the same           0, others
     Q8_0            w ^ 0x80 each      the same           0, none
+    IQ4, MXFP4      table[w] each      the same           0, none
 """
 
 from functools import lru_cache
@@ -25,6 +26,9 @@ from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.kernels.jit import can_overlap, capability
+from ferrum_triton.kernels.quant.loads import load_narrow, load_one, load_words
+from ferrum_triton.kernels.quant.words import looked_up
+from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
 # Groups in a row from more than which on rows are long.
@@ -33,18 +37,34 @@ GROUP = tl.constexpr(32)  # weights
 
 
 @triton.constexpr_function
+def described(kind):
+    """The description of a format, or of what a file calls it; of None, None.
+
+    A description is what to pass on: unlike a name it is part of Triton's cache keys.
+    """
+    return FORMATS[kind] if isinstance(kind, str) else kind
+
+
+@triton.constexpr_function
 def shift_of(e, word, kind):
     """Bits below the integers in word 0 or 1 of eight ``e``."""
-    if kind == "Q2_K":
-        return 4 * (e % 2) + 2 * word
-    return 4 * word if kind in ("Q4_0", "Q4_1", "Q4_K") else 0
+    fmt = described(kind)
+    if fmt.high_bits or has_bytes(fmt):
+        return 0
+    return 4 * word if fmt.low_bits == 4 else 4 * (e % 2) + 2 * word
 
 
 @triton.constexpr_function
 def bits_of(kind):
-    """Bits of an integer."""
-    bits = {"Q8_0": 8, "Q6_K": 6, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q3_K": 3, "Q2_K": 2}
-    return bits.get(kind, 4)
+    """Bits of an integer that ``eight_words`` gives."""
+    return 8 if has_bytes(kind) else described(kind).bits
+
+
+@triton.constexpr_function
+def has_bytes(kind):
+    """Whether ``eight_words`` gives whole bytes, signed if asked for."""
+    fmt = described(kind)
+    return fmt.signed or fmt.values is not None
 
 
 @triton.constexpr_function
@@ -56,134 +76,36 @@ def place_of(e, i, kind):
 @triton.constexpr_function
 def offset_of(kind):
     """What formats without a minimum take from every integer ``eight_words`` gives; else 1."""
-    return {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32, "Q3_K": 4}.get(kind, 1)
+    fmt = described(kind)
+    return 128 if fmt.signed else fmt.bias or fmt.offset or 1
 
 
 @triton.constexpr_function
 def has_halves(kind):
     """Whether each half of a group has a scale of its own."""
-    return kind in ("Q2_K", "Q3_K", "Q6_K")
+    return described(kind).has_halves
 
 
 @triton.constexpr_function
 def has_minimum(kind):
     """Whether a block has a minimum beside d."""
-    return kind in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
+    return described(kind).has_minimum
 
 
 @triton.constexpr_function
 def span_of(kind, num_groups):
     """Groups that a thread takes at a time of a row of so many."""
-    # Pairs of short rows of Q2_K would leave too few threads for their loads.
-    return 2 if kind == "Q3_K" or (kind == "Q2_K" and num_groups > MANY_GROUPS) else 1
+    # Packed scales of two groups share a byte. Pairs of short rows of Q2_K would leave too few
+    # threads for their loads.
+    code = described(kind).scale_code
+    return 2 if code == "packed" or (code == "nibbles" and num_groups > MANY_GROUPS) else 1
 
 
 @triton.constexpr_function
 def words_of(plane, kind, span):
     """Words that ``span`` groups have in the plane of low ("q") or high ("h") bits."""
-    if plane == "h":
-        return span * (2 if kind == "Q6_K" else 1)
-    return span * {"Q8_0": 8, "Q2_K": 2, "Q3_K": 2}.get(kind, 4)
-
-
-@triton.constexpr_function
-def load_asm(count, hint, masked):
-    """PTX that loads ``count`` words at once, 0 where masked off."""
-    words = ", ".join(f"${i}" for i in range(count))
-    load = f"ld.global{hint}.v{count}.b32 {{{words}}}, [${count}];"
-    if not masked:
-        return load
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
-    return f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {load} }}"
-
-
-@triton.constexpr_function
-def load_constraints(count, masked):
-    return ",".join(["=r"] * count + ["l"] + ["r"] * masked)
-
-
-@triton.jit
-def load_words(ptr, mask, COUNT: tl.constexpr, ASM: tl.constexpr, HINT: tl.constexpr):
-    """COUNT int32 words that follow each other, as a tuple; 0 where masked off.
-
-    Args:
-        ptr: int32 pointers [threads], for ASM at multiples of 4 COUNT bytes.
-        mask: [threads], or None.
-        ASM: load them at once, by PTX, where COUNT is 2 or 4.
-        HINT: of that PTX, to the caches.
-
-    Not pure, so that loads stay on their side of a wait for the launch before.
-    """
-    if ASM:
-        if mask is None:
-            args = [ptr.to(tl.int64)]
-        else:
-            args = [ptr.to(tl.int64), mask.to(tl.int32)]
-        if COUNT == 4:
-            words = tl.inline_asm_elementwise(
-                load_asm(4, HINT, mask is not None),
-                load_constraints(4, mask is not None),
-                args,
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=False,
-                pack=1,
-            )
-        else:
-            words = tl.inline_asm_elementwise(
-                load_asm(2, HINT, mask is not None),
-                load_constraints(2, mask is not None),
-                args,
-                dtype=(tl.int32, tl.int32),
-                is_pure=False,
-                pack=1,
-            )
-    else:
-        words = ()
-        for i in tl.static_range(COUNT):
-            words += (load_one(ptr + i, mask),)
-    return words
-
-
-@triton.jit
-def load_one(ptr, mask):
-    """What ``ptr`` points at, 0 where masked off."""
-    if mask is None:
-        x = tl.load(ptr)
-    else:
-        x = tl.load(ptr, mask=mask, other=0)
-    return x
-
-
-@triton.constexpr_function
-def narrow_asm(bits, masked):
-    """PTX that loads an integer of fewer bits than its register has, 0 where masked off."""
-    load = f"ld.global.u{bits} $0, [$1];"
-    if not masked:
-        return load
-    return f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p {load} }}"
-
-
-@triton.jit
-def load_narrow(ptr, mask, ASM: tl.constexpr):
-    """Unsigned integers as int32 [threads]; 0 where masked off.
-
-    By PTX in registers of 32 bits from the start: Triton packs what it takes for narrower where it
-    masks it or a loop carries it. Q3_K has three of them; kinds with fewer need more registers with
-    these loads, which keep their order, and may spill.
-    """
-    if ASM:
-        BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
-        if mask is None:
-            args = [ptr.to(tl.int64)]
-        else:
-            args = [ptr.to(tl.int64), mask.to(tl.int32)]
-        x = tl.inline_asm_elementwise(
-            narrow_asm(BITS, mask is not None), load_constraints(1, mask is not None), args,
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        x = load_one(ptr, mask).to(tl.int32)
-    return x
+    fmt = described(kind)
+    return span * (fmt.high_bits if plane == "h" else fmt.low_bits)
 
 
 @triton.jit
@@ -224,15 +146,14 @@ def load_group(
         q_ptr: the first word in the plane of low bits, [threads].
         h_ptr: likewise of high bits, where KIND has them.
     """
-    if words_of("q", KIND, SPAN) == 2:
-        q = load_words(q_ptr, mask, 2, ASM, HINT)
-    else:
-        q = load_words(q_ptr, mask, 4, ASM, HINT)
-    if KIND == "Q8_0":
+    LOW: tl.constexpr = words_of("q", KIND, SPAN)
+    HIGH: tl.constexpr = words_of("h", KIND, SPAN)
+    q = load_words(q_ptr, mask, min(LOW, 4), ASM, HINT)
+    if LOW == 8:
         q += load_words(q_ptr + 4, mask, 4, ASM, HINT)
-    if KIND == "Q6_K" or KIND == "Q3_K":
-        h = load_words(h_ptr, mask, 2, ASM, HINT)
-    elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K":
+    if HIGH > 1:
+        h = load_words(h_ptr, mask, HIGH, ASM, HINT)
+    elif HIGH == 1:
         h = (load_one(h_ptr, mask),)
     else:
         h = ()
@@ -255,28 +176,32 @@ def eight_words(
 ):  # fmt: skip
     """The integers of eight E, four a word; ``shift_of`` bits lie below and foreign bits above.
 
-    SIGNED: leave Q8_0's as they are, two's complement; else they are 128 more.
+    Args:
+        SIGNED: leave bytes as they are, two's complement. Else they are ``offset_of`` more.
     """
-    if KIND == "Q2_K":
-        first = q[E // 2]
-        second = first
-    elif KIND == "Q3_K":
-        first = merged(_shifted(q[E // 2], -4 * (E % 2)), h[0], 0x03030303, 2 - 2 * E, ASM)
-        second = merged(_shifted(q[E // 2], -4 * (E % 2) - 2), h[0], 0x03030303, 1 - 2 * E, ASM)
-    elif KIND == "Q6_K":
-        first = merged(q[E], h[E // 2], 0x0F0F0F0F, 4 - 4 * (E % 2), ASM)
-        second = merged(q[E] >> 4, h[E // 2], 0x0F0F0F0F, 2 - 4 * (E % 2), ASM)
-    elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K":
-        first = merged(q[E], h[0], 0x0F0F0F0F, 4 - 2 * E, ASM)
-        second = merged(q[E] >> 4, h[0], 0x0F0F0F0F, 3 - 2 * E, ASM)
-    elif KIND == "Q8_0":
+    VALUES: tl.constexpr = described(KIND).values
+    LOW: tl.constexpr = described(KIND).low_bits
+    HIGH: tl.constexpr = described(KIND).high_bits
+    if LOW == 8:
         first, second = q[2 * E], q[2 * E + 1]
         if not SIGNED:
             flip: tl.constexpr = -0x7F7F7F80  # 0x80808080
             first, second = first ^ flip, second ^ flip
-    else:
-        first = q[E]
+    elif VALUES is not None:
+        BIAS: tl.constexpr = 0 if SIGNED else offset_of(KIND)
+        first, second = looked_up(q[E], VALUES, BIAS, ASM)
+    elif HIGH == 0:
+        first = q[E * LOW // 4]
         second = first
+    elif LOW == 2:
+        first = merged(_shifted(q[E // 2], -4 * (E % 2)), h[0], 0x03030303, 2 - 2 * E, ASM)
+        second = merged(_shifted(q[E // 2], -4 * (E % 2) - 2), h[0], 0x03030303, 1 - 2 * E, ASM)
+    elif HIGH == 2:
+        first = merged(q[E], h[E // 2], 0x0F0F0F0F, 4 - 4 * (E % 2), ASM)
+        second = merged(q[E] >> 4, h[E // 2], 0x0F0F0F0F, 2 - 4 * (E % 2), ASM)
+    else:
+        first = merged(q[E], h[0], 0x0F0F0F0F, 4 - 2 * E, ASM)
+        second = merged(q[E] >> 4, h[0], 0x0F0F0F0F, 3 - 2 * E, ASM)
     return first, second
 
 
@@ -303,23 +228,28 @@ def load_scales(
     d_ptr, s_ptr, t_ptr, at, mask, KIND: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr
 ):
     """The scales of SPAN groups from SPAN · at on, as they are stored: (d, s, t)."""
-    if KIND == "Q3_K":
+    CODE: tl.constexpr = described(KIND).scale_code
+    if CODE == "":
+        raw = (load_one(d_ptr + at, mask),)
+    elif CODE == "power":
+        raw = (load_one(s_ptr + at, mask),)
+    elif CODE == "byte32":
+        raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
+    elif CODE == "packed":
         raw = (
             load_narrow(d_ptr.to(tl.pointer_type(tl.uint16)) + at // 4, mask, ASM),
             load_narrow(s_ptr.to(tl.pointer_type(tl.uint16)) + at, mask, ASM),
             load_narrow(t_ptr + at, mask, ASM),
         )
-    elif KIND == "Q2_K" and SPAN == 2:
+    elif CODE == "nibbles" and SPAN == 2:
         s_ptr = s_ptr.to(tl.pointer_type(tl.int32))
         raw = (load_one(d_ptr + at // 4, mask), load_one(s_ptr + at, mask))
-    elif KIND == "Q2_K":
+    elif CODE == "nibbles":
         s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
         raw = (load_one(d_ptr + at // 8, mask), load_narrow(s_ptr + at, mask, ASM))
-    elif KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K":
+    else:
         s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
         raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
-    else:
-        raw = (load_one(d_ptr + at, mask),)
     return raw
 
 
@@ -332,12 +262,21 @@ def fp16_pair(word):
 
 
 @triton.jit
+def halved_power(e):
+    """2^(e - 128) of a byte e, float32: 2^-128 and 2^-127 are denormal."""
+    e = e.to(tl.int32)
+    bits = tl.where(e == 0, 1 << 21, tl.maximum((e - 1) << 23, 1 << 22))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def group_of(row, AT: tl.constexpr, KIND: tl.constexpr, SPAN: tl.constexpr):
     """Group AT of SPAN that were loaded of a row."""
     q, h, raw = row
-    if KIND == "Q2_K" and SPAN == 2:
+    CODE: tl.constexpr = described(KIND).scale_code
+    if CODE == "nibbles" and SPAN == 2:
         q, raw = (q[2 * AT], q[2 * AT + 1]), (raw[0], (raw[1] >> (16 * AT)) & 0xFFFF)
-    elif KIND == "Q3_K":
+    elif CODE == "packed":
         raw = (raw[0], (raw[1] >> (8 * AT)) & 0xFF, raw[2] >> (4 * AT))
         q, h = (q[2 * AT], q[2 * AT + 1]), (h[AT],)
     return q, h, raw
@@ -345,8 +284,8 @@ def group_of(row, AT: tl.constexpr, KIND: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def half_scales(raw, KIND: tl.constexpr):
-    """Scales of halves of groups of Q2_K or Q3_K, with its offset still, as bytes of a word."""
-    if KIND == "Q2_K":
+    """Scales of halves of groups as bytes of a word, packed ones with their offset still."""
+    if described(KIND).scale_code == "nibbles":
         word = raw[1] & 0x0F0F0F0F
     else:
         low = (raw[1] & 0xFF) | ((raw[1] & 0xFF00) << 8)
@@ -360,16 +299,19 @@ def half_scales(raw, KIND: tl.constexpr):
 @triton.jit
 def sub_scales(raw, KIND: tl.constexpr):
     """The integers of a group's sub-blocks: scales, then minimums where there are."""
-    if KIND == "Q4_K" or KIND == "Q5_K":
+    CODE: tl.constexpr = described(KIND).scale_code
+    if CODE == "pair":
         s = raw[1].to(tl.int32)
         integers = (s & 0xFF, s >> 8)
-    elif KIND == "Q6_K":
+    elif CODE == "byte32":
+        integers = (raw[1].to(tl.int8, bitcast=True).to(tl.int32),)
+    elif CODE == "byte":
         s = raw[1].to(tl.int16, bitcast=True).to(tl.int32)
         integers = ((s << 24) >> 24, s >> 8)
-    elif KIND == "Q2_K":
+    elif CODE == "nibbles":
         s = raw[1]
         integers = (s & 0xF, (s >> 8) & 0xF, (s >> 4) & 0xF, s >> 12)
-    elif KIND == "Q3_K":
+    elif CODE == "packed":
         s = raw[1]
         integers = (
             ((s & 0xF) | ((raw[2] & 3) << 4)) - 32,
@@ -386,7 +328,9 @@ def block_scales(raw, KIND: tl.constexpr):
     if has_minimum(KIND):
         d, m = fp16_pair(raw[0])
         scales = (d, m)
-    elif KIND == "Q3_K":
+    elif described(KIND).is_exponent:
+        scales = (halved_power(raw[0]),)
+    elif described(KIND).scale_code == "packed":
         scales = (raw[0].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
     else:
         scales = (raw[0].to(tl.float32),)
@@ -419,7 +363,7 @@ def load_rows(
     s_ptr = planes_ptr + first * S
     planes_ptr += num_rows * S
     t_ptr = planes_ptr + first * T
-    planes_ptr += num_rows * T + first * D
+    planes_ptr += num_rows * T + first * D  # not read where d is in s
     D_BYTES: tl.constexpr = 4 if has_minimum(KIND) else 2
     if has_minimum(KIND):
         d_ptr = planes_ptr.to(tl.pointer_type(tl.int32))

@@ -14,9 +14,12 @@ from ferrum_triton.kernels.quant.fragments import (
     TIMES,
     TIMES_CONSTRAINTS,
     byte_asm,
+    largest_power,
+    relative_power,
     value,
 )
-from ferrum_triton.kernels.quant.planes import fp16_pair, load_one, load_words
+from ferrum_triton.kernels.quant.loads import load_one, load_words
+from ferrum_triton.kernels.quant.planes import fp16_pair
 from ferrum_triton.kernels.quant.words import permuted
 
 _EIGHT = tl.constexpr((tl.int32,) * 8)
@@ -25,13 +28,16 @@ _EIGHT = tl.constexpr((tl.int32,) * 8)
 @triton.constexpr_function
 def thread_bytes(plane, bits, scales, mins):
     """Bytes of 64 weights in a plane; of ``"d"`` those of all 256 where d is theirs."""
+    low = 8 if bits == 8 else 4 if bits >= 4 else 2
     if plane == "q":
-        return 16 if bits < 4 else 64 if bits == 8 else 32
+        return 8 * low
     if plane == "h":
-        return {3: 8, 5: 8, 6: 16}.get(bits, 0)
+        return 8 * (bits - low)
     if plane == "s":
-        return 0 if scales == "" else 2 if scales == "packed" else 4
+        return {"": 0, "packed": 2, "byte32": 2, "power": 2}.get(scales, 4)
     if plane == "t":
+        return 1
+    if scales == "power":
         return 1
     return (4 if mins else 2) * (1 if scales else 2)
 
@@ -46,9 +52,9 @@ def _pointer(ptr, first, thread, block, ROW: tl.constexpr, EACH: tl.constexpr):
 def load_rows(
     planes_ptr, num_rows, row, thread, block, mask, Q: tl.constexpr, H: tl.constexpr,
     S: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
-    MINS: tl.constexpr, PTX: tl.constexpr, HINT: tl.constexpr,
+    MINS: tl.constexpr, PTX: tl.constexpr, HINT: tl.constexpr, ROWS: tl.constexpr = 2,
 ):  # fmt: skip
-    """Two rows of a thread, eight apart: tuples of words (q, h, scales, d).
+    """ROWS rows of a thread, eight apart: tuples of words (q, h, scales, d).
 
     Args:
         planes_ptr: of a matrix of num_rows rows, int64.
@@ -75,7 +81,7 @@ def load_rows(
     else:
         d_ptr = planes_ptr + row * D + block * D_EACH
     rows = ()
-    for r in tl.static_range(2):
+    for r in tl.static_range(ROWS):
         q = ()
         at = (q_ptr + 8 * r * Q).to(tl.pointer_type(tl.int32))
         for i in tl.static_range(Q_EACH // 16):
@@ -88,6 +94,9 @@ def load_rows(
         if SCALES == "packed":
             low = load_one((s_ptr + 8 * r * S).to(tl.pointer_type(tl.uint16)), mask)
             s = (low.to(tl.int32), load_one(t_ptr + 8 * r * T, mask).to(tl.int32))
+        elif S_EACH == 2:
+            low = load_one((s_ptr + 8 * r * S).to(tl.pointer_type(tl.uint16)), mask)
+            s = (low.to(tl.int32),)
         elif SCALES != "":
             s = (load_one((s_ptr + 8 * r * S).to(tl.pointer_type(tl.int32)), mask),)
         at = d_ptr + 8 * r * D
@@ -95,8 +104,10 @@ def load_rows(
             d = load_words(at.to(tl.pointer_type(tl.int32)), mask, 2, PTX, HINT)
         elif D_EACH == 4:
             d = (load_one(at.to(tl.pointer_type(tl.int32)), mask),)
-        else:
+        elif D_EACH == 2:
             d = (load_one(at.to(tl.pointer_type(tl.uint16)), mask).to(tl.int32),)
+        else:
+            d = (load_one(at, mask).to(tl.int32),)
         rows += ((q, h, s, d),)
     return rows
 
@@ -108,9 +119,17 @@ def _twice(word, HALF: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _scale(s, J: tl.constexpr, SCALES: tl.constexpr):
-    """The integer scale of a thread's weights 16 J and on, in the lowest byte."""
-    if SCALES == "pair":
+def _scale(s, d, J: tl.constexpr, SCALES: tl.constexpr):
+    """The integer scale of a thread's weights 16 J and on, in the lowest byte.
+
+    Of powers of two, a pair of that relative to the block's largest.
+    """
+    if SCALES == "power":
+        half = relative_power((s[0] >> (8 * (J // 2))) & 0xFF, d[0])
+        scale = _packed(half, half)
+    elif SCALES == "byte32":
+        scale = s[0] >> (8 * (J // 2))
+    elif SCALES == "pair":
         scale = s[0] >> (16 * (J // 2))
     elif SCALES == "byte":
         scale = s[0] >> (8 * J)
@@ -135,6 +154,8 @@ def _unpacked(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr, SCAL
         scale = 1
     elif SCALES == "packed":
         scale -= 32
+    elif SCALES == "power":
+        scale, _ = fp16_pair(scale)
     else:
         scale = (scale << 24) >> 24
     pairs = ()
@@ -170,12 +191,14 @@ def weights(
         more = h[J // 2] >> (4 * (J % 2))
     scale = None
     if SCALES != "":
-        scale = _scale(s, J, SCALES)
+        scale = _scale(s, d, J, SCALES)
     if ASM != "":
         args = words
         if more is not None:
             args += (more, more)
-        if scale is not None:
+        if SCALES == "power":
+            args += (scale,)
+        elif scale is not None:
             args += (scale, scale)
         pairs = tl.inline_asm_elementwise(
             ASM, CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
@@ -220,6 +243,16 @@ def _times(pairs, d, low, ASM: tl.constexpr):
             )
         pairs = out
     return pairs
+
+
+@triton.jit
+def block_scale(row, SCALES: tl.constexpr):
+    """d of a row's block, float32: of formats whose :func:`weights` are scaled up to it."""
+    if SCALES == "power":
+        d = largest_power(row[3][0])
+    else:
+        d, _ = fp16_pair(row[3][0])
+    return d
 
 
 @triton.jit

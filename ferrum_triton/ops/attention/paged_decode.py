@@ -55,6 +55,7 @@ def _decode_case(heads: str, batch: int, ctx: int, dtype: str = "bf16", **axes) 
         _decode_case("h28k4d128", 32, 4096),
         _decode_case("h32k32d128", 32, 4096),
         _decode_case("h8k1d256", 32, 4096),
+        _decode_case("h32k8d96", 16, 4000),
         Case(
             "bf16/h32k8d128/block16/b64/skew(1x65536+63x1024)",
             torch.bfloat16,

@@ -103,12 +103,14 @@ def _pair_products(a: Tensor, blocks: Tensor, ids: Tensor, kind: str) -> Tensor:
     },
     axes={"kind": KINDS, **SIZES},
     bench=_cases(BENCH_KINDS, 1) + _cases(("Q4_K", "Q4_K:planes"), 4),
+    after_norm="a",
 )
 def gemv_quant_moe_id(a: Tensor, blocks: Tensor, ids: Tensor, kind: str) -> Tensor:
     """y[t, s, n] = Σₖ a[t, s, k] · W[ids[t, s]][n, k], for few tokens.
 
     W is decoded exactly and the products are summed in float32, whatever a's dtype. Only the
-    experts that ids names are read.
+    experts that ids names are read. Over planes, where an expert has more than about one pair of
+    16-bit activations, pairs are sorted by expert and taken as in :func:`gemm_quant_moe_id`.
 
     Args:
         a: [num_tokens, K], a token's row for all its slots, as for gate and up; or
@@ -179,6 +181,7 @@ def _(a, blocks, ids, kind):
             ("Q4_K:planes", "Q6_K:planes", 1),
         )
     ],
+    after_norm="a",
 )
 def gemv_quant_moe_id_gate_up_silu(
     a: Tensor, gate_blocks: Tensor, up_blocks: Tensor, ids: Tensor, gate_kind: str, up_kind: str
@@ -241,6 +244,7 @@ def _(a, gate_blocks, up_blocks, ids, gate_kind, up_kind):
     axes={"kind": KINDS, **SIZES, "num_tokens": (0, 2, 1, 30), "n": (1, 5, 70)},
     bench=_cases(BENCH_KINDS, 64) + _cases(("Q4_K", "Q4_K:planes"), 4096),
     static=("top_k",),
+    after_norm="a",
 )
 def gemm_quant_moe_id(
     a: Tensor, blocks: Tensor, bucket_ids: Tensor, tpe: Tensor, kind: str, top_k: int
@@ -363,6 +367,7 @@ def _(a, blocks, bucket_ids, tpe, kind, top_k):
         for m in (64, 256, 4096)
     ],
     static=("top_k",),
+    after_norm="a",
 )
 def gemm_quant_moe_id_gate_up_silu(
     a: Tensor,

@@ -27,8 +27,12 @@ inline uint minimum_of(device const uchar* bytes, uint group) {
     return group < 4 ? bytes[group + 4] & 63 : bytes[group + 4] >> 4 | (bytes[group] >> 6) << 4;
 }
 
-// A group of a block. Every product of its weights is exact: only a difference is rounded.
-template <uint KIND, uint BLOCK_BYTES, uint BLOCK_GROUPS>
+// A group of a block. Every product of its weights is exact: only a difference is rounded. Where d, m,
+// the low and high bits of codes and the scales begin in a block, and what is taken from a code, are
+// the format's description.
+template <
+    uint KIND, uint BLOCK_BYTES, uint BLOCK_GROUPS, uint D_AT, uint M_AT, uint Q_AT, uint H_AT,
+    uint S_AT, uint OFFSET>
 struct Group {
     device const uchar* block;
     uint group;
@@ -40,49 +44,48 @@ struct Group {
         group = uint(index % BLOCK_GROUPS);
         minimum = 0.0f;
         if (KIND == Q4_1) {
-            scale = float16_at(block);
-            minimum = float16_at(block + 2);
+            scale = float16_at(block + D_AT);
+            minimum = float16_at(block + M_AT);
         } else if (KIND == Q4_K || KIND == Q5_K) {
-            scale = float16_at(block) * float(scale_of(block + 4, group));
-            minimum = -float16_at(block + 2) * float(minimum_of(block + 4, group));
+            scale = float16_at(block + D_AT) * float(scale_of(block + S_AT, group));
+            minimum = -float16_at(block + M_AT) * float(minimum_of(block + S_AT, group));
         } else {
-            scale = float16_at(block + (KIND == Q6_K ? 208 : 0));
+            scale = float16_at(block + D_AT);
         }
     }
 
     // Codes 2 i and 2 i + 1, whose bits are in bytes that follow one another.
     float2 codes(uint i) const {
-        uint at = 2 + 2 * i, shift = 0, upper = 0;
+        uint at = Q_AT + 2 * i, shift = 0, upper = 0;
         if (KIND == Q8_0) {
             const uint bytes = two_bytes(block + at);
             return float2(as_type<char>(uchar(bytes)), as_type<char>(uchar(bytes >> 8)));
         }
         if (KIND == Q4_0 || KIND == Q4_1) {
-            at = (KIND == Q4_1 ? 4 : 2) + 2 * (i % 8);
+            at = Q_AT + 2 * (i % 8);
             shift = i / 8 * 4;
         } else if (KIND == Q4_K) {
-            at = 16 + group / 2 * 32 + 2 * i;
+            at = Q_AT + group / 2 * 32 + 2 * i;
             shift = group % 2 * 4;
         } else if (KIND == Q5_K) {
-            at = 48 + group / 2 * 32 + 2 * i;
+            at = Q_AT + group / 2 * 32 + 2 * i;
             shift = group % 2 * 4;
-            upper = (two_bytes(block + 16 + 2 * i) >> group & 0x0101) << 4;
+            upper = (two_bytes(block + H_AT + 2 * i) >> group & 0x0101) << 4;
         } else {
             const uint part = group % 4;
-            at = group / 4 * 64 + part % 2 * 32 + 2 * i;
+            at = Q_AT + group / 4 * 64 + part % 2 * 32 + 2 * i;
             shift = part / 2 * 4;
-            upper = (two_bytes(block + 128 + group / 4 * 32 + 2 * i) >> (2 * part) & 0x0303) << 4;
+            upper = (two_bytes(block + H_AT + group / 4 * 32 + 2 * i) >> (2 * part) & 0x0303) << 4;
         }
         const uint both = (two_bytes(block + at) >> shift & 0x0F0F) | upper;
-        const float offset = KIND == Q4_0 ? 8.0f : KIND == Q6_K ? 32.0f : 0.0f;
-        return float2(float(both & 255) - offset, float(both >> 8) - offset);
+        return float2(float(both & 255) - float(OFFSET), float(both >> 8) - float(OFFSET));
     }
 
     // Weights 2 i and 2 i + 1.
     float2 weights(uint i) const {
         float factor = scale;
         if (KIND == Q6_K) {
-            factor *= float(as_type<char>(block[192 + 2 * group + i / 8]));
+            factor *= float(as_type<char>(block[S_AT + 2 * group + i / 8]));
         }
         const float2 pair = codes(i);
         return float2(factor * pair.x + minimum, factor * pair.y + minimum);

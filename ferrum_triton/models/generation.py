@@ -10,7 +10,7 @@ import torch
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.files.tokenizer import Tokenizer
-from ferrum_triton.models import Llama
+from ferrum_triton.models.llama import Llama
 from ferrum_triton.runtime.sampling import Sampler
 
 # Tokens of a prompt that go through the model at once: bounds the memory of its activations.
@@ -49,12 +49,12 @@ def generate_ids(
     """Yield new token ids, an end token excluded.
 
     Args:
-        model: what predicts.
+        model: the model that predicts.
         prompt: at least one token id, each below the vocabulary size.
-        sampler: what chooses.
+        sampler: the sampler that chooses.
         max_tokens: the most tokens to yield; the context length may allow fewer.
-        end_ids: tokens that end the text.
-        stats: filled in while running.
+        end_ids: the tokens that end the text.
+        stats: the counts and times, filled in while running.
 
     Raises:
         InputError: the prompt is empty, holds an unknown id or exceeds the context length.

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
+from ferrum_triton import get_backend
+from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.activations import arrange
-from ferrum_triton.kernels.quant.gemv_quads import gemv_quads, warps_of
-from ferrum_triton.kernels.quant.plane_products import are_few, product_of_planes
+from ferrum_triton.kernels.quant.products import bucket_of, heuristic, product, products
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.planes import PLANE_FORMATS
+from tests.test_gemv_repacked import KINDS, matrix
 from tests.test_quant_ops import seeded
-from tests.test_quant_walk import KINDS, matrix
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -32,6 +33,12 @@ def activations(num_tokens, k, device, dtype=torch.bfloat16):
     return torch.randn(num_tokens, k, generator=seeded(num_tokens + k)).to(dtype).to(device)
 
 
+def small_m(a, planes, kind, warps=2, **options):
+    """The product by this kernel, whatever would be chosen."""
+    with products.forced({"path": "small_m", "warps": warps}):
+        return product(a, planes, f"{kind}:planes", **options)
+
+
 @KINDS
 @pytest.mark.parametrize(("num_tokens", "warps"), [(3, 2), (8, 4)])
 def test_every_row_and_block_is_met_once(kind, num_tokens, warps, device):
@@ -39,7 +46,7 @@ def test_every_row_and_block_is_met_once(kind, num_tokens, warps, device):
     planes, weights = matrix(kind, 37, 768, device)
     a = activations(num_tokens, 768, device)
     out = torch.full((num_tokens, 37), torch.nan, dtype=a.dtype, device=device)
-    assert gemv_quads(a, planes, f"{kind}:planes", warps=warps, out=out) is out
+    assert small_m(a, planes, kind, warps, out=out) is out
     assert_near(out, a, weights)
 
 
@@ -48,7 +55,7 @@ def test_scales_are_exact(device):
     planes, weights = matrix("Q4_K", 16, 512, device)
     a = torch.randint(-8, 9, (4, 512), generator=seeded(3)).half().to(device)
     out = torch.empty(4, 16, dtype=torch.float32, device=device)
-    got = gemv_quads(a, planes, "Q4_K:planes", out=out).double()
+    got = small_m(a, planes, "Q4_K", out=out).double()
     magnitude = a.double().abs() @ weights.abs().T
     assert ((got - a.double() @ weights.T).abs() <= 2e-6 * magnitude).all()
 
@@ -57,7 +64,7 @@ def test_bias_and_residual_are_added_before_the_rounding(device):
     planes, weights = matrix("Q6_K", 24, 256, device)
     a = activations(5, 256, device, torch.float16)
     residual, bias = (torch.randn(n, 24, generator=seeded(n)).half().to(device) for n in (5, 1))
-    got = gemv_quads(a, planes, "Q6_K:planes", bias=bias[0], residual=residual)
+    got = small_m(a, planes, "Q6_K", bias=bias[0], residual=residual)
     assert_near(got, a, weights, bias.double() + residual.double())
 
 
@@ -65,17 +72,17 @@ def test_a_token_that_is_not_finite_stays_alone(device):
     planes, weights = matrix("Q5_0", 16, 256, device)
     a = activations(4, 256, device)
     a[1, 7] = torch.inf
-    got = gemv_quads(a, planes, "Q5_0:planes")
+    got = small_m(a, planes, "Q5_0")
     assert not got[1].isfinite().any()
     rest = torch.tensor([0, 2, 3], device=device)
     assert_near(got[rest], a[rest], weights)
 
 
-def test_activations_lie_as_quads_take_them(device):
+def test_activations_lie_as_the_fragments_take_them(device):
     """Of 256 elements a thread's 64, of which 16 at a time are two loads of eight."""
     a = torch.arange(512, device=device).float().repeat(3, 1) / 512
     a[1] *= 2
-    x, sums, factor = arrange(a.half(), 32, beside=8)
+    x, sums, factor = arrange(a.half(), 32, interleave=8)
     pieces = x.view(2, 4, 2, 8, 4, 8)[:, :, :, :3]  # block, 16 weights, half, token, thread, pair
     got = pieces.float().permute(3, 0, 4, 1, 2, 5).reshape(3, -1) * factor[:3, None]
     order = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7], device=device)
@@ -87,23 +94,44 @@ def test_activations_lie_as_quads_take_them(device):
 
 def test_nothing_to_do_is_done():
     planes, _ = matrix("Q4_0", 16, 256)
-    assert gemv_quads(torch.empty(0, 256).half(), planes, "Q4_0:planes").shape == (0, 16)
+    assert small_m(torch.empty(0, 256).half(), planes, "Q4_0").shape == (0, 16)
 
 
-def test_what_quads_cannot_take_goes_elsewhere():
-    def few(num_tokens, k, num_rows, dtype=torch.half):
-        a = torch.empty(num_tokens, k, dtype=dtype, device="meta")
-        return are_few(a, num_rows)
+def test_what_is_chosen_for_few_tokens():
+    hopper, amd = (gpu_of_capability(capability) for capability in ((9, 0), (0, 0)))
 
-    assert few(8, 768, 16)
-    assert not few(9, 768, 16)
-    assert not few(8, 800, 16)
-    assert not few(8, 768, 15)
-    assert few(4, 800, 15)
-    assert few(8, 800, 15, torch.float32)
-    assert [warps_of(*size) for size in ((28672, 16), (4096, 16), (4096, 56), (64, 1))] == [
-        2, 4, 8, 1,
-    ]  # fmt: skip
+    def path(gpu, num_tokens, k, num_rows):
+        bucket = bucket_of(num_tokens)
+        return heuristic(gpu, "Q4_K", bucket, num_tokens, num_rows, k // 32)["path"]
+
+    assert path(hopper, 8, 768, 16) == "small_m"
+    assert path(hopper, 9, 768, 16) == "mma"
+    assert path(hopper, 8, 800, 16) == path(hopper, 8, 768, 15) == path(amd, 8, 768, 16) == "gemv"
+    sizes = ((12288, 16), (5120, 100), (4096, 56), (64, 1))
+    warps = [heuristic(hopper, "Q4_K", "few", 5, n, 8 * blocks)["warps"] for n, blocks in sizes]
+    assert warps == [2, 4, 8, 1]
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q4_K", "Q2_K")])
+@pytest.mark.parametrize("num_tokens", [3, 8])
+def test_matrices_side_by_side_and_gate_beside_up(kinds, num_tokens, device):
+    """Each as the product of its own, of formats whose d waits for the sum and whose does not."""
+    parts = [matrix(kind, n, 512, device) for kind, n in zip(kinds, (37, 16, 24), strict=True)]
+    a = activations(num_tokens, 512, device, torch.float16)
+    backend = get_backend("interpret" if device == "cpu" else device)
+    names = [f"{kind}:planes" for kind in kinds]
+    got = backend.gemv_quant_qkv(a, *(planes for planes, _ in parts), *names)
+    assert_near(got, a, torch.cat([weights for _, weights in parts]))
+    for i, j in ((0, 1), (1, 0), (2, 2)):
+        (gate, gate_weights), (up, up_weights) = (
+            matrix(kinds[i], 19, 512, device),
+            matrix(kinds[j], 19, 512, device),
+        )
+        a_64 = a.double()
+        gates, ups = a_64 @ gate_weights.T, a_64 @ up_weights.T
+        want = torch.nn.functional.silu(gates) * ups
+        got = backend.gemv_quant_gate_up_silu(a, gate, up, names[i], names[j])
+        assert ((got.double() - want).norm() / want.norm()).item() < 1e-3
 
 
 @KINDS
@@ -116,9 +144,9 @@ def test_what_is_launched_compiled(kind, target, n, k):
     planes = torch.empty(n, PLANE_FORMATS[f"{kind}:planes"].row_bytes(k), dtype=torch.uint8)
     a = torch.empty(4, k, dtype=torch.bfloat16, device="meta")
     with record_launches(TARGETS[target].capability) as launches:
-        product_of_planes(a, planes.to("meta"), f"{kind}:planes", None)
+        product(a, planes.to("meta"), f"{kind}:planes")
     compiled = compile_launch(launches[-1], TARGETS[target])
-    assert launches[-1].kernel.name == "_gemv_quads_kernel"
+    assert launches[-1].kernel.name == "_small_m_kernel"
     assert compiled.spilled == 0
     code = [instruction.name for instruction in instructions(compiled.asm["cubin"])]
     loads = {"Q2_K": 1, "Q3_K": 1, "Q8_0": 4}.get(kind, 2) + (kind == "Q6_K")

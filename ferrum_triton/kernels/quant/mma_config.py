@@ -1,0 +1,195 @@
+"""Launch choices of products on tensor cores: tiles, the rule that picks one, and what fits a GPU.
+
+The functions are pure: they take a GPU's facts and a product's sizes, and ask no device.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.quant.kinds import file_kind
+from ferrum_triton.quant.planes import PLANE_FORMATS
+
+
+class MmaConfig(NamedTuple):
+    """How a product is launched.
+
+    Attributes:
+        rows: rows of W in a tile.
+        tokens: tokens in a tile.
+        words: words of eight weights in a step of the loop: 16, or 32, which are 256 weights. 8
+            tokens take 32: with 16 a thread need not hold both words of a pair. Layouts that are
+            shipped are among those that ``tests/test_quant_mma.py`` checks.
+        parts: products a step is summed in: 1, or 2 for fewer registers.
+        scale_after: d scales the product in float32, not the weights in float16.
+        splits: programs that share a tile's K.
+        warps: warps of a program.
+        stages: stages of the loop's pipeline.
+        maxnreg: registers a thread may have, so that more programs fit an SM; 0 for any number.
+        prefetch_lines: lines of 128 bytes of each row of W that are asked for into L2 before the
+            PDL wait.
+        use_tma: tiles come through tensor descriptors.
+        prefetch_distance: steps from one to that whose first plane is asked for into L2 meanwhile;
+            0 for none.
+    """
+
+    rows: int
+    tokens: int
+    words: int = 32
+    parts: int = 1
+    scale_after: bool = True
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+    maxnreg: int = 0
+    prefetch_lines: int = 0
+    use_tma: bool = False
+    prefetch_distance: int = 0
+
+
+# Programs enough for 132 SMs, of at least so many steps of the loop each.
+PROGRAMS, STEPS = 200, 4
+# Tokens in a tile of more than 256 tokens.
+MAX_TOKENS = 128
+
+# The fastest of bench.quant_tiles at n 28672 and k 4096, or nearly, by the most tokens they are
+# for.
+_WIDE = MmaConfig(
+    128,
+    64,
+    scale_after=False,
+    warps=8,
+    stages=2,
+    maxnreg=128,
+    prefetch_lines=2,
+    use_tma=True,
+    prefetch_distance=1,
+)
+HOPPER_TILES = {
+    8: MmaConfig(64, 8, prefetch_lines=4),
+    16: MmaConfig(64, 16, parts=2, stages=3, maxnreg=128, prefetch_lines=4),
+    32: MmaConfig(64, 32, stages=3, prefetch_lines=4, use_tma=True),
+    64: _WIDE,
+    128: MmaConfig(64, 128, words=16, scale_after=False, stages=3, use_tma=True),
+    256: MmaConfig(128, 256, words=16, scale_after=False, warps=8, stages=3, use_tma=True),
+}
+HOPPER_TILES_OF = {
+    "Q6_K": {8: MmaConfig(64, 8, stages=3, prefetch_lines=4, use_tma=True)},
+    # Those above would spill.
+    "Q3_K": {64: _WIDE._replace(words=16, stages=3, prefetch_distance=0)},
+    "Q5_K": {64: _WIDE._replace(prefetch_distance=0)},
+    # Of powers of two a step has a sum of its own.
+    "MXFP4": {64: MmaConfig(64, 64, words=16, stages=3, use_tma=True), 256: HOPPER_TILES[128]},
+}
+# Tiles of GPUs before Hopper, of GeForce Blackwell and of AMD's, where those spill, do not compile
+# or want more shared memory than there is.
+OTHER_TILES = {
+    16: MmaConfig(64, 16, stages=2),
+    32: MmaConfig(64, 32, words=16, scale_after=False, stages=2),
+    64: MmaConfig(128, 64, words=16, scale_after=False, warps=8, stages=2),
+}
+
+
+def has_hopper_tiles(gpu: Gpu) -> bool:
+    """Whether a GPU has TMA and Hopper's shared memory, as GeForce Blackwell (12.0) has not."""
+    return (9, 0) <= gpu.capability < (12, 0)
+
+
+def tiles_of(gpu: Gpu, kind: str) -> dict[int, MmaConfig]:
+    """Tiles by the most tokens they are for.
+
+    Args:
+        kind: a file's, such as ``"Q4_K"``.
+    """
+    if not has_hopper_tiles(gpu):
+        tiles = OTHER_TILES
+    else:
+        tiles = HOPPER_TILES | HOPPER_TILES_OF.get(kind, {})
+    if gpu.capability >= (10, 0):  # with as few registers they spill there
+        tiles = {tokens: config._replace(maxnreg=0) for tokens, config in tiles.items()}
+    return tiles
+
+
+@lru_cache(maxsize=4096)
+def mma_heuristic(
+    gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_weights: int
+) -> MmaConfig:
+    """How ``mma_quant`` takes so many tokens by W [num_rows, num_weights].
+
+    Args:
+        kind: W's kind, such as ``"Q4_K:planes"``.
+    """
+    kind = file_kind(kind)
+    tiles = tiles_of(gpu, kind)
+    least = max(num_tokens, least_tokens(kind))
+    fitting = (tokens for tokens in tiles if least <= tokens)
+    config = fitted(kind, tiles[next(fitting, min(MAX_TOKENS, max(tiles)))])
+    split = with_splits(config, num_tokens, num_rows, num_weights)
+    if config.tokens > MAX_TOKENS and split.splits > 1:  # too few tiles, and with splits they spill
+        split = with_splits(tiles[MAX_TOKENS], num_tokens, num_rows, num_weights)
+    return split
+
+
+def mma_candidates(
+    gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_weights: int
+) -> list[MmaConfig]:
+    """Configurations worth timing: every tile of about as many tokens, its K split or less so."""
+    kind = file_kind(kind)
+    found = []
+    for config in tiles_of(gpu, kind).values():
+        if config.tokens >= least_tokens(kind) and config.tokens <= 4 * max(num_tokens, 8):
+            split = with_splits(fitted(kind, config), num_tokens, num_rows, num_weights)
+            for splits in {split.splits, max(split.splits // 2, 1), 2 * split.splits}:
+                found.append(split._replace(splits=splits))
+    return [config for config in found if not mma_fits(gpu, config, kind)]
+
+
+def mma_fits(gpu: Gpu, config: MmaConfig, kind: str) -> str:
+    """The reason why a configuration cannot be launched, "" if it can."""
+    if config.use_tma and gpu.capability < (9, 0):
+        return "tensor descriptors are of capability 9.0 and up"
+    if config.tokens < least_tokens(file_kind(kind)):
+        return f"tiles of {kind} have {least_tokens(file_kind(kind))} tokens at least"
+    wanted = shared_bytes(gpu, config, kind)
+    if wanted > gpu.shared_limit:
+        return f"{wanted} bytes of shared memory, of {gpu.shared_limit}"
+    return ""
+
+
+def shared_bytes(gpu: Gpu, config: MmaConfig, kind: str) -> int:
+    """Shared memory of a tile's pipeline, in bytes: the steps that are in it.
+
+    The compiler keeps one step less than there are stages; one more of the tokens where tensor
+    cores read them from shared memory, as Hopper's do, and on AMD one more of all.
+    """
+    form = PLANE_FORMATS[f"{file_kind(kind)}:planes"]
+    weights, sums = 8 * config.words, config.words if config.scale_after else 0
+    row = sum(form.plane_bytes.get(plane, 0) for plane in "qhs") * weights / form.block_size
+    weight_steps = config.stages - (gpu.capability >= (8, 0))
+    token_steps = config.stages if has_hopper_tiles(gpu) else weight_steps
+    return int(
+        weight_steps * config.rows * row + token_steps * 2 * config.tokens * (weights + sums)
+    )
+
+
+def least_tokens(kind: str) -> int:
+    """The fewest tokens that a tile of a kind has."""
+    # Q3_K's pairs do not stay in registers for the instruction of 8 tokens.
+    return 16 if kind == "Q3_K" else 8
+
+
+def fitted(kind: str, config: MmaConfig) -> MmaConfig:
+    """``config`` with the stages that fit: one of Q8_0 takes twice the bytes."""
+    return config._replace(stages=max(config.stages - 1, 2)) if kind == "Q8_0" else config
+
+
+def with_splits(config: MmaConfig, num_tokens: int, num_rows: int, num_weights: int) -> MmaConfig:
+    """``config``, K split until there are enough programs."""
+    tiles = cdiv(num_rows, config.rows) * cdiv(num_tokens, config.tokens)
+    steps, splits = cdiv(num_weights, 8 * config.words), 1
+    while tiles * splits < PROGRAMS and steps // (2 * splits) >= STEPS:
+        splits *= 2
+    return config._replace(splits=splits)

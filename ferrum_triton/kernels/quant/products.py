@@ -1,0 +1,357 @@
+"""Products with weights in the repacked layout: which kernel takes how many activations.
+
+* One or two tokens take as long as W is read: ``gemv_repacked``, plain or persistent. So do up to
+  eight float32 ones, and what small-m mma does not take.
+* Three to eight go to tensor cores that are fed as weights are read, ``small_m``.
+* More fill them, W as their tall operand, by ``mma``, whose tile grows with them.
+* From MANY on, decoding W costs less than what cuBLAS gains over it, ``plane_rows``. float32
+  activations, which are never rounded, go there from nine on.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.parameters import Config
+from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv, persistent_threads
+from ferrum_triton.kernels.quant.integer_activations import int16_activations
+from ferrum_triton.kernels.quant.mma import mma_gate_up, mma_qkv, mma_quant
+from ferrum_triton.kernels.quant.mma_config import (
+    MmaConfig,
+    mma_candidates,
+    mma_fits,
+    mma_heuristic,
+)
+from ferrum_triton.kernels.quant.partials import add_partials
+from ferrum_triton.kernels.quant.plane_rows import product_by_torch
+from ferrum_triton.kernels.quant.planes import span_of
+from ferrum_triton.kernels.quant.small_m import (
+    FEWEST_TOKENS,
+    MOST_TOKENS,
+    small_m_product,
+    takes_small_m,
+)
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
+from ferrum_triton.kernels.tuning import Tunable
+from ferrum_triton.ops.quant import MAX_GEMV_ROWS
+from ferrum_triton.quant.kinds import file_kind
+
+# Tokens up to which gemv is the way, and from which on W is decoded for cuBLAS.
+FEW, MANY = 2, 512
+# Weights from which on two tokens become integers in a launch of their own: 25600x5120 by two
+# tokens of Q4_K takes 23.5 us so and 24.6 otherwise, 4096x12288 10.4 and 11.0.
+MANY_WEIGHTS = 1 << 25
+# Rows of W from which on they are many, and groups of 32 in one from more than which on it is long.
+MANY_ROWS, LONG_GROUPS = 16384, 256
+# The least share of a persistent program's threads that has weights of a row.
+LEAST_FULL = 0.6
+
+
+def gemv_heuristic(
+    gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_groups: int, is_wide: bool = False
+) -> Config:
+    """A plain launch: rows of a program by what its registers hold, warps by the length of a row.
+
+    Args:
+        gpu: GPU.
+        kind: format of the file, such as ``"Q4_K"``.
+        num_tokens: rows of activations, up to 8.
+        num_rows, num_groups: rows of W, and groups of 32 weights in one.
+        is_wide: activations are float32.
+    """
+    if is_wide and num_tokens > 2:
+        # Four rows of Q3_K would spill.
+        rows, warps = (2 if num_tokens > 4 or kind == "Q3_K" else 4), 1
+    elif is_wide:
+        rows, warps = (8, 2) if num_tokens == 2 else (4, 4)
+    elif num_rows < 2048:
+        rows, warps = 4, 8
+    elif num_tokens == 1 and kind in ("Q2_K", "Q3_K"):
+        rows, warps = 16, 4
+    else:
+        rows, warps = 8, 4
+    parts = num_groups // span_of(kind, num_groups)
+    return {
+        "path": "gemv",
+        "rows": min(rows, previous_power_of_2(num_rows)),
+        "warps": warps_for(parts, warps),
+        "prefetch": False,
+        "late_trigger": num_rows < MANY_ROWS and num_tokens == 1,
+        "prepared": not is_wide
+        and (num_tokens > 2 or (num_tokens == 2 and num_rows * num_groups * 32 >= MANY_WEIGHTS)),
+    }
+
+
+def warps_for(parts: int, most: int) -> int:
+    """``most`` warps, or fewer where a quarter of their threads would have nothing of a row."""
+    warps = min(most, next_power_of_2(max(cdiv(parts, 32), 1)))
+    while warps > 1 and parts < 0.75 * cdiv(parts, 32 * warps) * 32 * warps:
+        warps //= 2
+    return warps
+
+
+def small_m_heuristic(gpu: Gpu, num_rows: int, num_blocks: int) -> Config:
+    """Warps of a program: as many as share a row's blocks, if all programs run at once.
+
+    At 128 registers a thread, an SM holds 16 warps. 12288x4096 by five tokens of Q4_K takes 11.4 us
+    on 2 warps, 14.1 on 4 and 19.5 on 8; 5120x25600 29.6 on 4 and 34.5 on 8; 4096x14336 14.1 on 8
+    and 16.9 on 4.
+    """
+    programs = cdiv(num_rows, 16)
+    warps = 8
+    while warps > 2 and programs > gpu.num_sms * (16 // warps):
+        warps //= 2
+    return {"path": "small_m", "warps": min(warps, previous_power_of_2(max(num_blocks // 4, 1)))}
+
+
+def heuristic(
+    gpu: Gpu, kind: str, bucket: str, num_tokens: int, num_rows: int, num_groups: int
+) -> Config:
+    """What to launch for 16-bit activations where nothing was measured; see :data:`products`."""
+    if bucket == "few":
+        ptx = gpu.capability >= (8, 0)
+        if num_tokens >= FEWEST_TOKENS and num_groups % 8 == 0 and num_rows >= 16 and ptx:
+            return small_m_heuristic(gpu, num_rows, num_groups // 8)
+        return gemv_heuristic(gpu, kind, num_tokens, num_rows, num_groups)
+    if num_tokens <= FEW:
+        return gemv_heuristic(gpu, kind, num_tokens, num_rows, num_groups)
+    if num_tokens >= MANY:
+        return {"path": "decode"}
+    return mma(mma_heuristic(gpu, kind, num_tokens, num_rows, 32 * num_groups))
+
+
+def candidates(
+    gpu: Gpu, kind: str, bucket: str, num_tokens: int, num_rows: int, num_groups: int
+) -> list[Config]:
+    """Launches worth timing."""
+    if bucket == "few":
+        return [{"path": "small_m", "warps": warps} for warps in (1, 2, 4, 8)]
+    if num_tokens > FEW:
+        tiles = mma_candidates(gpu, kind, num_tokens, num_rows, 32 * num_groups)
+        return [*map(mma, tiles), {"path": "decode"}]
+    late, is_long = num_rows < MANY_ROWS, num_groups > LONG_GROUPS
+    if num_tokens == 1 and is_long:
+        found = [
+            gemv(4, 2, prefetch=True, late_trigger=late),
+            gemv(8, 2, prefetch=True, late_trigger=late),
+            gemv(8, 4, late_trigger=late),
+            persistent(4, 1),
+            persistent(4, 1, deferred=True, ordered=True),
+            persistent(8, 1, deferred=True, ordered=True),
+            persistent(4, 2, deferred=True, ordered=True, maxnreg=128, late_trigger=True),
+        ]
+    elif num_tokens == 1:
+        found = [
+            gemv(8, 2, late_trigger=late),
+            gemv(8, 4, late_trigger=late),
+            gemv(16, 4, late_trigger=late),
+            persistent(4, 2, deferred=True, maxnreg=128, late_trigger=True),
+            persistent(4, 4, deferred=True, maxnreg=64),
+            persistent(8, 4),
+            persistent(8, 10),
+        ]
+    elif is_long:
+        found = [
+            gemv(8, 4),
+            gemv(8, 2, prepared=True),
+            gemv(8, 4, prepared=True),
+            persistent(4, 2),
+            persistent(4, 1, deferred=True, ordered=True, late_trigger=True),
+            persistent(8, 1, deferred=True, ordered=True, late_trigger=True),
+            persistent(4, 2, deferred=True, ordered=True, maxnreg=128),
+        ]
+    else:
+        found = [
+            gemv(8, 4),
+            gemv(16, 4),
+            gemv(8, 1, prepared=True),
+            gemv(8, 4, prepared=True),
+            persistent(4, 2, deferred=True),
+            persistent(8, 4),
+        ]
+    shape = (kind, bucket, num_tokens, num_rows, num_groups)
+    return [config for config in found if not fits(gpu, config, *shape)]
+
+
+def mma(config: MmaConfig) -> Config:
+    """A launch of tensor cores that W fills, rows first."""
+    return {"path": "mma", **config._asdict()}
+
+
+def mma_config(config: Config) -> MmaConfig:
+    """The tile of a launch choice of path ``"mma"``."""
+    return MmaConfig(**{name: config[name] for name in MmaConfig._fields})
+
+
+def gemv(
+    rows: int,
+    warps: int,
+    *,
+    prefetch: bool = False,
+    late_trigger: bool = False,
+    prepared: bool = False,
+) -> Config:
+    """A launch in which a program takes one block of rows."""
+    return {
+        "path": "gemv",
+        "rows": rows,
+        "warps": warps,
+        "prefetch": prefetch,
+        "late_trigger": late_trigger,
+        "prepared": prepared,
+    }
+
+
+def persistent(
+    rows: int,
+    ctas_per_sm: int,
+    deferred: bool = False,
+    ordered: bool = False,
+    maxnreg: int = 0,
+    late_trigger: bool = False,
+) -> Config:
+    """A launch of persistent programs."""
+    return {
+        "path": "persistent",
+        "rows": rows,
+        "ctas_per_sm": ctas_per_sm,
+        "deferred": deferred,
+        "ordered": ordered,
+        "maxnreg": maxnreg,
+        "late_trigger": late_trigger,
+    }
+
+
+def fits(
+    gpu: Gpu,
+    config: Config,
+    kind: str,
+    bucket: str,
+    num_tokens: int,
+    num_rows: int,
+    num_groups: int,
+) -> str:
+    """Why a launch cannot take a shape; "" if it can."""
+    path, ptx = config.get("path"), gpu.capability >= (8, 0)
+    if path == "gemv":
+        return "" if num_tokens <= MAX_GEMV_ROWS else f"gemv takes {MAX_GEMV_ROWS} tokens at most"
+    if path == "persistent":
+        parts = num_groups // span_of(kind, num_groups)
+        threads = persistent_threads(parts)
+        if not ptx or num_tokens > FEW:
+            return "persistent programs take one or two tokens on an NVIDIA GPU"
+        if threads > 512 or parts < LEAST_FULL * threads:
+            return f"{parts} parts of a row do not fill {threads} threads"
+        return ""
+    if path == "small_m":
+        takes = FEWEST_TOKENS <= num_tokens <= MOST_TOKENS and num_groups % 8 == 0
+        return "" if ptx and takes and num_rows >= 16 else "small_m takes 3 to 8 tokens by blocks"
+    if path == "mma":
+        return mma_fits(gpu, mma_config(config), kind)
+    return "" if path == "decode" else f"there is no path {path!r}"
+
+
+def bucket_of(num_tokens: int) -> str:
+    """Numbers of tokens that one measured row may serve."""
+    return str(num_tokens) if num_tokens <= FEW else "few" if num_tokens <= MOST_TOKENS else "many"
+
+
+products = Tunable(
+    "gemm_quant",
+    ("kind", "bucket", "num_tokens", "num_rows", "num_groups"),
+    heuristic,
+    candidates,
+    fits=fits,
+    within={"num_groups": 1.25},
+)
+
+
+def pick(a: Tensor, kind: str, num_rows: int) -> Config:
+    """The launch of a product of ``a`` with so many rows of a repacked kind."""
+    num_tokens, num_weights = a.shape
+    name, groups = file_kind(kind), num_weights // 32
+    if a.dtype == torch.float32:
+        if num_tokens > MAX_GEMV_ROWS:
+            return {"path": "decode"}
+        return gemv_heuristic(None, name, num_tokens, num_rows, groups, is_wide=True)
+    return products.pick(a.device, name, bucket_of(num_tokens), num_tokens, num_rows, groups)
+
+
+def product(
+    a: Tensor,
+    planes: Tensor,
+    kind: str,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual for W's rows in planes, rounded once."""
+    y = a.new_empty((a.shape[0], planes.shape[0])) if out is None else out
+    if y.numel() == 0:
+        return y
+    config, parts = pick(a, kind, planes.shape[0]), [(planes, kind)]
+    if config["path"] == "small_m":
+        return small_m_product(a, parts, config["warps"], y, bias=bias, residual=residual)
+    if config["path"] in ("gemv", "persistent"):
+        x = int16_activations(a) if config.get("prepared") else a
+        return launch_gemv(x, parts, config, y, bias=bias, residual=residual)
+    if config["path"] == "decode":
+        if bias is None and residual is None:
+            return product_by_torch(a, planes, kind, out=y)
+        sums = torch.empty(y.shape, dtype=torch.float32, device=a.device)
+        product_by_torch(a, planes, kind, out=sums)
+        return add_partials(y, sums[None], bias, residual)
+    return mma_quant(a, planes, kind, mma_config(config), bias=bias, residual=residual, out=y)
+
+
+def side_by_side(a: Tensor, parts: Sequence[tuple[Tensor, str]], out: Tensor) -> bool:
+    """Try y = a · [W₁; W₂; W₃]ᵀ with ``a`` arranged once; False if it cannot be.
+
+    Matrices of one kind are one launch, and so are those of any kinds for up to eight tokens.
+    """
+    counts = [planes.shape[0] for planes, _ in parts]
+    if takes_small_m(a, min(count for count in counts if count)):
+        config = pick(a, parts[0][1], sum(counts))
+        small_m_product(a, parts, config.get("warps", 2), out)
+        return True
+    if a.shape[0] <= FEW:
+        config = _plain(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts))
+        launch_gemv(a, parts, config, out)
+        return True
+    kinds = [kind for _, kind in parts]
+    rows = [sum(counts)] * len(parts) if len(set(kinds)) == 1 else counts
+    configs = [pick(a, kind, max(n, 1)) for kind, n in zip(kinds, rows, strict=True)]
+    if any(config["path"] != "mma" for config in configs):
+        return False
+    mma_qkv(a, [planes for planes, _ in parts], kinds, [*map(mma_config, configs)], out=out)
+    return True
+
+
+def gate_up(a: Tensor, parts: Sequence[tuple[Tensor, str]], activation: str, out: Tensor) -> bool:
+    """Try y = act(a · Gᵀ) · (a · Uᵀ) in one launch; False if it cannot be."""
+    (gate, kind), (up, up_kind) = parts
+    num_rows = 2 * gate.shape[0]
+    config = pick(a, kind, num_rows)
+    if takes_small_m(a, num_rows):
+        small_m_product(a, parts, config.get("warps", 2), out, activation=activation)
+        return True
+    if a.shape[0] <= FEW:
+        config = _plain(config, a, parts, num_rows)
+        config = {**config, "rows": max(config["rows"] // 2, 1)}
+        launch_gemv(a, parts, config, out, activation=activation)
+        return True
+    if config["path"] != "mma" or kind != up_kind:
+        return False
+    mma_gate_up(a, gate, up, kind, mma_config(config), activation, out=out)
+    return True
+
+
+def _plain(config: Config, a: Tensor, parts: Sequence[tuple[Tensor, str]], num_rows: int) -> Config:
+    """``config``, or where that is of persistent programs, which take one matrix, a plain one."""
+    if config["path"] == "gemv":
+        return config
+    num_tokens, num_weights = a.shape
+    kind, is_wide = file_kind(parts[0][1]), a.dtype == torch.float32
+    return gemv_heuristic(None, kind, num_tokens, num_rows, num_weights // 32, is_wide)

@@ -1,0 +1,478 @@
+"""Three to eight tokens by weights in the repacked layout: a small-m mma fed without shared memory.
+
+y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual. Chosen for three to eight tokens in float16 or
+bfloat16 by rows of whole blocks of 256 weights; one launch takes one matrix, up to three side by
+side (Q, K and V), or gate and up with the activation between them.
+
+The instruction ``mma.m16n8k16`` sums over the four threads of a quad. Here a quad takes a block of
+256 weights, so that d can wait for the sum, and each of its threads 64 that follow each other, of
+two rows: eight apart, as the instruction wants them, or a row of gate and the same row of up.
+Blocks of a row are shared out to warps. Weights become pairs of float16 in registers
+(:mod:`ferrum_triton.kernels.quant.quad_weights`), and activations come in their order
+(:func:`ferrum_triton.kernels.quant.activations.arrange`), so that threads exchange nothing before
+the sums of warps are added. What a step needs is loaded during the step before.
+
+Scales times codes are exact in a float16 but for Q6_K's large ones, and d is taken in float32 after
+the sum; formats without integer scales are rounded to float16 once, like dequantised ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.elementwise import activated
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.gemv_repacked import Output, Part, part_of_grid, store_each
+from ferrum_triton.kernels.quant.gemv_rows import STREAM, Matrix
+from ferrum_triton.kernels.quant.mma import codes_meta
+from ferrum_triton.kernels.quant.planes import fp16_pair, load_words, row_sizes, uses_ptx
+from ferrum_triton.kernels.quant.quad_weights import block_scale, load_rows, minimum, weights
+from ferrum_triton.kernels.quant.thread_sums import summed_over_warps
+from ferrum_triton.kernels.rows import cdiv
+
+FEWEST_TOKENS, MOST_TOKENS = 3, 8
+# Weights a quad takes at a time.
+BLOCK = 256
+# Rows of W a program takes: of one matrix, or half of gate and half of up.
+ROWS = 16
+# Words of a token's arranged activations that lie beside the other tokens', and of all eight.
+WORDS, PIECE = tl.constexpr(16), tl.constexpr(8 * 16)
+
+_MMA = tl.constexpr(
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+    "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+)
+_MMA_CONSTRAINTS = tl.constexpr("=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+
+
+@triton.jit
+def _mma(acc, a, b, PTX: tl.constexpr):
+    """acc + a · b for each warp: a [16, 16] · b [16, 8], as their threads hold them.
+
+    Args:
+        acc: sums of a thread's two rows, two tokens each, float32 [threads].
+        a: weights, pairs of float16 in int32 [threads]: each row's first pair, then each's second.
+        b: activations of the thread's token, two pairs.
+    """
+    if PTX:
+        acc = tl.inline_asm_elementwise(
+            _MMA,
+            _MMA_CONSTRAINTS,
+            (a[0], a[1], a[2], a[3], b[0], b[1], acc[0], acc[1], acc[2], acc[3]),
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        first = _sums_of_quads(a[0], b[0]) + _sums_of_quads(a[2], b[1])
+        second = _sums_of_quads(a[1], b[0]) + _sums_of_quads(a[3], b[1])
+        even, odd = tl.split(tl.reshape(first, [a[0].shape[0], 2]))
+        low, high = tl.split(tl.reshape(second, [a[0].shape[0], 2]))
+        acc = (acc[0] + even, acc[1] + odd, acc[2] + low, acc[3] + high)
+    return acc
+
+
+@triton.jit
+def _sums_of_quads(a, b):
+    """Sums over quads of pairs of weights times pairs of activations: [warps, 8 rows, 8 tokens]."""
+    WARPS: tl.constexpr = a.shape[0] // 32
+    total = tl.zeros([WARPS, 8, 8], tl.float32)
+    low, high = fp16_pair(a)
+    b_low, b_high = fp16_pair(b)
+    for row, token in ((low, b_low), (high, b_high)):
+        product = tl.reshape(row, [WARPS, 8, 1, 4]) * tl.reshape(token, [WARPS, 1, 8, 4])
+        total += tl.sum(product, axis=3)
+    return total
+
+
+@dataclass(frozen=True)
+class SmallLayout:
+    """A matrix in the repacked layout as this kernel unpacks it.
+
+    Attributes:
+        q, h, s, t, d: bytes of a row in each plane, as in ``gemv_repacked.Layout``.
+        bits, offset, scales, mins, asm, constraints: the facts of ``fragments.Codes``; ``asm`` is
+            "" where there is no PTX.
+    """
+
+    q: int
+    h: int
+    s: int
+    t: int
+    d: int
+    bits: int
+    offset: int
+    scales: str
+    mins: bool
+    asm: str
+    constraints: str
+
+    @property
+    def is_late(self) -> bool:
+        """Whether d is taken after the sum over a block."""
+        return self.scales != ""
+
+    @property
+    def sums_minimums(self) -> bool:
+        """Whether a block's minimums are a product of their own, with sums of activations."""
+        return self.is_late and self.mins
+
+    @property
+    def ptx(self) -> bool:
+        return self.asm != ""
+
+
+class Arranged(NamedTuple):
+    """Activations in the fragments' order.
+
+    Attributes:
+        x_ptr: pairs of float16, int32 pointers of a thread.
+        sums_ptr: pairs of sums over words of eight, likewise.
+        factor_ptr: what a token's products are to be multiplied by, float32 [m].
+        num_tokens: tokens there are, at most 8.
+    """
+
+    x_ptr: Any
+    sums_ptr: Any
+    factor_ptr: Any
+    num_tokens: Any
+
+
+def small_layout(planes: Tensor, kind: str, num_weights: int) -> SmallLayout:
+    """The layout of a matrix whose rows have ``num_weights`` weights."""
+    sizes = {plane.lower(): size for plane, size in row_sizes(planes, kind, num_weights).items()}
+    codes = {name.lower(): value for name, value in codes_meta(kind, planes.device).items()}
+    return SmallLayout(**sizes, **codes)
+
+
+@triton.jit
+def _activations(x_ptr, block, PTX: tl.constexpr):
+    """A thread's activations of a block, [J]: the eight pairs that ``weights`` J multiply."""
+    x = ()
+    for j in tl.static_range(4):
+        at = x_ptr + (block * 8 + 2 * j) * PIECE
+        x += (load_words(at, None, 4, PTX, "") + load_words(at + PIECE, None, 4, PTX, ""),)
+    return x
+
+
+@triton.jit
+def _load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT rows of a thread, eight apart, in a block of each: words (q, h, scales, d)."""
+    SCALES: tl.constexpr = LAYOUT.scales
+    return load_rows(
+        matrix.ptr,
+        tl.full((), 1, tl.int64) * matrix.num_rows,
+        row,
+        thread,
+        block,
+        mask,
+        Q=LAYOUT.q,
+        H=LAYOUT.h,
+        S=LAYOUT.s,
+        T=LAYOUT.t,
+        D=LAYOUT.d,
+        BITS=LAYOUT.bits,
+        SCALES=SCALES,
+        MINS=LAYOUT.mins,
+        PTX=LAYOUT.ptx,
+        HINT=STREAM,
+        ROWS=COUNT,
+    )
+
+
+@triton.jit
+def _weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
+    """The eight pairs of a thread's weights 16 J and on."""
+    SCALES: tl.constexpr = LAYOUT.scales
+    ASM: tl.constexpr = LAYOUT.asm
+    CONSTRAINTS: tl.constexpr = LAYOUT.constraints
+    return weights(row, J, LAYOUT.bits, LAYOUT.offset, SCALES, LAYOUT.mins, ASM, CONSTRAINTS)
+
+
+@triton.jit
+def _minimum(row, J: tl.constexpr, LAYOUT: tl.constexpr):
+    """The integer minimum of a thread's weights 16 J and on, twice; 0 of a format without."""
+    SCALES: tl.constexpr = LAYOUT.scales
+    if LAYOUT.sums_minimums:
+        pair = minimum(row, J, SCALES, LAYOUT.ptx)
+    else:
+        pair = tl.zeros_like(row[0][0])
+    return pair
+
+
+@triton.jit
+def _scaled(acc, total, low, row, LAYOUT: tl.constexpr):
+    """One row's sums of two tokens: acc + d · total - m · low, where d is taken late."""
+    SCALES: tl.constexpr = LAYOUT.scales
+    if LAYOUT.is_late and LAYOUT.mins:
+        d, m = fp16_pair(row[3][0])
+        total = (tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]))
+        total = (tl.fma(-m, low[0], total[0]), tl.fma(-m, low[1], total[1]))
+    elif LAYOUT.is_late:
+        d = block_scale(row, SCALES)
+        total = (tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]))
+    return total
+
+
+@triton.jit
+def _add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """acc plus a block of a thread's two rows, of two layouts, by :func:`_activations`."""
+    none = tl.zeros_like(acc[0])
+    start = (none, none) if FIRST.is_late else (acc[0], acc[1])
+    total = start + ((none, none) if SECOND.is_late else (acc[2], acc[3]))
+    for j in tl.static_range(4):
+        a = _weights(rows[0], j, FIRST)
+        b = _weights(rows[1], j, SECOND)
+        for p in tl.static_range(4):
+            pairs = (a[2 * p], b[2 * p], a[2 * p + 1], b[2 * p + 1])
+            total = _mma(total, pairs, (x[j][2 * p], x[j][2 * p + 1]), FIRST.ptx)
+    low = (none, none, none, none)
+    if FIRST.sums_minimums or SECOND.sums_minimums:
+        for j in tl.static_range(2):
+            pairs = (
+                _minimum(rows[0], 2 * j, FIRST),
+                _minimum(rows[1], 2 * j, SECOND),
+                _minimum(rows[0], 2 * j + 1, FIRST),
+                _minimum(rows[1], 2 * j + 1, SECOND),
+            )
+            low = _mma(low, pairs, (sums[2 * j], sums[2 * j + 1]), FIRST.ptx)
+    of_first = _scaled((acc[0], acc[1]), (total[0], total[1]), (low[0], low[1]), rows[0], FIRST)
+    of_second = _scaled((acc[2], acc[3]), (total[2], total[3]), (low[2], low[3]), rows[1], SECOND)
+    return of_first + of_second
+
+
+@triton.jit
+def _two_rows(first, second, row, thread, block, mask, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Two rows of a thread: of one matrix, eight apart; or the same one of two matrices."""
+    if SECOND is None:
+        rows = _load_rows(first, row, thread, block, mask, FIRST, 2)
+    else:
+        rows = _load_rows(first, row, thread, block, mask, FIRST, 1)
+        rows += _load_rows(second, row, thread, block, mask, SECOND, 1)
+    return rows
+
+
+@triton.jit
+def _sums_of_rows(
+    x,
+    first,
+    second,
+    row,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The products of 16 rows with all tokens, float32 [128].
+
+    Entry i belongs to token i // 4 % 4 · 2 + i % 2 and row i // 16, of the rows or the matrix that
+    i // 2 % 2 tells.
+
+    Args:
+        x: Arranged.
+        first, second: Matrix; the second is not read where SECOND is None.
+        row: first row, int32.
+        FIRST, SECOND: layouts.
+        BLOCKS: blocks of 256 in a row.
+    """
+    BOTH: tl.constexpr = FIRST if SECOND is None else SECOND
+    i = tl.arange(0, 32 * WARPS)
+    warp, quad, thread = i // 32, i // 4 % 8, i % 4
+    row = (row + quad).to(tl.int64)
+    # Weights past a row's end are 0, and multiplied by the last block's activations.
+    rows = _two_rows(first, second, row, thread, warp, warp < BLOCKS, FIRST, SECOND)
+    # Columns past the last token are its again, and not stored.
+    token = tl.minimum(quad, x.num_tokens - 1)
+    x_ptr = x.x_ptr.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
+    sums_ptr = x.sums_ptr.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
+    none = tl.zeros([32 * WARPS], tl.float32)
+    acc = (none, none, none, none)
+    pdl_wait(PDL)
+    activations = _activations(x_ptr, tl.minimum(warp, BLOCKS - 1), FIRST.ptx)
+    for step in range((BLOCKS + WARPS - 1) // WARPS):
+        block = tl.minimum(step * WARPS + warp, BLOCKS - 1)
+        sums = None
+        if FIRST.sums_minimums or BOTH.sums_minimums:
+            sums = load_words(sums_ptr + block * PIECE, None, 4, FIRST.ptx, "")
+        ahead = (step + 1) * WARPS + warp
+        later_activations = _activations(x_ptr, tl.minimum(ahead, BLOCKS - 1), FIRST.ptx)
+        later = _two_rows(first, second, row, thread, ahead, ahead < BLOCKS, FIRST, SECOND)
+        acc = _add_block(acc, rows, activations, sums, FIRST, BOTH)
+        rows, activations = later, later_activations
+    return summed_over_warps(acc, 4)
+
+
+@triton.jit
+def _sixteen_rows(
+    out, x, part, LAYOUT: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr
+):
+    """16 rows of one matrix."""
+    # The last program starts early enough to have all its rows; some are done twice.
+    first = tl.minimum(part.block * 16, part.matrix.num_rows - 16)
+    y = _sums_of_rows(x, part.matrix, part.matrix, first, LAYOUT, None, BLOCKS, WARPS, PDL)
+    i = tl.arange(0, 128)
+    token = i // 4 % 4 * 2 + i % 2
+    mask = token < x.num_tokens
+    y *= tl.load(x.factor_ptr + token, mask=mask, other=0.0)
+    row = part.column + first + i // 16 + i // 2 % 2 * 8
+    store_each(y, out, token, row, mask)
+
+
+@triton.jit
+def _gate_and_up(
+    out,
+    x,
+    gate,
+    up,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Eight rows of gate and the same of up: act(gate) · up."""
+    first = tl.minimum(tl.program_id(0) * 8, gate.num_rows - 8)
+    sums = _sums_of_rows(x, gate, up, first, GATE, UP, BLOCKS, WARPS, PDL)
+    # [row, pair of tokens, gate or up, token of the pair]
+    sums = tl.permute(tl.reshape(sums, [8, 4, 2, 2]), (0, 1, 3, 2))
+    gate_sums, up_sums = tl.split(tl.reshape(sums, [64, 2]))
+    i = tl.arange(0, 64)
+    token = i % 8
+    mask = token < x.num_tokens
+    factor = tl.load(x.factor_ptr + token, mask=mask, other=0.0)
+    y = activated(gate_sums * factor, ACTIVATION) * (up_sums * factor)
+    store_each(y, out, token, first + i // 8, mask)
+
+
+@kernel(dynamic=("num_rows", "num_rows_2", "num_rows_3", "num_tokens"))
+def _small_m_kernel(
+    y_ptr,  # [m, n]
+    x_ptr,  # arranged, [k / 32, 8, 32]
+    sums_ptr,  # [k / 256, 8, 32]
+    factor_ptr,  # [m]
+    planes_ptr,  # uint8 [num_rows, row_bytes]
+    planes_2_ptr,  # uint8 [num_rows_2, row_bytes], or None
+    planes_3_ptr,  # uint8 [num_rows_3, row_bytes], or None
+    bias_ptr,  # [n], or None
+    residual_ptr,  # [m, n], or None
+    stride_y_token,
+    stride_residual_token,
+    num_rows,  # at least 16, or 8 of gate
+    num_rows_2,
+    num_rows_3,
+    num_tokens,  # at most 8
+    LAYOUT: tl.constexpr,
+    LAYOUT_2: tl.constexpr,  # None where there is one matrix
+    LAYOUT_3: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of gate, the first matrix; "" for matrices side by side
+    BLOCKS: tl.constexpr,  # blocks of 256 in a row
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_trigger(PDL)
+    out = Output(y_ptr, bias_ptr, residual_ptr, stride_y_token, stride_residual_token)
+    x = Arranged(x_ptr, sums_ptr, factor_ptr, num_tokens)
+    matrix = Matrix(planes_ptr, num_rows)
+    if ACTIVATION != "":
+        up = Matrix(planes_2_ptr, num_rows)
+        _gate_and_up(out, x, matrix, up, LAYOUT, LAYOUT_2, ACTIVATION, BLOCKS, WARPS, PDL)
+    elif LAYOUT_2 is None:
+        part = Part(matrix, tl.program_id(0), 0, 0)
+        _sixteen_rows(out, x, part, LAYOUT, BLOCKS, WARPS, PDL)
+    else:
+        matrices = (matrix, Matrix(planes_2_ptr, num_rows_2), Matrix(planes_3_ptr, num_rows_3))
+        part = part_of_grid(matrices, 16)
+        # Matrices of one layout share one copy of the code, which then compiles once.
+        if LAYOUT == LAYOUT_2 and LAYOUT_2 == LAYOUT_3:
+            _sixteen_rows(out, x, part, LAYOUT, BLOCKS, WARPS, PDL)
+        elif part.number == 0:
+            _sixteen_rows(out, x, part, LAYOUT, BLOCKS, WARPS, PDL)
+        elif LAYOUT_2 == LAYOUT_3:
+            _sixteen_rows(out, x, part, LAYOUT_2, BLOCKS, WARPS, PDL)
+        elif part.number == 1:
+            _sixteen_rows(out, x, part, LAYOUT_2, BLOCKS, WARPS, PDL)
+        else:
+            _sixteen_rows(out, x, part, LAYOUT_3, BLOCKS, WARPS, PDL)
+
+
+def takes_small_m(a: Tensor, num_rows: int) -> bool:
+    """Whether activations a [m, k] by so many rows of W can be a product of this kernel."""
+    num_tokens, k = a.shape
+    return (
+        FEWEST_TOKENS <= num_tokens <= MOST_TOKENS
+        and a.dtype != torch.float32
+        and k % BLOCK == 0 < k
+        and num_rows >= ROWS
+        and uses_ptx(a)
+    )
+
+
+def small_m_product(
+    a: Tensor,
+    parts: Sequence[tuple[Tensor, str]],
+    warps: int,
+    out: Tensor,
+    *,
+    activation: str = "",
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual, for m <= 8 and k a multiple of 256.
+
+    Args:
+        a: activations, float16 or bfloat16 [m, k].
+        parts: one to three matrices side by side, or gate and up: uint8 [rows, row_bytes] in
+            planes, at least 16 rows or none, and a kind such as ``"Q4_K:planes"``.
+        warps: warps of a program, a power of two.
+        out: products, [m, n].
+        activation: what gate passes through, ``"silu"`` or ``"gelu_tanh"``.
+        bias: [n], unit stride.
+        residual: [m, n], unit stride along n.
+    """
+    num_tokens, k = a.shape
+    x, sums, factor = arrange(a, BLOCK // 8, interleave=MOST_TOKENS)
+    layouts = [small_layout(planes, kind, k) for planes, kind in parts]
+    counts = [planes.shape[0] for planes, _ in parts]
+    if activation:
+        programs = cdiv(counts[0], ROWS // 2)
+    else:
+        programs = sum(cdiv(count, ROWS) for count in counts)
+    pointers = [planes for planes, _ in parts]
+    if len(parts) == 2 and not activation:  # the third has no rows
+        pointers, layouts, counts = [*pointers, pointers[1]], [*layouts, layouts[1]], [*counts, 0]
+    second, third = (*pointers[1:], None, None)[:2]
+    _small_m_kernel.launch(
+        (programs,),
+        y_ptr=out,
+        x_ptr=x,
+        sums_ptr=sums,
+        factor_ptr=factor,
+        planes_ptr=pointers[0],
+        planes_2_ptr=second,
+        planes_3_ptr=third,
+        bias_ptr=bias,
+        residual_ptr=residual,
+        stride_y_token=out.stride(0),
+        stride_residual_token=0 if residual is None else residual.stride(0),
+        num_rows=counts[0],
+        num_rows_2=(*counts, 0)[1],
+        num_rows_3=(*counts, 0, 0)[2],
+        num_tokens=num_tokens,
+        LAYOUT=layouts[0],
+        LAYOUT_2=(*layouts, None)[1],
+        LAYOUT_3=(*layouts, None, None)[2],
+        ACTIVATION=activation,
+        BLOCKS=k // BLOCK,
+        WARPS=warps,
+        num_warps=warps,
+    )
+    return out

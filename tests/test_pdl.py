@@ -1,0 +1,119 @@
+"""Programmatic dependent launch: what the compiled kernels do before they wait, and that they do.
+
+A kernel may start before the launch before it has ended. It has to wait before it reads what that
+launch wrote, and before it writes what that launch reads, in every program and on every branch.
+The check reads the PTX from its start: a wait that comes before the first access, branch and
+return is one that every program comes to.
+"""
+
+import re
+
+import pytest
+
+from ferrum_triton.backends.triton_provider import load_kernels
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.registry import OPS
+from tests.test_kernels_compile import launches_of
+
+load_kernels("interpret")
+
+# Ops whose kernels have no PDL yet. None may be added; one whose kernels all pass must go.
+WITHOUT_PDL = frozenset(
+    {
+        # packed weights
+        "dequantize",
+        "embedding_lookup_quant",
+        "gemv_quant",
+        "gemm_quant",
+        "linear_quant",
+        "quantize_q8",
+        "rms_norm_q8",
+        "gemv_quant_q8",
+        "gemv_quant_gate_up_silu",
+        "gemv_quant_qkv",
+        # attention
+        "flash_attention",
+        "merge_attention_states",
+        "mla_attention",
+        "paged_decode_attention",
+        "paged_varlen_attention",
+        # mixtures of experts
+        "moe_combine",
+        "weighted_sum",
+        "weighted_sum_residual",
+        "weighted_sum_residual_norm",
+        "compute_ids_tpe",
+        "moe_align_block_size",
+        "moe_build_pairs_by_token",
+        "gemv_quant_moe_id",
+        "gemv_quant_moe_id_gate_up_silu",
+        "gemm_quant_moe_id",
+        "gemm_quant_moe_id_gate_up_silu",
+        "route_topk_softmax",
+        "route_topk_sigmoid_grouped",
+    }
+)
+
+# Packages whose kernels read packed weights, which no kernel writes, before they wait.
+READ_WEIGHTS = ("ferrum_triton.kernels.quant.", "ferrum_triton.kernels.moe.")
+
+WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+STORE = re.compile(r"\b(?:st|atom|red)\.\S*global|\bcp\.(?:async|reduce)\.bulk\S*\.global\.shared")
+ACCESS = re.compile(r"\b(?:ld|st|atom|red|prefetch)\.\S*global|\bcp\.(?:async|reduce)")
+BRANCH = re.compile(r"\bbra\b|\bret;")
+
+_faults: dict[str, str] = {}
+
+
+def fault_of(launch) -> str:
+    """What is wrong with a launch, once for each kernel; nothing is the empty text."""
+    name = launch.kernel.name
+    if name not in _faults:
+        _faults[name] = find_fault(launch)
+    return _faults[name]
+
+
+def find_fault(launch) -> str:
+    if not launch.meta.get("PDL"):
+        return "has no PDL"
+    ptx = compile_launch(launch, TARGETS["sm_90"]).asm["ptx"]
+    body = ptx[ptx.index(".entry") :]
+    if TRIGGER not in body:
+        return "never triggers"
+    before, wait, _ = body.partition(WAIT)
+    if not wait:
+        return "never waits"
+    if launch.kernel.jit.fn.__module__.startswith(READ_WEIGHTS):
+        return "writes before it waits" if STORE.search(before) else ""
+    if ACCESS.search(before):
+        return "accesses memory before it waits"
+    return "branches before it waits" if BRANCH.search(before) else ""
+
+
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, id=op.name) for op in OPS.values() if "triton" in op.impls and op.bench]
+)
+def test_kernels_wait_before_they_touch_memory(op):
+    launches = launches_of(op, op.bench[0], TARGETS["sm_90"])
+    assert launches
+    faults = {launch.kernel.name: fault_of(launch) for launch in launches}
+    faults = {name: fault for name, fault in faults.items() if fault}
+    if op.name in WITHOUT_PDL:
+        assert faults, f"{op.name} has PDL: take it off the list"
+    else:
+        assert not faults
+
+
+def test_every_op_without_pdl_exists():
+    assert OPS.keys() >= WITHOUT_PDL
+
+
+def test_the_check_finds_what_comes_before_the_wait():
+    assert ACCESS.search("@%p1 ld.global.v4.b32 { %r1, %r2 }, [ %rd1 + 0 ];")
+    assert ACCESS.search("cp.async.cg.shared.global [ %r9 + 0 ], [ %rd4 + 0 ], 0x10, %r8;")
+    assert not ACCESS.search("ld.param.b64 %rd1, [_rms_norm_kernel_param_0];")
+    assert not ACCESS.search("ld.shared.b32 %r1, [%r2];")
+    assert STORE.search("@%p1 st.global.v4.b32 [ %rd2 + 0 ], { %r1, %r2 };")
+    assert STORE.search("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1}]")
+    assert not STORE.search("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier [%r1]")
+    assert BRANCH.search("@%p5 bra $L__BB0_2;")
