@@ -81,8 +81,8 @@ def _flash_attention_kernel(
     PDL: tl.constexpr,
 ):
     """out = softmax(scale · q kᵀ + mask) v over a split of the keys."""
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     GROUP: tl.constexpr = VARIANT.group
     BLOCK_M: tl.constexpr = VARIANT.block_m
     BLOCK_D: tl.constexpr = VARIANT.block_d

@@ -117,8 +117,8 @@ def _merge_kernel(
     A sequence that cu_parts gives one part was written by whoever made it, and is left alone. With
     cu_seqlens_q a program has a head of a sequence, and takes its queries in turns.
     """
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_rows = row < num_rows
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -109,8 +109,8 @@ def _mla_attention_kernel(
     PDL: tl.constexpr,
 ):
     """out = softmax(scale · q rowᵀ + mask) row[:LORA] over a split of the cache's rows."""
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     LORA: tl.constexpr = VARIANT.lora
     ROPE: tl.constexpr = VARIANT.rope
     BLOCK_M: tl.constexpr = VARIANT.block_m

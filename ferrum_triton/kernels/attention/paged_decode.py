@@ -112,12 +112,12 @@ def _paged_decode_kernel(
     PDL: tl.constexpr,
 ):
     """out = softmax(scale · q kᵀ + mask) v over a unit's keys, for one KV head's queries."""
-    pdl_trigger(PDL)
     if UNITS.after_prefill:
         if tl.program_id(0) == tl.num_programs(0) - 1:
             pdl_wait(PDL)
     else:
         pdl_wait(PDL)
+    pdl_trigger(PDL)
     GROUP: tl.constexpr = ATTENTION.group
     HEAD_DIM: tl.constexpr = ATTENTION.head_dim
     HAS_WINDOW: tl.constexpr = ATTENTION.has_window

@@ -71,8 +71,8 @@ def _weighted_sum_kernel(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     blocks_per_token = tl.cdiv(hidden_size, BLOCK_H)
     token = (tl.program_id(0) // blocks_per_token).to(tl.int64)
     h = tl.program_id(0) % blocks_per_token * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -111,8 +111,8 @@ def _weighted_sum_norm_kernel(
     PDL: tl.constexpr,
 ):
     """residual += Σ_s weights[s] · slots[s]; y = residual / rms(residual) · norm_weight."""
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     mask = h < hidden_size

@@ -55,8 +55,8 @@ def _gemm_quant_moe_id_kernel(
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     buckets = bucket_tiles(tpe_ptr, num_experts, capacity, BLOCK_E, BLOCK_M)
     # Programs that share rows of W run side by side.
     tiles_n = tl.cdiv(num_rows, BLOCK_N)

@@ -96,8 +96,8 @@ def _expert_gemv_kernel(
     UP_BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     pair = (tl.program_id(0) % num_pairs).to(tl.int64)
     token, slot = pair // TOP_K, pair % TOP_K
     expert = tl.load(ids_ptr + token * stride_ids_token + slot).to(tl.int64)

@@ -102,8 +102,8 @@ def _ids_tpe_kernel(
     IN_WORD: tl.constexpr,  # a lane has at most 32 pairs
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     ids = Ids(ids_ptr, stride_ids_token, lane_size, num_pairs, num_experts)
     program = tl.program_id(0)
     matches = tl.zeros([LANES], tl.int32)
@@ -163,8 +163,8 @@ def _align_kernel(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     ids = Ids(ids_ptr, stride_ids_token, lane_size, num_pairs, num_experts)
     program = tl.program_id(0)
     matches = tl.zeros([LANES], tl.int32)
@@ -213,8 +213,8 @@ def _build_pairs_kernel(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     ids = Ids(ids_ptr, stride_ids_token, lane_size, num_pairs, num_experts)
     program = tl.program_id(0)
     orphans = program == num_experts

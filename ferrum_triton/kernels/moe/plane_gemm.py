@@ -165,8 +165,8 @@ def _plane_tiles_kernel(
 ):
     TOP_K: tl.constexpr = BUCKETS.top_k
     BLOCK_N: tl.constexpr = TILE.rows
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
     table = PairTable(pairs_ptr, counts_ptr, places_ptr, num_pairs, capacity)
     if tl.program_id(0) >= num_programs:
@@ -250,8 +250,8 @@ def _experts_of_pairs_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     expert = tl.program_id(0)
     count = clamped_count(tl.load(tpe_ptr + expert), capacity)
     bucket_ptr = buckets_ptr + expert.to(tl.int64) * stride_buckets_expert

@@ -157,8 +157,8 @@ def _prepare_kernel(
     PDL: tl.constexpr,
 ):
     """Programs of two kinds: an expert's find its pairs, the others arrange a row each."""
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     program = tl.program_id(0)
     if program < num_experts:
         table = PairTable(pairs_ptr, counts_ptr, places_ptr, num_pairs, capacity)
@@ -183,8 +183,8 @@ def _find_pairs_kernel(
     BLOCK_C: tl.constexpr,  # entries of a bucket at a time
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     table = PairTable(pairs_ptr, counts_ptr, places_ptr, num_pairs, capacity)
     find_pairs(table, tl.program_id(0), buckets_ptr, tpe_ptr, stride_buckets_expert, BLOCK_C)
 
@@ -220,8 +220,8 @@ def _arrange_pairs_kernel(
     PDL: tl.constexpr,
 ):
     """A program arranges a row of a and writes it to BLOCK_C of its TOP_K / SLOTS pairs' places."""
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     COPIES: tl.constexpr = TOP_K // SLOTS
     row = tl.program_id(0).to(tl.int64)
     # Where each copy goes, all found at once.

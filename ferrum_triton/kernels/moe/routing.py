@@ -142,8 +142,8 @@ def _route_topk_softmax_kernel(
     BLOCK_K: tl.constexpr,  # power of two >= top_k
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     token = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     expert = tl.arange(0, BLOCK_E)[None, :]
     in_batch = token < num_tokens
@@ -232,8 +232,8 @@ def _route_topk_sigmoid_kernel(
     BLOCK_K: tl.constexpr,  # power of two >= top_k
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     token = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     column = tl.arange(0, BLOCK_G * BLOCK_M)[None, :]
     group, member = column // BLOCK_M, column % BLOCK_M

@@ -144,8 +144,8 @@ def _arrange_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     token = tl.program_id(0).to(tl.int64)
     a_row = a_ptr + token * stride_a_token
     to = Arranged(x_ptr, sums_ptr, factor_ptr)

@@ -241,8 +241,8 @@ def _int16_kernel(
     PDL: tl.constexpr,
 ):
     """One program for each token and THREADS groups, of which a thread makes one."""
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     token = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
     mask = group < num_groups

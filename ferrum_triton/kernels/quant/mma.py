@@ -142,7 +142,6 @@ def _mma_quant_kernel(
     BLOCK_M: tl.constexpr = TILE.tokens
     ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     Q_COLUMNS: tl.constexpr = q_columns(TILE)
-    pdl_trigger(PDL)
     # Programs that share rows of W run side by side.
     tiles_m = tl.cdiv(num_tokens, BLOCK_M)
     first_token = tl.program_id(0) % tiles_m * BLOCK_M
@@ -200,6 +199,7 @@ def _mma_quant_kernel(
         line = begin * Q_COLUMNS + tl.arange(0, LAUNCH.prefetch_lines) * 32
         _prefetch(lines[:, None] + tl.minimum(line, steps * Q_COLUMNS - 32)[None, :])
     pdl_wait(PDL)
+    pdl_trigger(PDL)
 
     none = tl.full((), 0, tl.int64)
     scales = block_scales(operands, Place(none, tl.minimum(begin, steps - 1)), TILE)

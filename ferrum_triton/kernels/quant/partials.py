@@ -29,8 +29,8 @@ def _add_partials_kernel(
     PDL: tl.constexpr,
 ):
     """y = Σ_s partial[s] + bias + residual."""
-    pdl_trigger(PDL)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = n < num_rows

@@ -296,6 +296,7 @@ def _sums_of_rows(
     none = tl.zeros([32 * WARPS], tl.float32)
     acc = (none, none, none, none)
     pdl_wait(PDL)
+    pdl_trigger(PDL)
     activations = _activations(x_ptr, tl.minimum(warp, BLOCKS - 1), FIRST.ptx)
     for step in range((BLOCKS + WARPS - 1) // WARPS):
         block = tl.minimum(step * WARPS + warp, BLOCKS - 1)
@@ -378,7 +379,6 @@ def _small_m_kernel(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_trigger(PDL)
     out = Output(y_ptr, bias_ptr, residual_ptr, stride_y_token, stride_residual_token)
     x = Arranged(x_ptr, sums_ptr, factor_ptr, num_tokens)
     matrix = Matrix(planes_ptr, num_rows)
