@@ -5,6 +5,7 @@ import functools
 
 import pytest
 
+import bench.shipped
 from bench.shipped import compile_refusal, picks_of, shipped, uncompiled
 from ferrum_triton.backends.triton_provider import load_kernels
 from ferrum_triton.kernels import tables
@@ -103,6 +104,7 @@ def test_rows_that_ship_are_compiled(monkeypatch, tmp_path, request):
     request.addfinalizer(chosen.forget)
     monkeypatch.setattr(tables, "SHIPPED", tmp_path)
     monkeypatch.setattr(op, "bench", [case])
+    monkeypatch.setattr(bench.shipped, "TUNABLES", {op.name: chosen})
     shape = case.axes["num_tokens"], case.axes["hidden_size"]
     row = Row(shape, chosen.candidates(GPU, *shape)[0], 1.0)
     write_rows(table_file(tmp_path, op.name, GPU.arch), op.name, GPU.arch, chosen.dims, [row])
