@@ -12,9 +12,7 @@ that takes part has a constexpr ``PDL``, which
 * the trigger may stand anywhere, since it promises nothing about results. Row kernels, whose
   programs are few and short, trigger at entry, which lets the product behind them load weights
   soonest. All others trigger after their wait: else programs of three launches share the SMs, and
-  unevenly. With entry triggers small-m mma of Q4_K, 12288x4096 by five tokens, took 12.8 us for 11.4,
-  and paged decode of one sequence of 8192 keys 20.6 for 16.2 (``python -m bench.run gemv_quant
-  paged_decode_attention``).
+  unevenly.
 """
 
 import triton

@@ -331,6 +331,8 @@ class _Rehearsal(TorchDispatchMode):
             return Described(place, tuple(arg.block_shape), arg.padding)
         if arg is None or type(arg) in (int, float, bool):
             return arg
+        if isinstance(arg, tuple) and all(type(step) is int for step in arg):  # strides
+            return arg
         raise NotReplayable(f"a {type(arg)} among arguments")
 
     def place(self, stand_in: StandIn) -> Place:

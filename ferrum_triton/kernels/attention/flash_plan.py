@@ -1,6 +1,5 @@
 """How flash attention is cut into programs: tiles, packing of heads, splits of the keys."""
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu, gpu_of
 from ferrum_triton.kernels.rows import cdiv
-from ferrum_triton.kernels.tuning import Config, Dim, Tunable
+from ferrum_triton.kernels.tuning import Config, Dim, Tunable, cached_picks
 
 # Keys and values of the heads that run side by side should stay in the L2 cache (50 to 60 MB on
 # Hopper) beside the queries and outputs that pass through it.
@@ -98,7 +97,7 @@ def is_packed(group: int, q_len: int) -> bool:
     return group > 1 and q_len < MANY_QUERIES
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_picks
 def _plan(
     device: torch.device,
     gpu: Gpu,

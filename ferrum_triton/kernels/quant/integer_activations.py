@@ -248,14 +248,14 @@ def _int16_kernel(
     mask = group < num_groups
     a = Activations(a_ptr + token * stride_a_token, None, 0, 0)
     loaded = load_activations(a, group, mask, 1, 1, WIDE, PTX)
-    made = integers_of(loaded, a, 1, 1, WIDE, PTX)[0]
+    words, steps, lows, highs = integers_of(loaded, a, 1, 1, WIDE, PTX)[0]
     codes = codes_ptr + token * stride_codes_token + group * 16
     for i in tl.static_range(16):
-        tl.store(codes + i, made.words[0][i], mask=mask)
+        tl.store(codes + i, words[0][i], mask=mask)
     found = scales_and_sums_ptr + token * stride_scales_and_sums_token + group * 4
-    tl.store(found, made.steps[0].to(tl.int32, bitcast=True), mask=mask)
-    tl.store(found + 1, made.lows[0], mask=mask)
-    tl.store(found + 2, made.highs[0], mask=mask)
+    tl.store(found, steps[0].to(tl.int32, bitcast=True), mask=mask)
+    tl.store(found + 1, lows[0], mask=mask)
+    tl.store(found + 2, highs[0], mask=mask)
 
 
 def int16_activations(a: Tensor) -> Int16Activations:
