@@ -30,6 +30,7 @@ from bench.run import without_fresh_row
 from bench.timing import COLD_BYTES, copies_of
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.resources import TARGETS
+from ferrum_triton.ops.quant_fused import MAX_ROWS
 from ferrum_triton.quant import FORMATS, dequantize_rows, load_quant
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
@@ -341,7 +342,7 @@ def plain_layer(weights, decoder, x):
     ("form", "batch", "backend"),
     [
         ("q4_K", 2, "cpu"),
-        ("q4_K", 9, "cpu"),
+        ("q4_K", MAX_ROWS + 1, "cpu"),
         ("bf16", 2, "cpu"),
         ("bf16", 1, "interpret"),
     ],
