@@ -14,7 +14,7 @@ from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.parameters import OPTIONS, one_of, power_of_two
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.tables import Row, read_rows, table_file, write_rows
-from ferrum_triton.kernels.tuning import TUNABLES, Tunable, record_picks
+from ferrum_triton.kernels.tuning import TUNABLES, Tunable, cached_picks, record_picks
 
 load_kernels("interpret")
 
@@ -205,6 +205,25 @@ def test_picks_are_recorded_with_their_rows(tunable, places):
     assert [pick.shape[1] for pick in picks] == [2, 9]
     assert [pick.row and pick.row.shape[1] for pick in picks] == [1, None]
     assert picks[0].config == config(64, 1)
+
+
+def test_what_is_made_of_picks_is_forgotten_with_them(tunable, places, monkeypatch):
+    monkeypatch.setattr(tuning, "_made_of_picks", [])
+
+    @cached_picks
+    def plan(m):
+        return [tunable.pick(CUDA, "Q4_K", m, 64)["num_warps"]]
+
+    assert plan(1) == [8]
+    assert plan(1) is plan(1)
+    with tunable.forced({"num_warps": 16}):
+        assert plan(1) == [16]
+    with record_picks() as picks:
+        assert plan(1) == [8]
+    assert [pick.shape for pick in picks] == [("Q4_K", 1, 64)]
+    write(places[0], (("Q4_K", 1, 64), 2))
+    tunable.forget()
+    assert plan(1) == [2]
 
 
 def test_candidates_serve_tritons_autotuner(tunable):

@@ -35,7 +35,7 @@ class ChatTemplate:
             has it; None when the model has none.
         bos: text of the model's begin token, which templates write themselves.
         eos: text of the model's end token.
-        path: where the template came from, for messages.
+        path: the file the template came from, for messages.
 
     Raises:
         FileError: there is no template, or it does not compile, or uses what chat templates have no
@@ -87,7 +87,7 @@ class ChatTemplate:
             messages: the turns, oldest first, each with "role" and "content"; values are what JSON
                 can hold.
             add_generation_prompt: end with the opening of the assistant's turn.
-            **variables: what else the template reads, e.g. ``tools`` or ``enable_thinking``.
+            **variables: other names the template reads, e.g. ``tools`` or ``enable_thinking``.
 
         Raises:
             InputError: messages or variables hold something JSON cannot.

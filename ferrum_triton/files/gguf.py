@@ -107,8 +107,8 @@ class GgufFile:
 
     Attributes:
         path: the file.
-        version: of the format, 2 or 3.
-        alignment: of the tensor data, in bytes.
+        version: the format's version, 2 or 3.
+        alignment: the alignment of the tensor data, in bytes.
         metadata: the key-value pairs, decoded.
         tensors: the tensors by name, in the file's order.
     """

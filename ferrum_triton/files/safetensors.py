@@ -25,7 +25,7 @@ class SafetensorsFiles(Mapping[str, Tensor]):
     """Tensors by name; each access reads the tensor anew, to the CPU.
 
     Attributes:
-        path: what was opened, a file or a directory.
+        path: the file or directory opened.
     """
 
     def __init__(self, path: Path, shards: Mapping[str, Any], homes: Mapping[str, str]) -> None:

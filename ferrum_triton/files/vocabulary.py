@@ -38,7 +38,7 @@ class Vocabulary:
         tokens: the tokens by id, all different.
         types: their types by id: normal, unknown, control, user-defined, unused or byte.
         merges: pairs to merge, best first; None when the file has none.
-        scores: of the tokens, higher merges first; None when the file has none.
+        scores: the tokens' scores, higher merges first; None when the file has none.
         split: how text is cut before merging; None for "llama".
         bos_id: the begin token.
         eos_id: the declared end token.

@@ -7,11 +7,13 @@ a GPU; the best go to a table file, which :mod:`ferrum_triton.kernels.tables` re
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -47,6 +49,18 @@ class Pick:
 
 
 _picks: ContextVar[list[Pick] | None] = ContextVar("ferrum_picks", default=None)
+_made_of_picks: list[Callable[[], None]] = []
+
+
+def cached_picks(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``lru_cache`` for a function that asks ``pick``: forgotten with the choices it was made of.
+
+    A plain cache would hide a forced configuration from ``bench.tune``. The function's arguments
+    have to hold what its choices depend on: the device, and for meta tensors the GPU.
+    """
+    cached = functools.lru_cache(MAX_PICKED)(fn)
+    _made_of_picks.append(cached.cache_clear)
+    return cached
 
 
 class Tunable:
@@ -216,9 +230,11 @@ class Tunable:
         self._choose_anew()
 
     def _choose_anew(self) -> None:
-        """Forget what was chosen, and the calls whose launches were chosen so."""
+        """Forget what was chosen, and the plans and calls whose launches were chosen so."""
         self._picked.clear()
         forget_replays()
+        for forget in _made_of_picks:
+            forget()
 
     def triton_configs(self, gpu: Gpu, *shape: Dim) -> list[triton.Config]:
         """The candidates for a shape, as ``triton.autotune`` takes them."""
@@ -236,7 +252,7 @@ class Tunable:
 def record_picks() -> Iterator[list[Pick]]:
     """Collect the choices made inside the block, each shape's once."""
     for tunable in TUNABLES.values():
-        tunable._picked.clear()
+        tunable._choose_anew()
     picks: list[Pick] = []
     token = _picks.set(picks)
     try:

@@ -38,7 +38,7 @@ class RopeConfig:
         interleaved: pairs are (2i, 2i + 1), as in GGUF's ``llama`` files, not (i, i + dim/2).
         kind: ``"default"``, ``"linear"`` (angles divided by factor) or ``"llama3"`` (long
             wavelengths divided by factor, medium ones in part).
-        factor: of the scaling.
+        factor: the scaling's factor.
         low_freq_factor, high_freq_factor: bounds of llama3's ramp.
         original_positions: context length before llama3's scaling.
     """

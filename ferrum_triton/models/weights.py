@@ -172,12 +172,12 @@ def load_weights(
     decoded to ``dtype`` once, as all are on the CPU backend, where torch multiplies.
 
     Args:
-        source: where they come from.
-        config: of the model.
-        backend: where it will run.
-        dtype: of weights that are not kept packed.
-        progress: called with tensors loaded and tensors there are.
-        planes: lay out in planes what stays packed; None does so on CUDA devices only.
+        source: the files that hold the weights.
+        config: the model's hyperparameters.
+        backend: the backend the model will run on.
+        dtype: the dtype of weights that are not kept packed.
+        progress: a function called with the numbers of tensors loaded and to load.
+        planes: whether packed weights are laid out in planes; None does so on CUDA devices only.
 
     Raises:
         FileError: a tensor is missing, has another shape than the hyperparameters say, or has no

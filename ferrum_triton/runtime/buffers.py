@@ -113,8 +113,8 @@ def from_weight_bytes(raw: Any, src: SrcDtype, device: torch.device | str = "cpu
 
     Args:
         raw: a bytes-like object, e.g. a slice of a memory-mapped file.
-        src: what the bytes hold.
-        device: where the weights go.
+        src: the element type of the bytes.
+        device: the device the weights go to.
 
     Raises:
         InputError: the bytes are not whole elements.

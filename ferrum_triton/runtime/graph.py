@@ -81,8 +81,8 @@ class Graph:
     """Captured steps by key, and the decode state they share.
 
     Attributes:
-        state: what the steps read; see :meth:`set_decode_state`.
-        device_state_mode: for steps that also run outside of a graph: whether to pass the state's
+        state: the tensors that the steps read; see :meth:`set_decode_state`.
+        device_state_mode: whether a step that also runs outside of a graph should pass the state's
             tensors to the ops rather than host numbers. On while a step is captured or replayed.
     """
 
@@ -107,7 +107,7 @@ class Graph:
         capture only, so it may change device memory and nothing else.
 
         Args:
-            key: whatever tells the captures apart, e.g. the batch size.
+            key: the name that tells the captures apart, e.g. the batch size.
             step: enqueues the work; returns tensors or None.
             owners: objects whose memory the step uses, e.g. ``cache.tensors``. When one of them is
                 freed or reallocated the capture is dropped, for a replay would use that memory.

@@ -159,13 +159,13 @@ class PagedKvCache:
     The layouts are those of :mod:`ferrum_triton.ops.kv_pool`: ``"hnd"``, ``"nhd"``, ``"vllm_x"``.
 
     Attributes:
-        k, v: per layer, in that layout.
-        k_scales, v_scales: per layer, of a quantised kind, float16; empty for other kinds.
+        k, v: a tensor per layer, in that layout.
+        k_scales, v_scales: a float16 tensor per layer of a quantised kind; empty for other kinds.
         block_tables: [num_seqs, max_blocks_per_seq] int32 on the device; -1 where there is none.
         kv_lens: [num_seqs] int32 on the device.
-        blocks: per sequence, its blocks: the host's mirror of ``block_tables``.
-        lengths: per sequence, positions filled: the host's mirror of ``kv_lens``.
-        allocator: of the blocks.
+        blocks: a list of blocks per sequence: the host's mirror of ``block_tables``.
+        lengths: the number of positions filled per sequence: the host's mirror of ``kv_lens``.
+        allocator: the allocator of the blocks.
 
     Raises:
         InputError: a size is not positive, the layout is unknown, or ``"vllm_x"`` does not

@@ -11,10 +11,11 @@ Repacked, in planes (:mod:`ferrum_triton.quant.planes`), where ``products`` choo
   ``descriptors``;
 * ``plane_rows`` decodes rows.
 
-What threads do: ``planes`` reads rows by ``loads``; ``plane_groups`` and ``integer_groups`` multiply
-32 weights by activations that are float32 or integers, which ``integer_activations`` makes, two of
-them in one of ``words``; ``thread_sums`` adds up. ``fragments`` and ``quad_weights`` unpack for tensor
-cores, whose activations ``activations`` lays out. ``linear`` adds what follows a product.
+What threads do: ``planes`` reads rows by ``loads``; ``plane_groups`` and ``integer_groups``
+multiply 32 weights by activations that are float32 or integers, which ``integer_activations``
+makes, two of them in one of ``words``; ``thread_sums`` adds up. ``fragments`` and ``quad_weights``
+unpack for tensor cores, whose activations ``activations`` lays out. ``linear`` adds what follows a
+product.
 """
 
 from ferrum_triton.kernels.quant import (  # noqa: F401  registers the launchers

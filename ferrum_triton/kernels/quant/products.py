@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
-from ferrum_triton.kernels.parameters import Config
+from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_two
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv, persistent_threads
 from ferrum_triton.kernels.quant.integer_activations import int16_activations
 from ferrum_triton.kernels.quant.mma import mma_gate_up, mma_qkv, mma_quant
@@ -258,6 +258,28 @@ def bucket_of(num_tokens: int) -> str:
     return str(num_tokens) if num_tokens <= FEW else "few" if num_tokens <= MOST_TOKENS else "many"
 
 
+FLAG = one_of(False, True)
+PARAMETERS = {
+    "path": one_of("gemv", "persistent", "small_m", "mma", "decode"),
+    "rows": power_of_two(1, 256),
+    "warps": power_of_two(1, 16),
+    "prefetch": FLAG,
+    "late_trigger": FLAG,
+    "prepared": FLAG,
+    "ctas_per_sm": integer(1, 16),
+    "deferred": FLAG,
+    "ordered": FLAG,
+    "tokens": power_of_two(8, 256),
+    "words": one_of(16, 32),
+    "parts": one_of(1, 2),
+    "scale_after": FLAG,
+    "splits": power_of_two(1, 64),
+    "stages": integer(2, 8),
+    "prefetch_lines": integer(0, 16),
+    "use_tma": FLAG,
+    "prefetch_distance": integer(0, 8),
+}
+
 products = Tunable(
     "gemm_quant",
     ("kind", "bucket", "num_tokens", "num_rows", "num_groups"),
@@ -265,6 +287,7 @@ products = Tunable(
     candidates,
     fits=fits,
     within={"num_groups": 1.25},
+    parameters=PARAMETERS,
 )
 
 
