@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.backends import Backend
-from ferrum_triton.ops.quant import MAX_GEMV_ROWS
+from ferrum_triton.ops.quant_fused import MAX_ROWS
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from ferrum_triton.testing import TensorFactory
 
@@ -279,7 +279,7 @@ class Decoder:
         return y
 
     def _qkv(self, h: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
-        if len(matrices) == 1 or self.batch > MAX_GEMV_ROWS:
+        if len(matrices) == 1 or self.batch > MAX_ROWS:
             return self._side_by_side(h, matrices)
         qk, v = matrices
         return self.backend.gemv_quant_qkv(h, qk.data, None, v.data, qk.kind, "", v.kind)
@@ -309,7 +309,7 @@ class Decoder:
 
     def _gate_up(self, h: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
         """silu(gate) · up"""
-        if len(matrices) == 1 or self.batch > MAX_GEMV_ROWS:
+        if len(matrices) == 1 or self.batch > MAX_ROWS:
             return self.backend.fused_silu_mul_split(self._side_by_side(h, matrices))
         gate, up = matrices
         call = self.backend.gemv_quant_gate_up_silu

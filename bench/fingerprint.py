@@ -39,14 +39,18 @@ def fingerprint(recorded: Recorded, arch: str) -> str:
 
 def _launch_text(launch: Launch) -> str:
     meta = sorted((name, _value(value)) for name, value in launch.meta.items())
-    return repr((source_hash(launch.kernel.jit), launch.grid, *map(_value, launch.args), meta))
+    # A format or a pool comes with what its properties compute.
+    classes = {type(value) for value in (*launch.args, *launch.meta.values())}
+    described = sorted(source_hash(each) for each in classes if _has_source(each))
+    source = source_hash(launch.kernel.jit)
+    return repr((source, described, launch.grid, *map(_value, launch.args), meta))
 
 
 @functools.cache
-def source_hash(kernel: JITCallable) -> str:
-    """Hash of a kernel's source and of all that it reaches by name: functions, classes, values."""
+def source_hash(kernel: JITCallable | type) -> str:
+    """Hash of the source of a kernel, or a class, and of all that it reaches by name."""
     reached: dict[str, str] = {}
-    pending: list[tuple[str, Any]] = [("kernel", kernel)]
+    pending: list[tuple[str, Any]] = [("", kernel)]
     while pending:
         name, value = pending.pop()
         if not _has_source(value):
@@ -106,6 +110,8 @@ def _value(value: Any) -> str:
     """A value as text that is the same in every process."""
     if isinstance(value, Tensor):
         return str(value.dtype)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_value, value))})"
     if isinstance(value, Kernel | JITCallable) or inspect.isroutine(value):
         return getattr(value, "__name__", type(value).__name__)
     if hasattr(value, "block_shape") and hasattr(value, "base"):  # a host tensor descriptor

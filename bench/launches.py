@@ -95,6 +95,8 @@ def compile_key(launch: Launch) -> tuple:
     def specialised(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.dtype
+        if isinstance(value, tuple):
+            return tuple(specialised(part) for part in value)
         if type(value) is int:
             return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
         if hasattr(value, "block_shape"):  # a host tensor descriptor

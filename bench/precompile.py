@@ -45,7 +45,11 @@ def different(recorders: Sequence[Recorder]) -> list[partial[Launch]]:
     """One call for each launch that has machine code of its own."""
     found: dict[tuple, partial[Launch]] = {}
     for recorder in recorders:
-        for i, launch in enumerate(recorder()):
+        try:
+            launches = recorder()
+        except Exception:  # its case fails in the same way, and is reported by its name
+            continue
+        for i, launch in enumerate(launches):
             found.setdefault(compile_key(launch), partial(_nth, recorder, i))
     return list(found.values())
 
@@ -58,7 +62,7 @@ def _compile(job: Callable[[], Launch]) -> str:
     launch = job()
     try:
         launch.kernel.jit.warmup(*launch.args, grid=launch.grid, **launch.meta)
-    except Exception as error:  # its case fails in the same way, and is reported by its name
+    except Exception as error:  # as above
         first = (str(error).splitlines() or [""])[0]
         return f"{launch.kernel.name}: {type(error).__name__}: {first[:100]}"
     return ""

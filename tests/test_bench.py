@@ -22,6 +22,7 @@ from bench.decode_map import cliffs, draw
 from bench.decode_model import FORMATS as MODEL_FORMATS
 from bench.decode_model import Decoder, Shape, make_weights, uses_more_bits
 from bench.flashinfer_peers import pages
+from bench.launches import Recorded, compile_key
 from bench.llama_cpp import Timed, ours, timed_products
 from bench.load_speed import gb_per_second, load, write_random
 from bench.precompile import different
@@ -30,6 +31,7 @@ from bench.run import without_fresh_row
 from bench.timing import COLD_BYTES, copies_of
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.resources import TARGETS
+from ferrum_triton.ops.quant_fused import MAX_ROWS
 from ferrum_triton.quant import FORMATS, dequantize_rows, load_quant
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
@@ -253,6 +255,19 @@ def test_what_shares_machine_code_is_compiled_once():
     rows = [f"copy_slice/bf16/n{n}" for n in (4096, 16777216)]
     jobs = different([partial(launches_of, row) for row in (*rows, "rms_norm/bf16/h4096/m1")])
     assert [job().kernel.name for job in jobs] == ["_copy_kernel", "_rms_norm_kernel"]
+    assert different([partial(launches_of, "rms_norm/bf16/h4096/m1", "no arch")]) == []
+
+
+def test_launches_differ_by_the_types_in_their_tuples():
+    (launch,) = launches_of("rms_norm/bf16/h4096/m1")
+    x = torch.empty(3, device="meta")
+    given = [(x, 16, None), (x, 32, None), (x.half(), 16, None), (x, 1, None), (x, 16, 2)]
+    keys = [compile_key(replace(launch, args=(args,))) for args in given]
+    assert keys[0] == keys[1] and len(set(keys)) == 4
+    texts = [
+        fingerprint.fingerprint(Recorded([replace(launch, args=(a,))]), "sm_90") for a in given
+    ]
+    assert len(set(texts)) == 5
 
 
 def test_compile_times_are_shared_by_cases_of_one_launch(monkeypatch):
@@ -341,7 +356,7 @@ def plain_layer(weights, decoder, x):
     ("form", "batch", "backend"),
     [
         ("q4_K", 2, "cpu"),
-        ("q4_K", 9, "cpu"),
+        ("q4_K", MAX_ROWS + 1, "cpu"),
         ("bf16", 2, "cpu"),
         ("bf16", 1, "interpret"),
     ],

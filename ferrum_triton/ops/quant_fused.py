@@ -56,7 +56,7 @@ def _gate_up_case(gate: str, up: str, m: int) -> Case:
         "activation": ACTIVATIONS,
     },
     bench=[
-        *(_gate_up_case("Q4_K:planes", "Q4_K:planes", m) for m in (1, 2, 4)),
+        *(_gate_up_case("Q4_K:planes", "Q4_K:planes", m) for m in (1, 2, 4, 8, 32)),
         *(_gate_up_case("Q6_K:planes", "Q6_K:planes", m) for m in (1, 2)),
         _gate_up_case("Q4_K:planes", "Q6_K:planes", 1),
         _gate_up_case("Q3_K:planes", "Q5_K:planes", 2),
@@ -148,7 +148,7 @@ def _qkv_case(q: str, k: str | None, v: str, m: int) -> Case:
         "nkv": (1, 0, 3),
     },
     bench=[
-        *(_qkv_case("Q4_K:planes", None, "Q6_K:planes", m) for m in (1, 2, 4)),
+        *(_qkv_case("Q4_K:planes", None, "Q6_K:planes", m) for m in (1, 2, 4, 8, 32)),
         _qkv_case("Q4_K:planes", "Q5_K:planes", "Q6_K:planes", 1),
         _qkv_case("Q3_K:planes", "Q2_K:planes", "Q5_K:planes", 2),
     ],
