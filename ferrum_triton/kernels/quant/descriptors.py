@@ -2,7 +2,7 @@
 
 On GPUs of capability 9.0 a tile comes to shared memory by one instruction of one thread. By
 pointers each thread asks for its 16 bytes, or for four where rows of a plane are narrow, waits for
-its turn, and keeps addresses in registers; ``bench.quant_tiles`` times both.
+its turn, and keeps addresses in registers; ``bench.tune gemm_quant`` times both.
 """
 
 from dataclasses import dataclass

@@ -55,7 +55,7 @@ PROGRAMS, STEPS = 200, 4
 # Tokens in a tile of more than 256 tokens.
 MAX_TOKENS = 128
 
-# The fastest of bench.quant_tiles at n 28672 and k 4096, or nearly, by the most tokens they are
+# The fastest of those timed at n 28672 and k 4096, or nearly, by the most tokens they are
 # for.
 _WIDE = MmaConfig(
     128,
