@@ -258,7 +258,8 @@ def tune(job: Job, machine: Machine, versions: dict[str, str]) -> Row | None:
     cases = f" --case {job.calls[0][0].name}/{job.calls[0][1].id}"
     command = {"command": f"python -m bench.tune {job.tunable.op}{cases}"}
     slower = None if default_again is None else round(default_again, 3)
-    return Row(job.shape, dict(best), round(us_again, 3), slower, command | versions)
+    measured = command | {name: str(value) for name, value in versions.items()}
+    return Row(job.shape, dict(best), round(us_again, 3), slower, measured)
 
 
 def apart(a: float, b: float) -> float:

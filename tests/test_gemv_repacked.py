@@ -132,9 +132,10 @@ def test_persistent_programs_are_for_rows_that_fill_their_threads():
     config, hopper = persistent(4, 1), gpu_of_capability((9, 0))
     takes = [
         groups
-        for groups in (128, 140, 160, 448, 800)
+        for groups in (128, 140, 384, 448, 800)
         if not products.fits(hopper, config, "Q4_K", "1", 1, 4096, groups)
     ]
-    assert takes == [128, 160, 448]
+    assert takes == [128, 384, 448]
+    assert products.fits(hopper, config, "Q4_K", "2", 2, 4096, 384)
     assert products.fits(hopper, config, "Q4_K", "few", 3, 4096, 128)
     assert products.fits(gpu_of_capability((0, 0)), config, "Q4_K", "1", 1, 4096, 128)
