@@ -46,7 +46,8 @@ MANY_WEIGHTS = 1 << 25
 # Rows of W from which on they are many, and groups of 32 in one from more than which on it is long.
 MANY_ROWS, LONG_GROUPS = 16384, 256
 # The least share of a persistent program's threads that has weights of a row, by tokens. Where
-# three of four have, 4096x12288 of Q6_K takes 10.6 us for 11.8 by one token, and 14.1 for 12.5 by two.
+# three of four have, 4096x12288 of Q6_K takes 10.6 us for 11.8 by one token, but 14.1 for 12.5 by
+# two.
 LEAST_FULL = {1: 0.7, 2: 0.85}
 
 
