@@ -109,7 +109,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, whose properties are remembered")
     gpu = FakeGpu()
-    properties = SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

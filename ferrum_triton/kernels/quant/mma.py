@@ -199,7 +199,6 @@ def _mma_quant_kernel(
         line = begin * Q_COLUMNS + tl.arange(0, LAUNCH.prefetch_lines) * 32
         _prefetch(lines[:, None] + tl.minimum(line, steps * Q_COLUMNS - 32)[None, :])
     pdl_wait(PDL)
-    pdl_trigger(PDL)
 
     none = tl.full((), 0, tl.int64)
     scales = block_scales(operands, Place(none, tl.minimum(begin, steps - 1)), TILE)
@@ -212,6 +211,7 @@ def _mma_quant_kernel(
         acc, scales = add_step(
             acc, scales, operands, Place(none, step), Place(none, after), num_words, TILE
         )
+    pdl_trigger(PDL)  # before the loop it would cost registers
     acc *= tl.load(factor_ptr + token)[None, :]
     if GATED and LAUNCH.splits == 1:
         ACTIVATION: tl.constexpr = LAUNCH.activation

@@ -192,4 +192,6 @@ def with_splits(config: MmaConfig, num_tokens: int, num_rows: int, num_weights: 
     steps, splits = cdiv(num_weights, 8 * config.words), 1
     while tiles * splits < PROGRAMS and steps // (2 * splits) >= STEPS:
         splits *= 2
-    return config._replace(splits=splits)
+    # What tells splits apart takes registers; there are few programs, so that more cost nothing.
+    maxnreg = 136 if splits > 1 and (config.warps, config.maxnreg) == (4, 128) else config.maxnreg
+    return config._replace(splits=splits, maxnreg=maxnreg)

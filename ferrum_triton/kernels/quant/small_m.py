@@ -190,10 +190,11 @@ def _load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, COUNT: tl
 @triton.jit
 def _weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
     """The eight pairs of a thread's weights 16 J and on."""
+    OFFSET: tl.constexpr = LAYOUT.offset
     SCALES: tl.constexpr = LAYOUT.scales
     ASM: tl.constexpr = LAYOUT.asm
     CONSTRAINTS: tl.constexpr = LAYOUT.constraints
-    return weights(row, J, LAYOUT.bits, LAYOUT.offset, SCALES, LAYOUT.mins, ASM, CONSTRAINTS)
+    return weights(row, J, LAYOUT.bits, OFFSET, SCALES, LAYOUT.mins, ASM, CONSTRAINTS)
 
 
 @triton.jit
