@@ -106,9 +106,10 @@ def gemm_quant_moe_id(
     y.zero_()  # what pairs without an expert keep: only the device knows which they are
     # float32 products run without tensor cores and hold their operands in registers.
     wide = a.dtype == torch.float32
-    # 64 tokens by MXFP4 spill on sm_100.
-    largest = 32 if wide or kind == "MXFP4" else 64
+    largest = 32 if wide else 64
     block_m = min(next_power_of_2(max(cdiv(num_pairs, num_experts), 16)), largest)
+    # On sm_100 MXFP4 spills with 4 warps and Q3_K with 8.
+    is_narrow = block_m == 16 and not wide and kind != "MXFP4"
     stripes = tile_bound(num_pairs, num_experts, capacity, block_m)
     layout = block_layout(kind, blocks)
     _gemm_quant_moe_id_kernel.launch(
@@ -137,7 +138,7 @@ def gemm_quant_moe_id(
         BLOCK_N=BLOCK_N,
         BLOCK_G=BLOCK_K // (layout.planes * layout.lanes),
         PTX=uses_ptx(a) and not wide,
-        num_warps=4 if block_m == 16 and not wide else 8,  # with 8, Q3_K spills on sm_100
+        num_warps=4 if is_narrow else 8,
         num_stages=2 if wide else 3,
         enable_fp_fusion=False,
     )
