@@ -18,41 +18,7 @@ from tests.test_kernels_compile import launches_of
 load_kernels("interpret")
 
 # Ops whose kernels have no PDL yet. None may be added; one whose kernels all pass must go.
-WITHOUT_PDL = frozenset(
-    {
-        # packed weights
-        "dequantize",
-        "embedding_lookup_quant",
-        "gemv_quant",
-        "gemm_quant",
-        "linear_quant",
-        "quantize_q8",
-        "rms_norm_q8",
-        "gemv_quant_q8",
-        "gemv_quant_gate_up_silu",
-        "gemv_quant_qkv",
-        # attention
-        "flash_attention",
-        "merge_attention_states",
-        "mla_attention",
-        "paged_decode_attention",
-        "paged_varlen_attention",
-        # mixtures of experts
-        "moe_combine",
-        "weighted_sum",
-        "weighted_sum_residual",
-        "weighted_sum_residual_norm",
-        "compute_ids_tpe",
-        "moe_align_block_size",
-        "moe_build_pairs_by_token",
-        "gemv_quant_moe_id",
-        "gemv_quant_moe_id_gate_up_silu",
-        "gemm_quant_moe_id",
-        "gemm_quant_moe_id_gate_up_silu",
-        "route_topk_softmax",
-        "route_topk_sigmoid_grouped",
-    }
-)
+WITHOUT_PDL = frozenset({"dequantize", "embedding_lookup_quant"})
 
 # Packages whose kernels read packed weights, which no kernel writes, before they wait.
 READ_WEIGHTS = ("ferrum_triton.kernels.quant.", "ferrum_triton.kernels.moe.")
