@@ -385,12 +385,12 @@ def test_a_description_is_all_that_a_format_takes(fmt, monkeypatch):
             assert_close(multiply(x, stored.blocks, stored.kind), want[: len(x)])
 
 
-def launch_for(kind):
+def launch_for(kind, warps=2):
     blocks = torch.zeros(64, 4096 // FORMATS[kind].block_size * FORMATS[kind].block_bytes)
     planes = to_planes(blocks.to(torch.uint8), kind).to("meta")
     a = torch.empty(1, 4096, dtype=torch.bfloat16, device="meta")
     with record_launches((9, 0)) as launches:
-        product(a, planes, kind, gemv(4, 2))
+        product(a, planes, kind, gemv(4, warps))
     return launches[-1]
 
 
@@ -422,7 +422,8 @@ def test_no_ptx_for_other_makers():
 
 
 def test_a_launch_waits_after_its_weights_and_before_its_activations():
-    ptx = compile_launch(launch_for("Q4_K"), TARGETS["sm_90"]).asm["ptx"]
+    one_step = launch_for("Q4_K", warps=4)
+    ptx = compile_launch(one_step, TARGETS["sm_90"]).asm["ptx"]
     before, after = ptx.split("griddepcontrol.wait;")
     weights = r"ld\.global\.L1::evict_first"
     assert len(re.findall(weights, before)) == 4 and not re.findall(weights, after)

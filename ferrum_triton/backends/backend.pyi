@@ -496,68 +496,6 @@ class Backend:
         Returns:
             [m, n] in a's dtype.
         """
-    def quantize_q8(
-        self,
-        a: Tensor,
-        *,
-        out: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """codes = a · (127 / max|a|), rounded to the nearest, the maximum being of each 32; and steps.
-
-        A step is max|a| / 127, and an activation its step times its code. What is in float64 is taken
-        in float32.
-
-        Args:
-            a: [m, K], K a multiple of 32.
-
-        Returns:
-            codes: int8 [m, K], of two as near the even one.
-            info: int32 [m, K / 32, 2]: the bits of the step as float32, and the sums of the codes of
-                the first and of the last 16 in the lower and upper half. Where one of the 32 is not
-                finite the step is NaN and the codes are 0; magnitudes all below 2^-119 count as zeros.
-
-        Source: Q8_1 of ggml, with the step in float32 and a sum for each half.
-        """
-    def rms_norm_q8(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float = 1e-06,
-        *,
-        out: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """``quantize_q8`` of y = x / sqrt(mean(x²) + eps) · weight, which is not rounded in between.
-
-        Args:
-            x: [num_tokens, hidden_size], hidden_size a multiple of 32; fp32, fp16 or bf16.
-            weight: [hidden_size], any float dtype.
-            eps: added to the mean square.
-
-        Returns:
-            codes and info, as ``quantize_q8(rms_norm_to(x, weight, torch.float32, eps))`` has them.
-        """
-    def gemv_quant_q8(
-        self,
-        codes: Tensor,
-        info: Tensor,
-        blocks: Tensor,
-        kind: str,
-        dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """y[m, n] = Σₖ step[m, k / 32] · codes[m, k] · W[n, k] for few rows, summed in float32.
-
-        Args:
-            codes: int8 [m, K] with m <= 8, of :func:`quantize_q8`.
-            info: int32 [m, K / 32, 2], beside them. The sums have to be those of the codes.
-            blocks: uint8 [n, row_bytes], W's rows in planes.
-            kind: their kind, such as ``"Q4_K:planes"``.
-            dtype: of the result: float32, float16 or bfloat16.
-
-        Returns:
-            [m, n] in ``dtype``.
-        """
     def gemv_quant_gate_up_silu(
         self,
         a: Tensor,
@@ -569,13 +507,13 @@ class Backend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """y = silu(a · Gᵀ) · (a · Uᵀ) for few rows of a.
+        """y = silu(a · Gᵀ) · (a · Uᵀ) for up to 64 rows of a.
 
-        Both products are those of :func:`gemv_quant`, in float32 until the one rounding at the end. Up
-        to 2 rows by weights in planes are one launch.
+        Both products are those of :func:`gemv_quant`, in float32 until the one rounding at the end. By
+        weights in planes they are one launch, if more than 8 rows meet one format.
 
         Args:
-            a: [m, K] with m <= 8, finite.
+            a: [m, K] with m <= 64, finite.
             gate_blocks: uint8 [n, row_bytes], G's packed rows.
             up_blocks: uint8 [n, row_bytes], U's, of a format that may be another.
             gate_kind, up_kind: the formats.
@@ -598,12 +536,13 @@ class Backend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """y = a · [Q; K; V]ᵀ for few rows of a and three matrices over one K, of any formats.
+        """y = a · [Q; K; V]ᵀ for up to 64 rows of a and three matrices over one K, of any formats.
 
-        The products are those of :func:`gemv_quant`. Up to 2 rows by weights in planes are one launch.
+        The products are those of :func:`gemv_quant`. By weights in planes they are one launch, if
+        more than 8 rows meet one format.
 
         Args:
-            a: [m, K] with m <= 8, finite.
+            a: [m, K] with m <= 64, finite.
             q_blocks: uint8 [nq, row_bytes], packed rows.
             k_blocks: uint8 [nk, row_bytes], or None for two matrices: rows of one format lie in one.
             v_blocks: uint8 [nv, row_bytes].
@@ -1209,7 +1148,8 @@ class Backend:
         """y[t, s, n] = Σₖ a[t, s, k] · W[ids[t, s]][n, k], for few tokens.
 
         W is decoded exactly and the products are summed in float32, whatever a's dtype. Only the
-        experts that ids names are read.
+        experts that ids names are read. Over planes, where an expert has more than about one pair of
+        16-bit activations, pairs are sorted by expert and taken as in :func:`gemm_quant_moe_id`.
 
         Args:
             a: [num_tokens, K], a token's row for all its slots, as for gate and up; or
