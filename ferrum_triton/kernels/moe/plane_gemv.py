@@ -117,23 +117,25 @@ def _store_rows_of(
         strides: units of 16 bytes from one expert to the next in both.
         first: first row, int64.
     """
-    r = tl.arange(0, PLAN.rows)
+    ROWS: tl.constexpr = PLAN.rows
+    r = tl.arange(0, ROWS)
     if (expert >= 0) & (expert < num_experts):
         matrix = Matrix(matrix.ptr + expert * strides[0] * 16, matrix.num_rows)
         if UP_LAYOUT is not None:
             up = Matrix(up.ptr + expert * strides[1] * 16, up.num_rows)
         totals = row_sums(a, matrix, up, first, LAYOUT, UP_LAYOUT, PLAN, PDL)
+        COUNT: tl.constexpr = ROWS if UP_LAYOUT is None else 2 * ROWS
         flat = ()
-        for i in tl.static_range(len(totals)):
+        for i in tl.static_range(COUNT):
             flat += totals[i]
-        y = summed(flat, len(totals), PLAN.ptx)
+        y = summed(flat, COUNT, PLAN.ptx)
         if UP_LAYOUT is not None:
-            gate, of_up = tl.split(tl.trans(tl.reshape(y, (2, PLAN.rows))))
+            gate, of_up = tl.split(tl.trans(tl.reshape(y, (2, ROWS))))
             y = activated(gate, "silu") * of_up
         tl.store(y_ptr + r, y.to(y_ptr.dtype.element_ty))
     else:
         pdl_wait(PDL)
-        tl.store(y_ptr + r, tl.zeros([PLAN.rows], y_ptr.dtype.element_ty))
+        tl.store(y_ptr + r, tl.zeros([ROWS], y_ptr.dtype.element_ty))
 
 
 def gemv_plane_pairs(
