@@ -44,7 +44,7 @@ class Parameter:
     optional: bool = False
 
     def refusal(self, value: Value) -> str:
-        """Why ``value`` is not one of them, or ""."""
+        """The reason why the parameter may not have ``value``, "" if it may."""
         if value is None and self.optional:
             return ""
         if self.choices:

@@ -29,7 +29,7 @@ class Variant:
         block_d: columns of q and k a product takes at once, a power of two.
         block_e: those of the product for the other columns, or 0.
         block_v: a power of two >= value_dim.
-        precision: of float32 products.
+        precision: how tensor cores multiply float32, as ``tl.dot`` takes it.
     """
 
     head_dim: int

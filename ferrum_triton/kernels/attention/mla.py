@@ -48,7 +48,7 @@ class Variant:
         one_block: whether every tile lies in one block of the cache.
         min_keys: keys of a split, at least.
         fp8: conversion of an 8-bit cache, ``"native"``, ``"integer"`` or ``""``.
-        precision: of float32 products.
+        precision: how tensor cores multiply float32, as ``tl.dot`` takes it.
     """
 
     stride_row: int

@@ -76,7 +76,7 @@ class Attention:
         block_m: rows of a block, which are (query, head of the group).
         block_n: keys of a tile.
         block_d: power of two >= head_dim.
-        precision: of float32 products.
+        precision: how tensor cores multiply float32, as ``tl.dot`` takes it.
     """
 
     group: int

@@ -152,7 +152,7 @@ def _fitted_mix(kind: str, mix: Mix) -> Mix:
 
 
 def tiles_each(tiles: int, steps: int, tokens: int) -> int:
-    """Tiles of rows, of so many steps, that a program takes: as many as all of them can."""
+    """Tiles of rows that a program takes: the most that divide all tiles and keep its steps few."""
     few = range(1, max(min(tiles, STEPS.get(tokens, 16) // steps), 1) + 1)
     return max(each for each in few if tiles % each == 0)
 
