@@ -309,6 +309,33 @@ def _gemv_repacked_kernel(
         _one_block(out, a, part, LAYOUT, PLAN, PDL)
 
 
+def launch_matrices(
+    parts: Sequence[tuple[Tensor, str]], layouts: Sequence[Any], is_pair: bool
+) -> dict[str, Any]:
+    """The arguments of a launch that tell of its matrices.
+
+    Args:
+        parts: one to three matrices and their kinds.
+        layouts: their layouts, constants of the kernel.
+        is_pair: the matrices are gate and up, not side by side.
+    """
+    pointers: list[Tensor | None] = [planes for planes, _ in parts]
+    counts, all_layouts = [planes.shape[0] for planes, _ in parts], list(layouts)
+    if len(parts) == 2 and not is_pair:  # the third has no rows
+        pointers, counts = [*pointers, pointers[1]], [*counts, 0]
+        all_layouts.append(layouts[1])
+    missing = 3 - len(pointers)
+    pointers += [None] * missing
+    counts += [0] * missing
+    all_layouts += [None] * missing
+    names = ("", "_2", "_3")
+    return {
+        **{f"planes{name}_ptr": ptr for name, ptr in zip(names, pointers, strict=True)},
+        **{f"num_rows{name}": count for name, count in zip(names, counts, strict=True)},
+        **{f"LAYOUT{name}": layout for name, layout in zip(names, all_layouts, strict=True)},
+    }
+
+
 def launch_gemv(
     a: Tensor | Int16Activations,
     parts: Sequence[tuple[Tensor, str]],
@@ -339,31 +366,19 @@ def launch_gemv(
     counts = [planes.shape[0] for planes, _ in parts]
     layouts = [layout_of(planes, kind, k) for planes, kind in parts]
     plan, programs = plan_of(config, layouts, counts, x, k // 32, activation)
-    pointers = [planes for planes, _ in parts]
-    if len(parts) == 2 and not activation:  # the third has no rows
-        pointers, layouts, counts = [*pointers, pointers[1]], [*layouts, layouts[1]], [*counts, 0]
-    second, third = (*pointers[1:], None, None)[:2]
     maxnreg = config.get("maxnreg", 0)
     _gemv_repacked_kernel.launch(
         (programs,),
         y_ptr=out,
         a_ptr=x,
         scales_and_sums_ptr=scales_and_sums,
-        planes_ptr=pointers[0],
-        planes_2_ptr=second,
-        planes_3_ptr=third,
         bias_ptr=bias,
         residual_ptr=residual,
         stride_y_token=out.stride(0),
         stride_a_token=x.stride(0),
         stride_scales_and_sums_token=0 if scales_and_sums is None else scales_and_sums.stride(0),
         stride_residual_token=0 if residual is None else residual.stride(0),
-        num_rows=counts[0],
-        num_rows_2=(*counts, 0)[1],
-        num_rows_3=(*counts, 0, 0)[2],
-        LAYOUT=layouts[0],
-        LAYOUT_2=(*layouts, None)[1],
-        LAYOUT_3=(*layouts, None, None)[2],
+        **launch_matrices(parts, layouts, bool(activation)),
         ACTIVATION=activation,
         PLAN=plan,
         num_warps=plan.threads // 32,

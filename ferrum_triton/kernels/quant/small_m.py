@@ -29,7 +29,13 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import arrange
-from ferrum_triton.kernels.quant.gemv_repacked import Output, Part, part_of_grid, store_each
+from ferrum_triton.kernels.quant.gemv_repacked import (
+    Output,
+    Part,
+    launch_matrices,
+    part_of_grid,
+    store_each,
+)
 from ferrum_triton.kernels.quant.gemv_rows import STREAM, Matrix
 from ferrum_triton.kernels.quant.mma import codes_meta
 from ferrum_triton.kernels.quant.planes import fp16_pair, load_words, row_sizes, uses_ptx
@@ -447,30 +453,18 @@ def small_m_product(
         programs = cdiv(counts[0], ROWS // 2)
     else:
         programs = sum(cdiv(count, ROWS) for count in counts)
-    pointers = [planes for planes, _ in parts]
-    if len(parts) == 2 and not activation:  # the third has no rows
-        pointers, layouts, counts = [*pointers, pointers[1]], [*layouts, layouts[1]], [*counts, 0]
-    second, third = (*pointers[1:], None, None)[:2]
     _small_m_kernel.launch(
         (programs,),
         y_ptr=out,
         x_ptr=x,
         sums_ptr=sums,
         factor_ptr=factor,
-        planes_ptr=pointers[0],
-        planes_2_ptr=second,
-        planes_3_ptr=third,
         bias_ptr=bias,
         residual_ptr=residual,
         stride_y_token=out.stride(0),
         stride_residual_token=0 if residual is None else residual.stride(0),
-        num_rows=counts[0],
-        num_rows_2=(*counts, 0)[1],
-        num_rows_3=(*counts, 0, 0)[2],
         num_tokens=num_tokens,
-        LAYOUT=layouts[0],
-        LAYOUT_2=(*layouts, None)[1],
-        LAYOUT_3=(*layouts, None, None)[2],
+        **launch_matrices(parts, layouts, bool(activation)),
         ACTIVATION=activation,
         BLOCKS=k // BLOCK,
         WARPS=warps,
