@@ -5,52 +5,51 @@ to machine code, whose shared memory and spills the assembler reports.
 """
 
 import re
+from itertools import cycle
 
 import pytest
 
 from ferrum_triton.backends.triton_provider import load_kernels
-from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.registry import OPS
-from ferrum_triton.testing import TensorFactory
+from tests.compiling import compiled, launches_of
 
 load_kernels("interpret")
 
-# What is measured is compiled for each shape; elsewhere one shape of a weight's format will do.
+# What is measured is compiled for each shape. Elsewhere an op's first case is, and of the others
+# those whose id has a word not met before, on one of these in turn.
 MEASURED = "sm_90"
+ELSEWHERE = [name for name in TARGETS if name != MEASURED]
 SHAPE = re.compile(r"/n\d+k\d+")
+
+
+def words_of(case):
+    """The words of a case's id but for its shape; a format in file order is one word."""
+    return set(SHAPE.sub("", case.id).replace("file/", "file ").split("/"))
 
 
 def cases():
     """(op, case, target) of every kernel that a bench case launches."""
-    params, seen = [], set()
+    params, turns = [], cycle(ELSEWHERE)
     for op in OPS.values():
+        seen = set()
         for case in op.bench if "triton" in op.impls else ():
-            name = f"{op.name}/{case.id}"
-            is_new = SHAPE.sub("", name) not in seen
-            seen.add(SHAPE.sub("", name))
-            targets = TARGETS if is_new else [MEASURED]
-            params += [pytest.param(op, case, t, id=f"{name}-{t}") for t in targets]
+            words = words_of(case)
+            others = ELSEWHERE if not seen else [next(turns)] if words - seen else []
+            seen |= words
+            names = [MEASURED, *others]
+            params += [
+                pytest.param(op, case, name, id=f"{op.name}/{case.id}-{name}") for name in names
+            ]
     return params
-
-
-def launches_of(op, case, target):
-    """The launches one bench case makes on a target."""
-    arguments = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
-    with record_launches(target.capability) as launches:
-        op.impls["triton"](**arguments)
-    return launches
 
 
 @pytest.mark.parametrize(("op", "case", "target_name"), cases())
 def test_compiles_within_limits(op, case, target_name):
-    target = TARGETS[target_name]
-    launches = launches_of(op, case, target)
+    launches = launches_of(op, case, TARGETS[target_name])
     assert launches, f"{op.name}/{case.id} launches nothing"
     for launch in launches:
-        used = compile_launch(launch, target)
-        assert used.shared <= target.shared_limit, launch.kernel.name
-        assert used.spilled == 0, launch.kernel.name
-        if "wgmma" in used.asm.get("ptx", ""):
-            assert not overwritten_operands(instructions(used.asm["cubin"])), launch.kernel.name
+        asm = compiled(launch, target_name).asm
+        if "wgmma" in asm.get("ptx", ""):
+            assert not overwritten_operands(instructions(asm["cubin"])), launch.kernel.name

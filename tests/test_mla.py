@@ -8,9 +8,10 @@ import torch
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.attention import mla as kernels
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
+from tests.compiling import compiled
 from tests.harness import BACKENDS, clone, sample
 
 INF, NAN = float("inf"), float("nan")
@@ -419,9 +420,7 @@ def test_every_kind_of_cache_compiles_within_limits(target_name, num_heads, kind
     names = [launch.kernel.name for launch in launches]
     assert names == ["_mla_attention_kernel", "_merge_kernel"]
     for launch in launches:
-        resources = compile_launch(launch, target)
-        assert resources.shared <= target.shared_limit
-        assert resources.spilled == 0
+        compiled(launch, target_name)
 
 
 @pytest.mark.parametrize("num_heads", [64, 128])
@@ -436,9 +435,7 @@ def test_warps_share_the_scores_on_hopper(num_heads, is_paged):
     target = TARGETS["sm_90"]
     with record_launches(target.capability) as launches:
         OP.impls["triton"](**arguments)
-    resources = compile_launch(launches[0], target)
-    assert resources.spilled == 0
-    assert resources.shared <= target.shared_limit
+    resources = compiled(launches[0])
     assert "async_tma_copy" in resources.asm["ttgir"]
     assert set(re.findall(r"nvidia_mma<.*?warpsPerCTA = (\[.*?\])", resources.asm["ttgir"])) == {
         "[4, 2]"

@@ -17,12 +17,13 @@ from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, MIXES, TILES, 
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.quant.mma_config import OTHER_TILES, MmaConfig
-from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.quant.kinds import format_of, quantize_rows
 from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
+from tests.compiling import compiled
 
 KINDS = pytest.mark.parametrize("kind", PLANE_FORMATS)
 
@@ -184,9 +185,7 @@ def test_a_layer_compiled_for_hopper(num_tokens):
         )
     assert y.shape == (num_tokens, hidden)
     for launch in launches:
-        compiled = compile_launch(launch, target)
-        assert compiled.spilled == 0, launch.kernel.name
-        assert compiled.shared <= target.shared_limit
+        compiled(launch)
 
 
 def products(kind, num_tokens, target, gated=False):
@@ -207,11 +206,9 @@ def test_tiles_compiled_for_hopper(kind, num_tokens, gated):
     """No spills, and weights stay in their registers, pairs of neighbours of K."""
     launches = products(kind, num_tokens, "sm_90", gated)
     for launch in (each for each in launches if each.kernel.name == "_plane_tiles_kernel"):
-        compiled = compile_launch(launch, TARGETS["sm_90"])
-        assert compiled.spilled == 0
-        assert compiled.shared <= TARGETS["sm_90"].shared_limit
-        assert not overwritten_operands(instructions(compiled.asm["cubin"]))
-        ttgir = compiled.asm["ttgir"]
+        asm = compiled(launch).asm
+        assert not overwritten_operands(instructions(asm["cubin"]))
+        ttgir = asm["ttgir"]
         assert not re.search(r"ttg.local_alloc %", ttgir)
         layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
         unpacking = re.findall(
@@ -230,9 +227,7 @@ def test_tiles_compiled_for_hopper(kind, num_tokens, gated):
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 def test_tiles_compiled_elsewhere(kind, num_tokens, target):
     for launch in products(kind, num_tokens, target, gated=True):
-        compiled = compile_launch(launch, TARGETS[target])
-        assert compiled.spilled == 0
-        assert compiled.shared <= TARGETS[target].shared_limit
+        compiled(launch, target)
 
 
 def pair_launch(kind, up_kind="", target="sm_90", **options):
@@ -252,14 +247,13 @@ def pair_launch(kind, up_kind="", target="sm_90", **options):
 @KINDS
 @pytest.mark.parametrize("two", ["", "Q4_K:planes"])
 def test_pairs_compiled_for_hopper(kind, two):
-    compiled = compile_launch(pair_launch(kind, two), TARGETS["sm_90"])
-    assert compiled.spilled == 0 and ".ftz" not in compiled.asm["ptx"]
+    assert ".ftz" not in compiled(pair_launch(kind, two)).asm["ptx"]
 
 
 def test_gate_and_up_share_their_activations():
     """Their loads, 64 bytes a thread, and the integers made of them, whatever the kinds."""
     alike, apart = (
-        compile_launch(pair_launch("Q4_K:planes", up, rows=2), TARGETS["sm_90"]).asm["ptx"]
+        compiled(pair_launch("Q4_K:planes", up, rows=2)).asm["ptx"]
         for up in ("Q4_K:planes", "Q5_K:planes")
     )
     loads = r"ld\.global\.v4\.b32"
@@ -269,7 +263,7 @@ def test_gate_and_up_share_their_activations():
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 def test_pairs_compiled_elsewhere(target):
     launch = pair_launch("Q6_K:planes", "Q4_K:planes", target)
-    assert compile_launch(launch, TARGETS[target]).spilled == 0
+    compiled(launch, target)
 
 
 def test_a_chained_launch_waits_before_its_weights_or_guesses_their_expert():
@@ -277,7 +271,7 @@ def test_a_chained_launch_waits_before_its_weights_or_guesses_their_expert():
     weights = r"ld\.global\.L1::evict_first"
     for guess in (False, True):
         launch = pair_launch("Q4_K:planes", rows=4, num_warps=2, chained=True, guess=guess)
-        ptx = compile_launch(launch, TARGETS["sm_90"]).asm["ptx"]
+        ptx = compiled(launch).asm["ptx"]
         waits = ptx.split("griddepcontrol.wait;")
         found = [len(re.findall(weights, part)) for part in waits]
         # Of a guess, the first wait is that of programs whose pair seems to have no expert.

@@ -5,12 +5,12 @@ import torch
 
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.gpu import gpu_of, gpu_of_capability
-from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.tuning import TUNABLES
 from ferrum_triton.registry import OPS, Case
 from ferrum_triton.testing import assert_close
+from tests.compiling import compiled, launches_of
 from tests.harness import BACKENDS, as_tuple, assert_call_matches, clone, expected, sample
-from tests.test_kernels_compile import launches_of
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = [(1, 33), (3, 576), (40, 100)]
@@ -229,6 +229,4 @@ def test_the_widest_rows_do_not_spill(name, target_name, num_tokens):
     target = TARGETS[target_name]
     axes = {"num_tokens": num_tokens, "hidden_size": 16384}
     for launch in launches_of(OPS[name], Case("wide", torch.bfloat16, axes), target):
-        used = compile_launch(launch, target)
-        assert used.shared <= target.shared_limit
-        assert used.spilled == 0
+        compiled(launch, target_name)

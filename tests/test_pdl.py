@@ -13,7 +13,7 @@ import pytest
 from ferrum_triton.backends.triton_provider import load_kernels
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.registry import OPS
-from tests.test_kernels_compile import launches_of
+from tests.compiling import launches_of
 
 load_kernels("interpret")
 

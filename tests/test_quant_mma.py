@@ -17,10 +17,11 @@ from ferrum_triton.kernels.quant.mma_config import (
 )
 from ferrum_triton.kernels.quant.plane_rows import decode_planes, product_by_torch
 from ferrum_triton.kernels.quant.products import MANY, product
-from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
+from tests.compiling import compiled
 from tests.test_quant_formats import assert_same_bits, random_blocks
 
 KINDS = pytest.mark.parametrize("kind", CODES)
@@ -228,9 +229,7 @@ def test_several_matrices_compiled_for_hopper(kind, num_tokens):
         mma_qkv(a, [q, key, value], [kind] * 3, [config] * 3)
         mma_gate_up(a, q, q, kind, config._replace(splits=1))
     for launch in launches:
-        compiled = compile_launch(launch, TARGETS["sm_90"])
-        assert compiled.spilled == 0, launch.kernel.name
-        assert compiled.shared <= TARGETS["sm_90"].shared_limit
+        compiled(launch)
 
 
 def test_tiles_fit_every_gpu():
@@ -376,15 +375,14 @@ def test_compiled_for_hopper(kind, config):
     planes = to_planes(blocks, kind).to("meta")
     with record_launches(capability=(9, 0)) as launches:
         multiply(torch.empty(64, k, dtype=torch.bfloat16, device="meta"), planes, kind, config)
-    compiled = compile_launch(launches[-1], TARGETS["sm_90"])
-    assert compiled.spilled == 0
+    asm = compiled(launches[-1]).asm
     # Nothing is written to shared memory but what is loaded: weights stay in their registers.
-    assert not re.search(r"ttg.local_alloc %", compiled.asm["ttgir"])
-    assert "cvt.rn.f16.s" not in compiled.asm["ptx"] and "cvt.rn.f16.u" not in compiled.asm["ptx"]
-    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", compiled.asm["ttgir"], re.MULTILINE))
+    assert not re.search(r"ttg.local_alloc %", asm["ttgir"])
+    assert "cvt.rn.f16.s" not in asm["ptx"] and "cvt.rn.f16.u" not in asm["ptx"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", asm["ttgir"], re.MULTILINE))
     unpacking = re.findall(
         r"elementwise_inline_asm .*packed_element = 2.*? : tensor<\w+, ([^<>]*(?:<\{[^}]*\}>)?)>",
-        compiled.asm["ttgir"],
+        asm["ttgir"],
     )
     assert unpacking
     for layout in unpacking:
@@ -421,6 +419,4 @@ def test_compiled_elsewhere(kind, target):
         multiply(a, planes, kind, MmaConfig(64, 16, stages=2, splits=2))
         decode_planes(torch.empty(64, 512, device="meta"), planes, None, f"{kind}:planes")
     for launch in launches:
-        compiled = compile_launch(launch, TARGETS[target])
-        assert compiled.spilled == 0
-        assert compiled.shared <= TARGETS[target].shared_limit
+        compiled(launch, target)

@@ -11,8 +11,8 @@ from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
 from ferrum_triton.quant.kinds import file_kind
+from tests.compiling import launches_of
 from tests.harness import BACKENDS
-from tests.test_kernels_compile import launches_of
 from tests.test_quant_formats import HALVES, SPECIAL_HALVES, assert_same_bits, random_blocks
 
 KINDS = pytest.mark.parametrize("kind", FORMATS)

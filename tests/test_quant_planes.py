@@ -17,7 +17,6 @@ from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.products import gemv, gemv_heuristic, mma, products
 from ferrum_triton.kernels.quant.products import product as chosen_product
 from ferrum_triton.kernels.quant.rows import dequantize
-from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.quant import (
     FORMATS,
     BlockFormat,
@@ -30,6 +29,7 @@ from ferrum_triton.quant import (
 from ferrum_triton.quant.layout import Half, Integers, Run
 from ferrum_triton.quant.planes import PLANE_FORMATS, SUFFIX, PlaneFormat, views
 from ferrum_triton.testing import assert_close
+from tests.compiling import compiled
 from tests.test_quant_formats import random_blocks
 from tests.test_quant_ops import packed, seeded
 
@@ -398,9 +398,7 @@ def launch_for(kind, warps=2):
 def test_weights_are_read_in_wide_words_and_not_converted(kind):
     """Wide loads, no spill, no denormals flushed, and fewer conversions than one in eight."""
     launch = launch_for(kind)
-    compiled = compile_launch(launch, TARGETS["sm_90"])
-    ptx = compiled.asm["ptx"]
-    assert compiled.spilled == 0
+    ptx = compiled(launch).asm["ptx"]
     assert ".ftz" not in ptx
     loads = re.findall(r"ld\.global\.L1::evict_first\S*\.v(\d)\.b32", ptx)
     # Of 32 weights, or of 64 of Q3_K.
@@ -415,15 +413,14 @@ def test_no_ptx_for_other_makers():
     launch = launch_for("Q6_K")
     plan = replace(launch.meta["PLAN"], ptx=False, wide=False, ordered=False)
     plain = replace(launch, meta=launch.meta | {"PLAN": plan, "PDL": False, "launch_pdl": False})
-    compiled = compile_launch(plain, TARGETS["gfx942"])
-    assert compiled.spilled == 0
+    asm = compiled(plain, "gfx942").asm
     # Denormal weights have to be taken as they are.
-    assert re.search(r"\.amdhsa_float_denorm_mode_32 3", compiled.asm["amdgcn"])
+    assert re.search(r"\.amdhsa_float_denorm_mode_32 3", asm["amdgcn"])
 
 
 def test_a_launch_waits_after_its_weights_and_before_its_activations():
     one_step = launch_for("Q4_K", warps=4)
-    ptx = compile_launch(one_step, TARGETS["sm_90"]).asm["ptx"]
+    ptx = compiled(one_step).asm["ptx"]
     before, after = ptx.split("griddepcontrol.wait;")
     weights = r"ld\.global\.L1::evict_first"
     assert len(re.findall(weights, before)) == 4 and not re.findall(weights, after)

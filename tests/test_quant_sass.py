@@ -8,10 +8,10 @@ from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.mma import mma_quant
 from ferrum_triton.kernels.quant.mma_config import mma_heuristic
 from ferrum_triton.kernels.quant.products import gemv, product, products
-from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
+from tests.compiling import compiled
 
 KINDS = pytest.mark.parametrize("kind", PLANE_FORMATS)
 N, K = 4096, 4096
@@ -25,9 +25,8 @@ def planes_of(kind):
 
 def machine_code(launches):
     """The last launch's instructions; none of them may take registers to memory."""
-    compiled = compile_launch(launches[-1], TARGETS["sm_90"])
-    code = [instruction.name for instruction in instructions(compiled.asm["cubin"])]
-    assert compiled.spilled == 0
+    cubin = compiled(launches[-1]).asm["cubin"]
+    code = [instruction.name for instruction in instructions(cubin)]
     assert not [name for name in code if name.startswith(("LDL", "STL"))]
     return code
 

@@ -8,9 +8,10 @@ from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.products import bucket_of, heuristic, product, products
-from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.planes import PLANE_FORMATS
+from tests.compiling import compiled
 from tests.test_gemv_repacked import KINDS, matrix
 from tests.test_quant_ops import seeded
 
@@ -145,10 +146,9 @@ def test_what_is_launched_compiled(kind, target, n, k):
     a = torch.empty(4, k, dtype=torch.bfloat16, device="meta")
     with record_launches(TARGETS[target].capability) as launches:
         product(a, planes.to("meta"), f"{kind}:planes")
-    compiled = compile_launch(launches[-1], TARGETS[target])
     assert launches[-1].kernel.name == "_small_m_kernel"
-    assert compiled.spilled == 0
-    code = [instruction.name for instruction in instructions(compiled.asm["cubin"])]
+    cubin = compiled(launches[-1], target).asm["cubin"]
+    code = [instruction.name for instruction in instructions(cubin)]
     loads = {"Q2_K": 1, "Q3_K": 1, "Q8_0": 4}.get(kind, 2) + (kind == "Q6_K")
     wide = [name for name in code if name.startswith("LDG") and ".EF" in name and ".128" in name]
     assert len(wide) == 2 * 2 * loads  # of two rows, before the loop and in it

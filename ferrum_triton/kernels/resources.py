@@ -29,16 +29,19 @@ class Target:
         gpu: as Triton knows it.
         shared_limit: bytes of shared memory a program may use.
         capability: what launchers are told; (0, 0) of a GPU that is not NVIDIA's.
+        spill_limit: bytes a thread may spill. Where launches are tuned by measurement that is none.
+            Elsewhere the assembler may keep a few values in memory that it reads once.
     """
 
     gpu: GPUTarget
     shared_limit: int
     capability: tuple[int, int]
+    spill_limit: int = 64
 
 
 TARGETS = {
     "sm_80": Target(GPUTarget("cuda", 80, 32), 166_912, (8, 0)),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), 232_448, (9, 0)),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 232_448, (9, 0), spill_limit=0),
     "sm_100": Target(GPUTarget("cuda", 100, 32), 232_448, (10, 0)),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65_536, (0, 0)),
 }

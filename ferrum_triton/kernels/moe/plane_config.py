@@ -73,7 +73,7 @@ _GATED_MIXES = {4: Mix(MmaConfig(128, 8, stages=3, maxnreg=168))}
 # Of kinds that would spill.
 _MIXES_OF = {
     "Q3_K": {8: Mix(MmaConfig(64, 16, stages=3, maxnreg=168, use_tma=True))},
-    "MXFP4": {256: MIXES[128]},
+    "MXFP4": {4: MIXES[4], 256: MIXES[128]},
 }
 # Pairs up to which programs are few, whatever the number of experts.
 FEW_PAIRS = 16
