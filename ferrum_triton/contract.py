@@ -7,13 +7,15 @@ A contract maps each tensor parameter to ``dtypes[dims]``::
 ``T`` is one activation dtype shared by every parameter that names it; the other words are the
 classes in :data:`DTYPES`. A dimension is a name (equal wherever it appears in one call), a number,
 or ``...`` for any leading dimensions. The last dimension must have stride 1; every other stride is
-free, except that a tensor the op writes may not overlap itself.
+free. A tensor that the op writes overlaps neither itself nor another tensor of the call; where
+``over`` names an input, the output may be exactly that.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+import sys
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
+from ferrum_triton.overlap import overlap, overlaps_itself, same_elements
 
 ACTIVATIONS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -41,6 +44,17 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
         torch.int8,
         torch.uint8,
     ),
+}
+
+
+MAX_FLOAT = sys.float_info.max
+
+# The least that finite floats of these names may be. Of others any number will do.
+LEAST = {
+    "eps": 0.0,
+    "softcap": 0.0,
+    "softmax_scale": -MAX_FLOAT,
+    "routed_scaling_factor": -MAX_FLOAT,
 }
 
 
@@ -72,18 +86,21 @@ class Contract:
         specs: Mapping[str, str],
         mutates: tuple[str, ...] = (),
         optional: Container[str] = (),
+        over: Container[str] = (),
     ) -> None:
         self.op = op
         self.optional = optional
+        self.over = over
         self.specs = {name: TensorSpec.parse(text) for name, text in specs.items()}
         self.mutates = mutates
 
-    def check(self, arguments: Mapping[str, Any], device_type: str) -> None:
+    def check(self, arguments: Mapping[str, Any], device_type: str | None) -> None:
         """Raise :class:`InputError` unless every tensor of a call meets its spec.
 
         Args:
             arguments: parameter name to value, for every parameter of the op.
-            device_type: where the tensors must lie, e.g. ``"cuda"``.
+            device_type: where the tensors must lie, e.g. ``"cuda"``. None while a call is traced,
+                when tensors have no memory: then dtypes and shapes alone are looked at.
         """
         bound: dict[str, tuple[int, str]] = {}
         first: Tensor | None = None
@@ -96,7 +113,8 @@ class Contract:
                 got = "None" if value is None else f"a {type(value).__name__}"
                 self._reject(name, got, f"a tensor {spec.text}")
             first = value if first is None else first
-            self._check_device(name, value, first, device_type)
+            if device_type is not None:
+                self._check_device(name, value, first, device_type)
             if value.dtype not in DTYPES[spec.dtype_class]:
                 allowed = ", ".join(_name(dtype) for dtype in DTYPES[spec.dtype_class])
                 self._reject(name, _name(value.dtype), allowed, f"Convert {name} with .to().")
@@ -107,7 +125,25 @@ class Contract:
                     self._reject(name, _name(value.dtype), allowed, f"Convert {name} with .to().")
                 shared_dtype = (value.dtype, name)
             self._check_shape(name, value, spec, bound)
-            self._check_strides(name, value)
+            if device_type is not None:
+                self._check_layout(name, value)
+
+    def check_memory(self, arguments: Mapping[str, Any], outs: Sequence[Tensor]) -> None:
+        """Raise :class:`InputError` where what a call writes overlaps its other tensors."""
+        tensors = [(n, arguments[n]) for n in self.specs if arguments[n] is not None]
+        written = [(n, t) for n, t in tensors if n in self.mutates] + [("out", t) for t in outs]
+        for i, (name, value) in enumerate(written):
+            if overlaps_itself(value):
+                got = f"overlapping itself (strides {list(value.stride())})"
+                self._reject(name, got, "memory of its own, since the op writes it", "Clone it.")
+            inputs = [(n, t) for n, t in tensors if n not in self.mutates]
+            for other_name, other in (*inputs, *written[:i]):
+                is_over = other_name in self.over and same_elements(value, other)
+                if not is_over and overlap(value, other):
+                    got = f"in memory that {other_name} has a part of"
+                    self._reject(
+                        name, got, "memory of its own, since the op writes it", "Clone it."
+                    )
 
     def _check_device(self, name: str, value: Tensor, first: Tensor, device_type: str) -> None:
         if value.device.type != device_type:
@@ -132,17 +168,13 @@ class Contract:
                     name, f"of shape {list(shape)}", f"{spec.text} with {dim} = {want}{source}"
                 )
 
-    def _check_strides(self, name: str, value: Tensor) -> None:
-        if value.numel() == 0 or value.dim() == 0:
-            return
-        if value.size(-1) > 1 and value.stride(-1) != 1:
+    def _check_layout(self, name: str, value: Tensor) -> None:
+        if value.is_neg():
+            advice = f"Pass {name}.resolve_neg()."
+            self._reject(name, "a negative view", "the numbers that lie in memory", advice)
+        if value.numel() and value.dim() and value.size(-1) > 1 and value.stride(-1) != 1:
             got = f"of stride {value.stride(-1)} in the last dimension"
             self._reject(name, got, "stride 1 there", f"Pass {name}.contiguous().")
-        steps = zip(value.shape, value.stride(), strict=True)
-        overlaps = any(size > 1 and stride == 0 for size, stride in steps)
-        if name in self.mutates and overlaps:
-            got = f"expanded (strides {list(value.stride())})"
-            self._reject(name, got, "memory of its own, since the op writes it", "Clone it first.")
 
     def _reject(self, argument: str, got: str, allowed: str, advice: str = "") -> NoReturn:
         raise InputError(

@@ -56,6 +56,8 @@ class Op:
         dtypes: activation dtypes the samples are drawn in.
         mutates: names of the parameters written in place.
         finite: parameters whose values must be finite: a weight of zero times infinity is NaN.
+        over: parameters that what the op writes may be exactly: each element is read before it, or
+            the row that it is in, is written.
         num_outputs: tensors returned; ops that return none only mutate.
         after_norm: parameter of the activations of a product that reads its weights as soon as it
             is launched. Calls of few tokens are timed behind a norm that writes these activations,
@@ -73,6 +75,7 @@ class Op:
         mutates: Sequence[str] = (),
         static: Sequence[str] = (),
         finite: Sequence[str] = (),
+        over: Sequence[str] = (),
         after_norm: str = "",
     ) -> None:
         functools.update_wrapper(self, reference)
@@ -88,7 +91,7 @@ class Op:
             for name, parameter in self.signature.parameters.items()
             if parameter.annotation == Tensor | None
         }
-        self.contract = Contract(self.name, tensors, self.mutates, optional)
+        self.contract = Contract(self.name, tensors, self.mutates, optional, over)
         self.axes, self.bench, self.dtypes = axes, tuple(bench), tuple(dtypes)
         self.impls: dict[str, Callable[..., Any]] = {}
         self.kinds: dict[str, frozenset[str]] = {}
@@ -123,6 +126,12 @@ class Op:
             torch.library.register_fake(f"ferrum::{self.name}.out", lambda *_, **__: None, lib=LIB)
 
     def _call_fake(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        self.contract.check(bound.arguments, None)
+        tensors = [t for t in bound.arguments.values() if isinstance(t, Tensor)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            self.refuse_gradient(bound.arguments)
         result = self.fake(*args, **kwargs)
         return None if result is None else contiguous(result)
 
@@ -184,6 +193,13 @@ class Op:
         raise InputError(
             self.name, argument, got, allowed, advice or f"See {self.name}'s docstring."
         )
+
+    def refuse_gradient(self, arguments: Mapping[str, Any]) -> NoReturn:
+        """Raise :class:`InputError` for a call of which autograd wants a gradient."""
+        tensors = {n: t for n, t in arguments.items() if isinstance(t, Tensor)}
+        name = next((n for n, t in tensors.items() if t.requires_grad), "out")
+        advice = f"Ops have no backward: call under torch.inference_mode(), or detach {name}."
+        self.reject(name, "a tensor that requires grad", "tensors without gradient", advice)
 
     def make_sample(self, make: Any, **axes: Any) -> dict[str, Any]:
         """Arguments of one call, by parameter name, every parameter present."""

@@ -24,8 +24,7 @@ from tests.harness import (
 load_kernels("interpret")
 
 # What backends disagree on, to be mended: {case: {argument: why}}. An argument they agree on must
-# go. The kernels refuse planes that are strided or not aligned; that is for the op's rules to do.
-_PLANES = {"blocks": "only the kernels refuse planes that are strided or misaligned"}
+# go.
 DISAGREEMENTS = {
     "dequantize": {
         "blocks": "the kernel takes one row stride",
@@ -36,12 +35,7 @@ DISAGREEMENTS = {
         "out": "as blocks",
     },
     "embedding_lookup_quant": {"out": "the kernel takes one row stride"},
-    "embedding_lookup_quant-planes": _PLANES | {"out": "the kernel takes one row stride"},
-    "gemv_quant-planes": _PLANES,
-    "gemm_quant-planes": _PLANES,
-    "linear_quant-planes": _PLANES,
-    "gemv_quant_q8": _PLANES,
-    "gemv_quant_moe_id-planes": _PLANES,
+    "embedding_lookup_quant-planes": {"out": "the kernel takes one row stride"},
 }
 
 LAYOUTS = ("misaligned", "slice", "reversed", "first expanded", "second expanded")

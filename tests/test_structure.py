@@ -13,14 +13,15 @@ PACKAGE = Path(__file__).parent.parent / "ferrum_triton"
 # What the modules of each layer may import from the package; a layer may always import itself.
 LAYERS = {
     "errors": set(),
-    "contract": {"errors"},
+    "overlap": set(),
+    "contract": {"errors", "overlap"},
     "registry": {"errors", "contract"},
     "testing": set(),
     "types": {"errors"},
     "quant": {"errors"},
     "ops": {"errors", "contract", "registry", "quant"},
     "kernels": {"errors", "registry", "quant", "ops"},
-    "backends": {"errors", "registry", "quant", "ops", "kernels"},
+    "backends": {"errors", "contract", "registry", "quant", "ops", "kernels"},
     "files": {"errors", "quant"},
     "runtime": {"errors", "contract", "registry", "types", "quant", "ops", "backends"},
     "models": {"errors", "registry", "types", "quant", "ops", "backends", "files", "runtime"},

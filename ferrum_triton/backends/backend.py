@@ -21,8 +21,11 @@ class Backend:
     a kernel that is missing is an error, never a silent slow path.
     """
 
-    def __init__(self, name: str, device: str, providers: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, device: str, providers: Sequence[str], checks_all: bool = False
+    ) -> None:
         self.name, self.device, self.providers = name, torch.device(device), tuple(providers)
+        self.checks_all = checks_all
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
@@ -30,7 +33,7 @@ class Backend:
         op = OPS.get(name)
         if op is None:
             raise UnknownOp(f"{name!r} is not an op; `ferrum-triton ops` lists them")
-        door = make_door(op, self._implementation(op), self.device.type)
+        door = make_door(op, self._implementation(op), self.device.type, checks_all=self.checks_all)
         self.__dict__[name] = door  # later look-ups skip __getattr__
         return door
 
@@ -39,6 +42,10 @@ class Backend:
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r}, device={str(self.device)!r}, providers={self.providers})"
+
+    def debug(self) -> Backend:
+        """This backend, checking every call in full, addresses included, and replaying none."""
+        return Backend(self.name, str(self.device), self.providers, checks_all=True)
 
     def provider_of(self, name: str) -> str | None:
         """The provider that serves op ``name`` here, or None where it is missing."""

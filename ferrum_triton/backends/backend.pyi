@@ -10,6 +10,9 @@ class Backend:
     device: torch.device
     providers: tuple[str, ...]
     def __init__(self, name: str, device: str, providers: Sequence[str]) -> None: ...
+    def debug(
+        self,
+    ) -> Backend: ...
     def provider_of(
         self,
         name: str,

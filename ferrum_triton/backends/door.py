@@ -6,25 +6,46 @@ the combinations it has admitted, and a known one costs a dictionary look-up. Wh
 follow, that look-up finds the launches too: see :mod:`ferrum_triton.kernels.replay`. The door's
 Python source is generated, as dataclasses generate ``__init__``, so that it has the op's own
 signature.
+
+At every call the door looks whether a gradient is wanted, which no op has, and tells autograd which
+tensors are written. What it cannot know a call by, addresses among it, it looks at once for each
+combination; a door for debugging looks at each call in full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ferrum_triton.contract import LEAST, MAX_FLOAT
 from ferrum_triton.registry import Op
+
+# The types of what is passed for a parameter, by its annotation.
+ACCEPTED: dict[Any, tuple[type, ...]] = {
+    int: (int,),
+    float: (int, float),
+    bool: (bool,),
+    str: (str,),
+    torch.dtype: (torch.dtype,),
+    int | None: (int, NoneType),
+    float | None: (int, float, NoneType),
+}
 
 # Combinations one door remembers before it starts over: bounds memory under ever-changing shapes.
 MAX_ADMITTED = 4096
 
 
 def make_door(
-    op: Op, implementation: Callable[..., Any], device_type: str, replays: bool | None = None
+    op: Op,
+    implementation: Callable[..., Any],
+    device_type: str,
+    replays: bool | None = None,
+    checks_all: bool = False,
 ) -> Callable[..., Any]:
     """Build ``backend.<op>`` around ``implementation``.
 
@@ -34,10 +55,13 @@ def make_door(
         device_type: where tensors must lie.
         replays: repeat the launches of calls that are like earlier ones; if None, where launching
             costs more than finding that out: on a GPU.
+        checks_all: check every call in full, for debugging.
     """
     launcher = op.impls.get("triton")
     if replays is None:
         replays = device_type == "cuda" and implementation is launcher
+    if checks_all:
+        replays = False
     if replays:
         from ferrum_triton.kernels import replay
 
@@ -47,9 +71,9 @@ def make_door(
     source, num_checked = _source_of(op, device_type, replay.arguments_of(op) if replays else None)
 
     def admit(key: tuple | None, arguments: dict[str, Any]) -> Callable[..., Any] | bool:
-        if key is None or key[:num_checked] not in checked:
+        if key is None or checks_all or key[:num_checked] not in checked:
             _check(op, dict(arguments), device_type)
-        if key is None:
+        if key is None or checks_all:
             return False
         if max(len(admitted), len(checked)) >= MAX_ADMITTED:
             admitted.clear()
@@ -65,6 +89,10 @@ def make_door(
         "call_rules": op.call_rules,
         "implementation": implementation,
         "out_key": _out_key,
+        "grad_enabled": torch.is_grad_enabled,
+        "refuse_gradient": op.refuse_gradient,
+        # Autograd then knows that what it kept of a tensor is stale.
+        "increment_version": torch.autograd.graph.increment_version,
     }
     exec(compile(source, f"<door of {op.name}>", "exec"), namespace)
     door = namespace[op.name]
@@ -97,32 +125,59 @@ def _source_of(op: Op, device_type: str, replayed: list[str] | None) -> tuple[st
         parts.append(f"None if out is None else out_key(out, {16 if replayed else 1})")
     parts += [f"{name}.__class__" for name in scalars]
     parts += [name for name in scalars if name in op.static]
-    num_checked = len(parts)
+    # 0.0 and -0.0 are equal, as are 0 and False, but do not compute alike: what they are written as
+    # differs.
+    floats = {
+        name: f"{name} or str({name})"
+        for name, kind in scalars.items()
+        if kind in (float, float | None) and name not in op.static
+    }
+    parts += [part for name, part in floats.items() if name in LEAST]
+    # Planes are read in pieces of 16 bytes, which rules look at.
+    packed = [name for name, spec in op.contract.specs.items() if spec.dtype_class == "uint8"]
+    at = {name: f"_at_{name}" for name in (tensors if replayed else packed)}
     lines = []
+    for name, address in at.items():
+        absent = f"0 if {name} is None else " if name in optional else ""
+        lines.append(f"{address} = {absent}{name}.data_ptr()")
+    parts += [f"{at[name]} & 15" for name in packed]
+    num_checked = len(parts)
     if replayed:
-        at = {name: f"_at_{name}" for name in tensors}
-        for name, address in at.items():
-            absent = f"0 if {name} is None else " if name in optional else ""
-            lines.append(f"{address} = {absent}{name}.data_ptr()")
         remainders = "".join(f"{address} & 15, " for address in at.values())
         parts.append(f"({' | '.join(at.values())}) & 15 and ({remainders})")
-        # 0.0 and -0.0 are equal, as are 0 and False, but do not compute alike: what they are
-        # written as differs. Integers may change from call to call, and are known by their type.
-        floats = [name for name, kind in scalars.items() if kind in (float, float | None)]
-        parts += [f"{name} or str({name})" for name in floats if name not in op.static]
+        # Integers may change from call to call, and are known by their type.
+        parts += [part for name, part in floats.items() if name not in LEAST]
     lines.append("key = (" + "".join(f"{part}, " for part in parts) + ")")
     lines.append("replay = admitted.get(key)")
     forwarded = ", ".join([*parameters, *(f"{name}={name}" for name in outs)])
     values = ", ".join(f"{name}={name}" for name in [*parameters, *outs])
+    wants = " or ".join(
+        f"({name} is not None and {name}.requires_grad)"
+        if name in optional
+        else f"{name}.requires_grad"
+        for name in tensors
+    )
     body = [
         "try:",
+        f"    wants_gradient = grad_enabled() and ({wants})",
         *(f"    {line}" for line in lines),
         "except (AttributeError, TypeError, RuntimeError):",
         "    key = replay = None",
+        "    wants_gradient = False",
+        "if wants_gradient:",
+        f"    refuse_gradient(dict({values}))",
         "if replay is None:",
         f"    replay = admit(key, dict({values}))",
         *(f"call_rules[{i}]({', '.join(parameters)})" for i in range(len(op.call_rules))),
     ]
+    written = [*op.mutates, *outs]
+    always = [name for name in written if name not in optional]
+    if always:
+        body.append(f"increment_version(({', '.join(always)},))")
+    for name in written:
+        if name in optional:
+            group = name if name == "out" and op.num_outputs > 1 else f"({name},)"
+            body += [f"if {name} is not None:", f"    increment_version({group})"]
     if replayed:
         body += ["if replay:", f"    return replay({', '.join(replayed)})"]
     body.append(f"return implementation({forwarded})")
@@ -138,10 +193,12 @@ def _check(op: Op, arguments: dict[str, Any], device_type: str) -> None:
     _check_scalars(op, arguments)
     for rule in op.shape_rules:
         rule(**arguments)
+    op.contract.check_memory(arguments, ())
     if out is not None:
         for rule in op.call_rules:  # the fake below trusts its arguments
             rule(**arguments)
         _check_out(op, arguments, out)
+        op.contract.check_memory(arguments, (out,) if isinstance(out, Tensor) else out)
 
 
 def _tensor_key(name: str, optional: bool, device_key: str) -> list[str]:
@@ -156,17 +213,17 @@ def _out_key(out: Tensor | tuple[Tensor, ...], align: int) -> tuple:
 
 def _check_scalars(op: Op, arguments: Mapping[str, Any]) -> None:
     """Refuse a tensor, a string or a fraction where the op takes an integer, and so on."""
-    accepted = {
-        int: (int,),
-        float: (int, float),
-        bool: (bool,),
-        str: (str,),
-        torch.dtype: (torch.dtype,),
-    }
     for name, parameter in op.signature.parameters.items():
-        kinds = accepted.get(parameter.annotation)
-        if kinds is not None and not isinstance(arguments[name], kinds):
-            op.reject(name, repr(arguments[name]), parameter.annotation.__name__)
+        if parameter.annotation not in ACCEPTED:
+            continue
+        value, accepted = arguments[name], ACCEPTED[parameter.annotation]
+        is_accepted = isinstance(value, accepted)
+        if not is_accepted or (isinstance(value, bool) and bool not in accepted):
+            words = [kind.__name__ for kind in accepted if kind is not NoneType]
+            op.reject(name, repr(value), " or ".join(words + ["None"] * (NoneType in accepted)))
+        if name in LEAST and value is not None and not LEAST[name] <= value <= MAX_FLOAT:
+            least = "" if LEAST[name] == -MAX_FLOAT else f", {LEAST[name]:g} or more"
+            op.reject(name, repr(value), f"a finite number{least}")
 
 
 def _check_out(op: Op, arguments: Mapping[str, Any], out: Any) -> None:
@@ -178,15 +235,15 @@ def _check_out(op: Op, arguments: Mapping[str, Any], out: Any) -> None:
         wanted = op.fake(**fakes)
     wanted = (wanted,) if isinstance(wanted, Tensor) else wanted
     outs = (out,) if isinstance(out, Tensor) else out
-    if not isinstance(outs, tuple) or len(outs) != len(wanted):
-        op.reject("out", repr(type(out)), f"{len(wanted)} tensor(s)", "Pass a tuple of tensors.")
+    is_right = isinstance(out, Tensor) == (op.num_outputs == 1) and isinstance(outs, tuple)
+    if not is_right or len(outs) != len(wanted) or not all(isinstance(o, Tensor) for o in outs):
+        got = f"a {type(out).__name__}"
+        got += f" of {len(out)}" if isinstance(out, tuple | list) else ""
+        allowed = "a tensor" if len(wanted) == 1 else f"a tuple of {len(wanted)} tensors"
+        op.reject("out", got, allowed, "Pass what the call without out would return.")
     for got, want in zip(outs, wanted, strict=True):
         described = [f"{str(t.dtype)[6:]}{list(t.shape)} on {t.device}" for t in (got, want)]
         if described[0] != described[1]:
             op.reject("out", described[0], described[1], "Allocate it so.")
-        if got.numel() and got.size(-1) > 1 and got.stride(-1) != 1:
+        if got.numel() and got.dim() and got.size(-1) > 1 and got.stride(-1) != 1:
             op.reject("out", f"of strides {list(got.stride())}", "stride 1 in the last dimension")
-        if any(
-            size > 1 and stride == 0 for size, stride in zip(got.shape, got.stride(), strict=True)
-        ):
-            op.reject("out", f"expanded (strides {list(got.stride())})", "memory of its own")

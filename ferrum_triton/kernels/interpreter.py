@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,6 +50,10 @@ _KNOWN_COMBINES = (
     tl.standard._sum_combine,
     tl.standard._prod_combine,
 )
+
+
+# Triton's interpreter has one grid position and one set of patches for all threads.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 class _Rewriter(interpreter.FunctionRewriter):
@@ -130,7 +135,7 @@ def _numpy_dtype(dtype: tl.dtype) -> np.dtype:
 
 
 def run_raw(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], meta: dict) -> None:
-    """Interpret ``kernel`` on tensors as they are.
+    """Interpret ``kernel`` on tensors as they are; other threads wait for their turn.
 
     Raises:
         InputError: a tensor has a dtype the interpreter would compute wrongly with.
@@ -144,6 +149,11 @@ def run_raw(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], met
                 "dtypes that numpy has",
                 "Triton's interpreter computes on its bits; widen it to float32 first.",
             )
+    with _ONE_AT_A_TIME:
+        _interpret(kernel, grid, args, meta)
+
+
+def _interpret(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], meta: dict) -> None:
     twin = python_twin(kernel)
     constexprs = {p.name for p in kernel.params if p.is_constexpr}
     bound = inspect.getcallargs(twin, *args, **meta)

@@ -108,6 +108,7 @@ for _split_op in (fused_silu_mul_split, fused_gelu_mul_split, fused_gelu_tanh_mu
     tensors={"gate": "T[..., intermediate_size]", "up": "T[..., intermediate_size]"},
     axes=SPLIT_AXES,
     bench=SPLIT_CASES,
+    over=("gate", "up"),
 )
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """y = silu(gate) · up, with silu(g) = g / (1 + e⁻ᵍ), for gate and up in tensors of their own.
@@ -137,7 +138,12 @@ def _(make, num_tokens, intermediate_size):
     }
 
 
-@op(tensors={"x": "T[..., hidden_size]"}, axes=ROW_AXES, bench=ROW_CASES)
+@op(
+    tensors={"x": "T[..., hidden_size]"},
+    axes=ROW_AXES,
+    bench=ROW_CASES,
+    over=("x",),
+)
 def gelu(x: Tensor) -> Tensor:
     """y = x/2 · (1 + erf(x/√2)), the exact form.
 
@@ -204,6 +210,7 @@ def _(make, num_tokens, hidden_size):
     axes={**ROW_AXES, "wide_residual": (False, True)},
     bench=ROW_CASES,
     mutates=("residual",),
+    over=("x",),
 )
 def add_inplace(residual: Tensor, x: Tensor) -> None:
     """residual ← residual + x, in place, computed in float32.
@@ -237,6 +244,7 @@ def _(make, num_tokens, hidden_size, wide_residual=False):
     axes=ROW_AXES,
     bench=ROW_CASES,
     mutates=("dst",),
+    over=("src",),
 )
 def scaled_add_inplace(dst: Tensor, src: Tensor, scale: float) -> None:
     """dst ← dst + scale · src, in place; same shape and dtype, computed in float32."""

@@ -116,9 +116,10 @@ def embedding_lookup(table: Tensor, ids: Sequence[int]) -> Tensor:
 
 @embedding_lookup.call_rule
 def _(table, ids):
-    bad = next((i for i in ids if not 0 <= i < table.shape[0]), None)
-    if bad is not None:
-        embedding_lookup.reject("ids", f"holding {bad}", f"ids in [0, {table.shape[0]})")
+    num_rows = table.shape[0]
+    for i in ids:
+        if type(i) is not int or not 0 <= i < num_rows:
+            embedding_lookup.reject("ids", f"holding {i!r}", f"integers in [0, {num_rows})")
 
 
 @embedding_lookup.sample

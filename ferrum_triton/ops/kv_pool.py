@@ -155,10 +155,10 @@ def append(k_cache, v_cache, k, v, slot, k_scales, v_scales, layout):
         _write(pool, slot, new.reshape(len(slot), *pool.shape[2:]))
 
 
-def check_pool(of_op, k_cache, v_cache, k_scales, v_scales, layout, of_heads=False):
+def check_pool(of_op, k_cache, v_cache, k_scales, v_scales, layout, is_read=False):
     """Hold the caches and scales against the layout; returns num_kv_heads and head_dim.
 
-    ``of_heads``: scales may be [num_kv_heads] or [1] as well.
+    ``is_read``: attention reads the pool. Scales may then be [num_kv_heads] or [1] as well.
     """
     if layout not in LAYOUTS:
         of_op.reject("layout", repr(layout), ", ".join(map(repr, LAYOUTS)))
@@ -176,6 +176,9 @@ def check_pool(of_op, k_cache, v_cache, k_scales, v_scales, layout, of_heads=Fal
         of_op.reject("v_cache", f"of shape {list(v_cache.shape)}", f"{list(want)}, after k_cache")
     if block_size == 0:
         of_op.reject("k_cache", "of empty blocks", "block_size of at least 1")
+    if block_size & (block_size - 1) and (num_blocks > 1 or is_read):
+        allowed = "a power of two" if is_read else "a power of two, or a pool of one block"
+        of_op.reject("k_cache", f"of block_size {block_size}", allowed)
     if v_cache.dtype != k_cache.dtype:
         of_op.reject("v_cache", str(v_cache.dtype), f"{k_cache.dtype}, the dtype of k_cache")
     per_token = token_view(v_cache, layout).shape[:3]
@@ -186,7 +189,7 @@ def check_pool(of_op, k_cache, v_cache, k_scales, v_scales, layout, of_heads=Fal
             of_op.reject(name, "None", f"a tensor, since the cache is {k_cache.dtype}")
         if scales.dtype == torch.bfloat16:
             of_op.reject(name, "bfloat16", "float16 or float32")
-        if of_heads and scales.dim() == 1:
+        if is_read and scales.dim() == 1:
             if scales.shape[0] not in (1, num_kv_heads):
                 got = f"of {scales.shape[0]} elements"
                 of_op.reject(name, got, f"1, or {num_kv_heads}, one for each KV head")

@@ -28,6 +28,7 @@ def _cases(*num_tokens: int) -> list[Case]:
     tensors={"x": "T[..., hidden_size]", "weight": "float[hidden_size]"},
     axes=ROWS,
     bench=_cases(1, 64, 4096, 32768),
+    over=("x",),
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """y = x / sqrt(mean(x²) + eps) · weight, over the last dimension.
@@ -113,6 +114,7 @@ def _(make, num_tokens, hidden_size, wide_residual=False, weight_dtype=torch.flo
     },
     axes={**ROWS, "biased": (False, True)},
     bench=_cases(1, 64, 4096),
+    over=("x",),
 )
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
     """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias, over the last dimension.
@@ -204,6 +206,7 @@ def _(make, num_rows, head_dim, wide_core=True):
         Case(f"bf16/n{n}/m{m}", torch.bfloat16, {"num_rows": m, "num_cols": n})
         for m, n in ((1, 4096), (4096, 4096), (64, 152064))
     ],
+    over=("x",),
 )
 def softmax_rows(x: Tensor) -> Tensor:
     """y[i, j] = e^(x[i, j] - max(x[i])) / sum of those over j, over the last dimension.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.quant import FORMATS, dequantize_rows, quantize_rows
 from ferrum_triton.quant.kinds import KINDS, file_kind, format_of, is_kind, take_rows
-from ferrum_triton.quant.planes import PLANE_FORMATS
+from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 from ferrum_triton.registry import Case, Op, op
 
 MAX_GEMV_ROWS = 8
@@ -63,6 +63,25 @@ def check_kind(
     if not fmt.is_row(blocks.shape[-1]):
         allowed = f"rows of whole {kind} blocks, {fmt.block_bytes} bytes each"
         op.reject(blocks_name, f"of shape {list(blocks.shape)}", allowed)
+    if kind in PLANE_FORMATS and blocks.numel():
+        _check_planes(op, blocks, blocks_name)
+
+
+def _check_planes(op: Op, blocks: Tensor, name: str) -> None:
+    """Reject what is not whole matrices in planes: rows of a matrix are all over its planes."""
+    num_rows, row_bytes = blocks.shape[-2:]
+    is_apart = num_rows > 1 and blocks.stride(-2) != row_bytes
+    starts = [blocks.data_ptr(), *blocks.stride()[:-2]]
+    if is_apart or any(start % ROW_ALIGN for start in starts):
+        got = f"of strides {list(blocks.stride())} bytes at address {blocks.data_ptr():#x}"
+        allowed = f"contiguous matrices at multiples of {ROW_ALIGN} bytes"
+        op.reject(name, got, allowed, "Copy it: .clone(memory_format=torch.contiguous_format).")
+    base = blocks._base
+    is_of_rows = base is not None and base.dim() >= 2 and base.shape[-1] == row_bytes
+    if is_of_rows and base.shape[-2] != num_rows:
+        got = f"{num_rows} of the {base.shape[-2]} rows of a matrix in planes"
+        advice = "Cut packed rows before to_planes; planes put into one tensor need a clone each."
+        op.reject(name, got, "the whole matrix", advice)
 
 
 def check_dtype(op: Op, dtype: torch.dtype) -> None:

@@ -1,7 +1,5 @@
 """Attention over a contiguous KV cache."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -179,8 +177,6 @@ def _(
 ):
     if kv_len is not None and not 0 <= kv_len <= k.shape[2]:
         flash_attention.reject("kv_len", str(kv_len), f"0 to the capacity of {k.shape[2]}")
-    if not 0.0 <= softcap < math.inf:
-        flash_attention.reject("softcap", str(softcap), "0 (off) or a positive number")
 
 
 @flash_attention.sample

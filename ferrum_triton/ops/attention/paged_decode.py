@@ -161,7 +161,7 @@ def _(
     sliding_window, softcap, layout, batch_invariant,
 ):  # fmt: skip
     this = paged_decode_attention
-    check_paged(this, q, k_cache, v_cache, k_scales, v_scales, layout, sliding_window, softcap)
+    check_paged(this, q, k_cache, v_cache, k_scales, v_scales, layout, sliding_window)
 
 
 @paged_decode_attention.sample

@@ -128,7 +128,7 @@ def _(
     max_q_len, softmax_scale, sliding_window, softcap, layout,
 ):  # fmt: skip
     this = paged_varlen_attention
-    check_paged(this, q, k_cache, v_cache, k_scales, v_scales, layout, sliding_window, softcap)
+    check_paged(this, q, k_cache, v_cache, k_scales, v_scales, layout, sliding_window)
     num_seqs = block_tables.shape[0]
     if cu_seqlens_q.shape[0] != num_seqs + 1:
         got = f"of {cu_seqlens_q.shape[0]} elements"

@@ -75,12 +75,10 @@ def visible_keys(position: Tensor, keys: int, sliding_window: int) -> Tensor:
     return visible & (key > position[..., None] - sliding_window) if sliding_window else visible
 
 
-def check_paged(
-    of_op: Op, q, k_cache, v_cache, k_scales, v_scales, layout, sliding_window, softcap
-):
+def check_paged(of_op: Op, q, k_cache, v_cache, k_scales, v_scales, layout, sliding_window):
     """The rules of attention over a pool."""
     num_kv_heads, head_dim = check_pool(
-        of_op, k_cache, v_cache, k_scales, v_scales, layout, of_heads=True
+        of_op, k_cache, v_cache, k_scales, v_scales, layout, is_read=True
     )
     if k_cache.dtype in LIMITS and k_scales.dim() != v_scales.dim():
         of_op.reject("v_scales", f"of {v_scales.dim()} dimensions", "as many as k_scales")
@@ -91,13 +89,8 @@ def check_paged(
         of_op.reject("q", f"of head_dim {q.shape[-1]}", f"{head_dim}, as in k_cache")
     if head_dim > MAX_HEAD_DIM:
         of_op.reject("q", f"of head_dim {head_dim}", f"up to {MAX_HEAD_DIM}")
-    block_size = token_view(v_cache, layout).shape[1]
-    if block_size & (block_size - 1):
-        of_op.reject("k_cache", f"of block_size {block_size}", "a power of two")
     if sliding_window < 0:
         of_op.reject("sliding_window", str(sliding_window), "0 (off) or more")
-    if not softcap >= 0:
-        of_op.reject("softcap", str(softcap), "0 (off) or more")
     if k_cache.dtype not in LIMITS and k_cache.dtype != q.dtype:
         of_op.reject(
             "k_cache", str(k_cache.dtype), f"{q.dtype}, the dtype of q, or a quantised one"
