@@ -20,8 +20,8 @@ import functools
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -86,17 +86,12 @@ def python_twin(kernel: JITFunction) -> Callable[..., Any]:
     return twin
 
 
-@contextlib.contextmanager
-def _standard_library() -> Iterator[None]:
-    """``tl.sum``, ``tl.cdiv`` and their like as plain Python, for the length of one launch."""
-    originals = {k: v for k, v in vars(tl).items() if isinstance(v, JITFunction)}
-    try:
-        for name, function in originals.items():
-            setattr(tl, name, _deferred_twin(function))
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(tl, name, function)
+def _standard_library() -> list[Patch]:
+    """``tl.sum``, ``tl.cdiv`` and their like as plain Python."""
+    functions = [
+        (name, value) for name, value in vars(tl).items() if isinstance(value, JITFunction)
+    ]
+    return [(tl, name, _deferred_twin(function)) for name, function in functions]
 
 
 @functools.cache
@@ -107,23 +102,69 @@ def _deferred_twin(function: JITFunction) -> Callable[..., Any]:
     return call
 
 
-@contextlib.contextmanager
-def _no_idle_work() -> Iterator[None]:
-    """Leaves out work of the interpreter whose results nobody reads, for the length of one launch.
+def _without_idle_work() -> list[Patch]:
+    """Leaves out work of the interpreter whose results nobody reads.
 
     Triton 3.6 repeats every addition, subtraction and multiplication of integers in 64 bits, to
-    check for overflow, and then drops the check unless it debugs. It also builds its table of
-    numpy's dtypes anew at every look-up. Together they are half of an interpreted product's time.
+    check for overflow, and then drops the check unless it debugs. It builds its table of numpy's
+    dtypes anew at every look-up, and the type of every block and of its shape, with their names as
+    text, at every operation. Together they are three quarters of an interpreted product's time.
     """
-    builder, look_up = interpreter.interpreter_builder, interpreter._get_np_dtype
+    builder = interpreter.interpreter_builder
     options = builder.options
     if not options.debug:
-        builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    interpreter._get_np_dtype = _numpy_dtype
-    try:
-        yield
-    finally:
-        builder.options, interpreter._get_np_dtype = options, look_up
+        options = dataclasses.replace(options, sanitize_overflow=False)
+    return [
+        (builder, "options", options),
+        (interpreter, "_get_np_dtype", _numpy_dtype),
+        (tl.core, "_type_for_tuple_values", _type_of_tuple),
+        (tl.block_type, "__init__", _make_block_type),
+        (tl.tensor, "__init__", _make_tensor),
+    ]
+
+
+_type_of_values = tl.core._type_for_tuple_values
+_types_of_numbers: dict[int, tl.core.tuple_type] = {}
+
+
+def _type_of_tuple(values: Sequence[Any], fields: Sequence[str] | None = None) -> Any:
+    """One type for all tuples of so many numbers, as shapes are."""
+    for value in values:
+        if type(value) is not int and type(value) is not tl.constexpr:
+            return _type_of_values(values, fields)
+    if fields is not None:
+        return _type_of_values(values, fields)
+    count = len(values)
+    if count not in _types_of_numbers:
+        _types_of_numbers[count] = _type_of_values([0] * count)
+    return _types_of_numbers[count]
+
+
+_new_block_type = tl.block_type.__init__
+_block_types: dict[tuple, dict[str, Any]] = {}
+
+
+def _make_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Sequence[Any]) -> None:
+    sizes = (getattr(size, "value", size) for size in shape)
+    space, const = getattr(element_ty, "address_space", 0), getattr(element_ty, "const", False)
+    key = (element_ty.name, space, const, *sizes)
+    if key not in _block_types:
+        _new_block_type(self, element_ty, shape)
+        _block_types[key] = self.__dict__.copy()
+    self.__dict__.update(_block_types[key])
+
+
+_new_tensor = tl.tensor.__init__
+_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def _make_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+    sizes = tuple(type.shape.values) if type.is_block() else ()
+    if sizes not in _shapes:
+        _new_tensor(self, handle, type)
+        _shapes[sizes] = self.shape, self.numel
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shapes[sizes]
 
 
 _numpy_dtype_of_scalar = functools.cache(interpreter._get_np_dtype)
@@ -161,16 +202,42 @@ def _interpret(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], 
     x, y, z = (*grid, 1, 1)[:3]
     interpreter.interpreter_builder.set_grid_dim(x, y, z)
     # As on a GPU, inf and NaN are results.
-    with _standard_library(), _no_idle_work(), np.errstate(all="ignore"):
-        patches = interpreter._patch_lang(twin)
-        # numpy 2.4 no longer turns an array of one element into an int by itself.
-        patches.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
-        try:
-            for program in itertools.product(range(x), range(y), range(z)):
-                interpreter.interpreter_builder.set_grid_idx(*program)
-                twin(**values)
-        finally:
-            patches.restore()
+    with (
+        _patched(_standard_library()),
+        _patched(_without_idle_work()),
+        _patched(_interpreted_language(twin)),
+        np.errstate(all="ignore"),
+    ):
+        for program in itertools.product(range(x), range(y), range(z)):
+            interpreter.interpreter_builder.set_grid_idx(*program)
+            twin(**values)
+
+
+Patch: TypeAlias = tuple[Any, str, Any]
+"""An object, the name of one of its attributes, and what that is for the length of one launch."""
+
+
+@contextlib.contextmanager
+def _patched(patches: Iterable[Patch]) -> Iterator[None]:
+    scope = interpreter._LangPatchScope()
+    try:
+        for patch in patches:
+            scope.set_attr(*patch)
+        yield
+    finally:
+        scope.restore()
+
+
+@functools.cache
+def _interpreted_language(twin: Callable[..., Any]) -> list[Patch]:
+    """What Triton patches; to find that out takes longer than most launches."""
+    scope = interpreter._patch_lang(twin)
+    try:
+        patches = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
+    finally:
+        scope.restore()
+    # numpy 2.4 no longer turns an array of one element into an int by itself.
+    return [*patches, (tl.tensor, "__index__", lambda self: int(self.handle.data.item()))]
 
 
 def run(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], meta: dict) -> None:
