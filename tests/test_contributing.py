@@ -27,14 +27,14 @@ def snippets():
     return re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
 
 
-def run_harness(tmp_path, source):
+def run_harness(tmp_path, source, *options):
     """Run the op tests of a process in which ``source`` has declared its op first."""
     (tmp_path / "new_op.py").write_text(source)
     (tmp_path / "plugin_for_new_op.py").write_text("import new_op\n")
     tests = [f"{ROOT}/tests/test_ops.py", f"{ROOT}/tests/test_kernels_compile.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin_for_new_op", "-p", "no:xdist"]
     return subprocess.run(
-        [*command, "-p", "no:cacheprovider", "-k", "relu_squared", *tests],
+        [*command, "-p", "no:cacheprovider", "-k", "relu_squared", *options, *tests],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -67,6 +67,6 @@ def test_example_passes_the_whole_harness(tmp_path):
 def test_harness_catches_a_wrong_kernel(tmp_path, right, wrong):
     source = declared()
     assert right in source
-    result = run_harness(tmp_path, source.replace(right, wrong))
+    result = run_harness(tmp_path, source.replace(right, wrong), "-x")
     # A test fails, or the process dies of reading far outside its memory.
     assert result.returncode in (1, -signal.SIGSEGV), result.stdout + result.stderr

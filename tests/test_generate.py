@@ -23,16 +23,12 @@ PAGE = (Path(__file__).parent.parent / "docs" / "README.md").read_text()
 CHATS = (
     "What is the capital of France?",
     "Explain in one sentence why the sky is blue.",
-    "Write a haiku about rivers.",
-    "List three uses for a brick.",
     "Translate 'good morning' into Spanish.",
 )
 RAW = (
     "The quick brown fox",
     "def fibonacci(n):\n",
     "Once upon a time, in a village by the sea,",
-    "The three laws of motion are",
-    "1, 1, 2, 3, 5, 8,",
 )
 
 
@@ -65,7 +61,7 @@ def greedy(model, prompt, count):
 
 
 def test_greedy_text_equals_transformers(model, tokenizer, theirs):
-    """64 tokens on five chats and five raw prompts, id for id."""
+    """64 tokens on chats and raw prompts, id for id."""
     prompts = [chat_ids(tokenizer, chat) for chat in CHATS]
     prompts += [tokenizer.encode(text) for text in RAW]
     for prompt in prompts:

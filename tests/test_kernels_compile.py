@@ -17,31 +17,26 @@ from tests.compiling import compiled, launches_of
 
 load_kernels("interpret")
 
-# What is measured is compiled for each shape. Elsewhere an op's first case is, and of the others
-# those whose id has a word not met before, on one of these in turn.
+# Every word of a case's id is compiled once for the GPU that is measured, and but for shapes once
+# for one of the others.
 MEASURED = "sm_90"
 ELSEWHERE = [name for name in TARGETS if name != MEASURED]
-SHAPE = re.compile(r"/n\d+k\d+")
-
-
-def words_of(case):
-    """The words of a case's id but for its shape; a format in file order is one word."""
-    return set(SHAPE.sub("", case.id).replace("file/", "file ").split("/"))
+SHAPE = re.compile(r"n\d+k\d+")
 
 
 def cases():
-    """(op, case, target) of every kernel that a bench case launches."""
+    """(op, case, target) of the kernels that bench cases launch."""
     params, turns = [], cycle(ELSEWHERE)
     for op in OPS.values():
         seen = set()
         for case in op.bench if "triton" in op.impls else ():
-            words = words_of(case)
-            others = ELSEWHERE if not seen else [next(turns)] if words - seen else []
+            # A format in file order is one word.
+            words = set(case.id.replace("file/", "file ").split("/")) - seen
             seen |= words
-            names = [MEASURED, *others]
-            params += [
-                pytest.param(op, case, name, id=f"{op.name}/{case.id}-{name}") for name in names
-            ]
+            names = [MEASURED] if words else []
+            names += [next(turns)] if any(not SHAPE.match(word) for word in words) else []
+            for name in names:
+                params.append(pytest.param(op, case, name, id=f"{op.name}/{case.id}-{name}"))
     return params
 
 

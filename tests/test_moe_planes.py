@@ -200,8 +200,9 @@ def products(kind, num_tokens, target, gated=False):
 
 
 @KINDS
-@pytest.mark.parametrize("num_tokens", [8, 256, 512, 4096])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "gated"), [(8, True), (256, False), (512, True), (4096, False)]
+)
 def test_tiles_compiled_for_hopper(kind, num_tokens, gated):
     """No spills, and weights stay in their registers, pairs of neighbours of K."""
     launches = products(kind, num_tokens, "sm_90", gated)
@@ -222,8 +223,9 @@ def test_tiles_compiled_for_hopper(kind, num_tokens, gated):
             assert re.search(r"register = \[\[0, 1\]|kWidth = [24]", text), text
 
 
-@pytest.mark.parametrize("kind", ["Q4_K:planes", "Q3_K:planes", "Q5_0:planes", "Q8_0:planes"])
-@pytest.mark.parametrize("num_tokens", [8, 4096])
+@pytest.mark.parametrize(
+    ("kind", "num_tokens"), [("Q4_K:planes", 8), ("Q3_K:planes", 4096), ("Q8_0:planes", 8)]
+)
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 def test_tiles_compiled_elsewhere(kind, num_tokens, target):
     for launch in products(kind, num_tokens, target, gated=True):

@@ -273,8 +273,10 @@ def test_tensor_cores_take_any_kind_in_planes(backend, kind, dtype):
 
 
 @FEW_KINDS
-@pytest.mark.parametrize("spread", ["even", "one expert", "last expert", "mostly none"])
-@pytest.mark.parametrize("per_slot", [False, True])
+@pytest.mark.parametrize(
+    ("spread", "per_slot"),
+    [("even", False), ("one expert", True), ("last expert", False), ("mostly none", True)],
+)
 @BOTH_WAYS
 def test_buckets_give_what_ids_give(backend, kind, spread, per_slot, dtype):
     """However pairs are spread: over all tiles, or all in one bucket."""

@@ -41,7 +41,7 @@ each_mix = pytest.mark.parametrize("mix", MIXES)
 def narrow(config):
     """Few rows, since the interpreter is slow at each.
 
-    Products with short rows are left to a format without planes.
+    Products with short rows are left to a format of small blocks.
     """
     return replace(
         config,
@@ -63,7 +63,7 @@ def source(config, mix):
 
     def kind_of(name):
         if short.get(name.rpartition(".")[2]):
-            return "IQ4_NL"
+            return "Q4_0"
         return more if name in finer else plain
 
     return PackedSource(config, kind_of)

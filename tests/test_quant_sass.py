@@ -55,7 +55,7 @@ def test_few_activations(kind):
 
 
 @KINDS
-@pytest.mark.parametrize("num_tokens", [8, 16, 64])
+@pytest.mark.parametrize("num_tokens", [8, 64])
 def test_many_activations(kind, num_tokens):
     """Wide copies; tensor cores take what words become in registers; no weight is converted."""
     a = torch.empty(num_tokens, K, dtype=torch.bfloat16, device="meta")

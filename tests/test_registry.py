@@ -4,12 +4,13 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ferrum_triton import get_backend
 from ferrum_triton.backends import stub
 from ferrum_triton.registry import OPS, Case, op
 from ferrum_triton.testing import TensorFactory
-from tests.harness import ALL_OPS, as_tuple, clone, sample, tensors, typical_axes
+from tests.harness import ALL_OPS, as_tuple, clone, in_planes, sample, tensors, typical_axes
 
 
 @pytest.mark.parametrize("op", ALL_OPS)
@@ -42,6 +43,22 @@ def test_bench_samples_build_without_memory(op):
     for case in op.bench:
         arguments = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
         assert all(t.device.type == "meta" for t in tensors(arguments).values())
+
+
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_fakes_return_contiguous_tensors(op):
+    """As kernels do, whatever the strides of what they are given."""
+    arguments = sample(op, op.dtypes[0], "cpu", 1, **typical_axes(op))
+    for name, value in tensors(arguments).items():
+        if value.dim() > 1 and not in_planes(arguments, name):
+            wide = value.new_empty([*value.shape[:-1], value.shape[-1] + 3])
+            arguments[name] = wide[..., :-3]
+            if value.dim() > 2:
+                arguments[name] = wide.transpose(0, 1).contiguous().transpose(0, 1)[..., :-3]
+    with FakeTensorMode() as mode:
+        arguments |= {n: mode.from_tensor(value) for n, value in tensors(arguments).items()}
+        results = as_tuple(op.torch_op(**arguments))
+    assert len(results) == op.num_outputs and all(t.is_contiguous() for t in results)
 
 
 def test_flash_attention_counts_what_is_visible():

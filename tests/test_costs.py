@@ -1,0 +1,165 @@
+"""The bytes and operations that benches count, against plain loops over what a call does."""
+
+import pytest
+import torch
+
+from ferrum_triton.quant import quantize_rows
+from ferrum_triton.registry import OPS
+from ferrum_triton.testing import TensorFactory
+from tests.harness import as_tuple, clone, sample, typical_axes
+
+HEADS, GROUP, WIDTH = 2, 3, 16  # KV heads, queries of each, head_dim
+
+
+def nbytes(*tensors):
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def counts(name, arguments, outputs=()):
+    """Operations and bytes of a call."""
+    op = OPS[name]
+    bound = op.signature.bind(**arguments)
+    bound.apply_defaults()
+    return op.operations(bound.arguments), op.bytes_moved(bound.arguments, outputs)
+
+
+def seen(first, count, keys, window=0):
+    """For each query, the keys it sees."""
+    positions = [first + i for i in range(count)]
+    return [
+        {key for key in range(keys) if key <= at and (not window or key > at - window)}
+        for at in positions
+    ]
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("keys", [5, 9])
+def test_flash_attention(window, keys):
+    q = torch.empty(2, HEADS * GROUP, 5, WIDTH, dtype=torch.float16)
+    k, v = (torch.empty(2, HEADS, 12, WIDTH, dtype=torch.float16) for _ in range(2))
+    visible = seen(keys - 5, 5, keys, window)
+    operations, moved = counts(
+        "flash_attention", {"q": q, "k": k, "v": v, "kv_len": keys, "sliding_window": window}
+    )
+    heads = 2 * HEADS * GROUP
+    assert operations == heads * sum(map(len, visible)) * 2 * 2 * WIDTH
+    read = len(set.union(*visible))
+    assert moved == 2 * nbytes(q) + 2 * 2 * HEADS * read * WIDTH * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+@pytest.mark.parametrize("window", [0, 6])
+def test_paged_attention(window, dtype):
+    lengths, new = [9, 20], 2
+    pool = torch.empty(8, HEADS, 8, WIDTH, dtype=dtype)
+    scales = torch.empty(8, HEADS, 8, dtype=torch.float32) if dtype == torch.int8 else None
+    tables = torch.arange(8, dtype=torch.int32).view(2, 4)
+    q = torch.empty(2, new, HEADS * GROUP, WIDTH, dtype=torch.float16)
+    visible = [seen(length - new, new, length, window) for length in lengths]
+    read = sum(len(set.union(*each)) for each in visible)
+    pairs = sum(len(keys) for each in visible for keys in each)
+    per_key = HEADS * 2 * (WIDTH * pool.element_size() + (4 if scales is not None else 0))
+    shared = {"k_cache": pool, "v_cache": pool, "block_tables": tables, "sliding_window": window}
+    shared |= {"k_scales": scales, "v_scales": scales}
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    _, moved = counts("paged_decode_attention", {"q": q, "kv_lens": lens, **shared})
+    assert moved == 2 * nbytes(q) + read * per_key
+    if scales is None:
+        call = {
+            "q": q.flatten(0, 1),
+            "cu_seqlens_q": torch.tensor([0, new, 2 * new], dtype=torch.int32),
+            "pos_offsets": lens - new,
+            **shared,
+        }
+        operations, moved = counts("paged_varlen_attention", call)
+        assert operations == HEADS * GROUP * pairs * 2 * 2 * WIDTH
+        assert moved == 2 * nbytes(q) + read * per_key
+
+
+def test_mla_attention():
+    rank, rope, heads = 32, 16, 4
+    q = torch.empty(2, 1, heads, rank + rope, dtype=torch.float16)
+    cache = torch.empty(6, 8, rank + rope, dtype=torch.float16)
+    tables = torch.arange(6, dtype=torch.int32).view(2, 3)
+    call = {"q": q, "cache": cache, "block_tables": tables, "kv_lora_rank": rank}
+    call |= {"kv_lens": torch.tensor([24, 24], dtype=torch.int32), "softmax_scale": 1.0}
+    operations, moved = counts("mla_attention", call)
+    keys = 3 * 8
+    assert operations == 2 * heads * keys * (2 * (rank + rope) + 2 * rank)
+    assert moved == nbytes(q) + 2 * heads * rank * 2 + 2 * keys * (rank + rope) * 2
+
+
+def dense_product(m, n, k):
+    """Multiplications and additions of a product."""
+    return sum(2 for _ in range(m) for _ in range(n)) * k
+
+
+@pytest.mark.parametrize("name", ["gemm_quant", "linear_quant"])
+def test_packed_products(name):
+    a, blocks = torch.empty(9, 256), quantize_rows(torch.randn(5, 256), "Q4_K")
+    y = torch.empty(9, 5)
+    operations, moved = counts(name, {"a": a, "blocks": blocks, "kind": "Q4_K"}, [y])
+    assert operations == dense_product(9, 5, 256)
+    assert moved == nbytes(a, blocks, y)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 12])
+def test_products_of_experts(num_tokens):
+    num_experts, top_k, n, k = 8, 2, 5, 256
+    blocks = quantize_rows(torch.randn(num_experts * n, k), "Q4_K").view(num_experts, n, -1)
+    a = torch.empty(num_tokens, k, dtype=torch.float16)
+    ids = torch.zeros(num_tokens, top_k, dtype=torch.int32)
+    pairs = num_tokens * top_k
+    read = min(pairs, num_experts) * nbytes(blocks[0])
+    written = pairs * n * 2
+    _, moved = counts("gemv_quant_moe_id", {"a": a, "blocks": blocks, "ids": ids, "kind": "Q4_K"})
+    assert moved == nbytes(a, ids) + read + written
+    buckets = torch.zeros(num_experts, pairs, dtype=torch.int32)
+    tpe = torch.zeros(num_experts, dtype=torch.int32)
+    call = {"a": a, "bucket_ids": buckets, "tpe": tpe, "top_k": top_k}
+    operations, moved = counts(
+        "gemm_quant_moe_id", call | {"blocks": blocks, "kind": "Q4_K"}
+    )  # fmt: skip
+    assert operations == dense_product(pairs, n, k)
+    assert moved == nbytes(a, tpe) + pairs * 4 + read + written
+    both = {"gate_blocks": blocks, "up_blocks": blocks, "gate_kind": "Q4_K", "up_kind": "Q4_K"}
+    operations, moved = counts("gemm_quant_moe_id_gate_up_silu", call | both)
+    assert operations == 2 * dense_product(pairs, n, k)
+    assert moved == nbytes(a, tpe) + pairs * 4 + 2 * read + written
+
+
+EVERY_TENSOR = [name for name, op in OPS.items() if op._traffic is None]
+
+
+@pytest.mark.parametrize("name", EVERY_TENSOR)
+def test_every_tensor_once(name):
+    """Inputs are read once, what is changed in place is read and written, outputs are written."""
+    op = OPS[name]
+    arguments = sample(op, op.dtypes[0], "cpu", 2, **typical_axes(op))
+    outputs = as_tuple(op.fake(**clone(arguments)))
+    inputs = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+    changed = [arguments[n] for n in op.mutates if arguments[n] is not None]
+    assert op.bytes_moved(arguments, outputs) == nbytes(*inputs, *changed, *outputs)
+
+
+def test_rows_that_are_looked_up():
+    ids = torch.tensor([1, 1, 3])
+    table = torch.empty(9, 32, dtype=torch.float16)
+    y = torch.empty(3, 32, dtype=torch.float16)
+    assert counts("embedding_lookup_dev", {"table": table, "ids": ids}, [y])[1] == nbytes(
+        table[:3], y, ids
+    )
+    blocks = quantize_rows(torch.randn(9, 256), "Q4_K")
+    y = torch.empty(3, 256, dtype=torch.float16)
+    call = {"blocks": blocks, "ids": ids, "kind": "Q4_K", "dtype": torch.float16}
+    assert counts("embedding_lookup_quant", call, [y])[1] == nbytes(blocks[:3], ids, y)
+
+
+@pytest.mark.parametrize("placement", ["slots", "single"])
+def test_tokens_that_are_appended(placement):
+    op = OPS["kv_cache_append_paged"]
+    call = op.make_sample(
+        TensorFactory(torch.float16, "cpu"),
+        num_tokens=5, num_kv_heads=2, head_dim=16, placement=placement,
+    )  # fmt: skip
+    assert op.bytes_moved(call, ()) == 2 * (nbytes(call["k"]) + 5 * 2 * 16 * 2)
