@@ -35,6 +35,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "int32": (torch.int32,),
     "int8": (torch.int8,),
     "uint8": (torch.uint8,),
+    "flags": (torch.int8, torch.uint8),
     "any": (
         *ACTIVATIONS,
         torch.float64,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -84,10 +85,14 @@ def get_rows(
     return _backend(weight).embedding_lookup_quant(weight, indices, kind, dtype).view(-1, cols)
 
 
-def enable_transformers() -> None:
+def enable_transformers() -> tuple[str, ...]:
     """Let transformers keep GGUF weights packed and multiply by them with these kernels.
 
-    Call it before ``from_pretrained``; again, it does nothing more.
+    Call it before ``from_pretrained``; again, it does nothing more. Files of an architecture that
+    transformers decodes as it loads them stay as slow as they were: a warning says which do not.
+
+    Returns:
+        The architectures whose weights transformers keeps packed, as files name them.
 
     Raises:
         FerrumError: transformers is absent, or not of the version this was tested with.
@@ -101,8 +106,17 @@ def enable_transformers() -> None:
             f"transformers is {found}; its GGUF loader is known to take these kernels in "
             f"{TESTED}*. Install that, or load the file with this package's own models."
         )
-    kernels: Any = importlib.import_module("transformers.integrations.gguf.kernels")
+    package = "transformers.integrations.gguf"
+    kernels: Any = importlib.import_module(f"{package}.kernels")
+    configs: Any = importlib.import_module(f"{package}.gguf_config_mapping")
     kernels._gguf_kernel = kernels.GgufKernel(sys.modules[__name__])
+    served = tuple(configs.GGUF_CONFIG_ARCHS)
+    warnings.warn(
+        f"transformers keeps GGUF weights packed for {', '.join(served)} alone. It decodes files "
+        "of other architectures as it loads them, and calls no kernel of this package for them.",
+        stacklevel=2,
+    )
+    return served
 
 
 def _backend(x: Tensor) -> Backend:

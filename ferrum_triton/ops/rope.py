@@ -100,7 +100,10 @@ def split_qkv(qkv: Tensor, q_dim: int, kv_dim: int) -> tuple[Tensor, Tensor, Ten
 
 @split_qkv.rule
 def _(qkv, q_dim, kv_dim):
-    if q_dim < 0 or kv_dim < 0 or q_dim + 2 * kv_dim != qkv.shape[1]:
+    for name, width in (("q_dim", q_dim), ("kv_dim", kv_dim)):
+        if width < 0:
+            split_qkv.reject(name, str(width), "0 or more")
+    if q_dim + 2 * kv_dim != qkv.shape[1]:
         got = f"{qkv.shape[1]} wide"
         split_qkv.reject("qkv", got, f"q_dim + 2 * kv_dim = {q_dim + 2 * kv_dim}")
 
