@@ -1,0 +1,238 @@
+"""Single mutations of the code, each held against the tests of its family.
+
+    python -m tests.mutate --count 20                      drawn from the whole package
+    python -m tests.mutate ferrum_triton/contract.py       drawn from a file or folder
+    python -m tests.mutate --from mutations.json           a list of {file, before, after}
+
+A mutation that no test notices shows what nobody checks. Each runs in a copy of the tree, with a
+limit of time; what is drawn follows from ``--seed``. The last line is the share that was noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# Tests that stand for a part of the tree; a path takes the longest prefix. What follows a name is
+# pytest's -k.
+FAMILIES = {
+    "ferrum_triton/kernels/attention": (
+        "attention or kv_cache",
+        "test_flash_laws test_paged_attention test_paged_cache test_mla test_merge",
+    ),
+    "ferrum_triton/kernels/quant": (
+        "quant",
+        "test_quant_ops test_quant_planes test_quant_mma test_gemv_repacked test_small_m "
+        "test_quant_fused",
+    ),
+    "ferrum_triton/kernels/moe": ("moe or topk or weighted", "test_moe test_moe_quant"),
+    "ferrum_triton/kernels": (
+        "norm or rope or silu or gelu or cache or rows or split",
+        "test_norm_laws test_rope_laws test_elementwise_laws test_sampling_ops test_replay "
+        "test_rows test_launch",
+    ),
+    "ferrum_triton/kernels/tuning.py": ("", "test_tuning test_tune test_shipped"),
+    "ferrum_triton/kernels/tables.py": ("", "test_tuning test_shipped"),
+    "ferrum_triton/ops": ("cpu", "test_registry test_costs test_door test_strides"),
+    "ferrum_triton/backends": ("rms_norm or gemv_quant", "test_door test_backends test_replay"),
+    "ferrum_triton/contract.py": ("refused", "test_door test_registry test_backends"),
+    "ferrum_triton/overlap.py": ("", "test_door"),
+    "ferrum_triton/registry.py": ("dispatcher or traced", "test_registry test_door"),
+    "ferrum_triton/quant": ("quantize", "test_quant_formats test_quant_load test_quant_planes"),
+    "ferrum_triton/files": (
+        "",
+        "test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat",
+    ),
+    "ferrum_triton/models": ("", "test_models test_packed_models test_generate"),
+    "ferrum_triton/runtime": ("", "test_runtime test_runtime_kv_cache test_sampling test_graph"),
+    "ferrum_triton/cli": ("", "test_cli"),
+    "ferrum_triton": ("rms_norm", "test_registry test_backends test_structure"),
+}
+
+COMPARISONS = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+OPERATORS = {
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//",
+    ast.BitAnd: "|", ast.BitOr: "&", ast.LShift: ">>", ast.RShift: "<<",
+}  # fmt: skip
+CALLS = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min", "cdiv": "min"}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change of a file: what stands there before and after."""
+
+    file: str
+    line: int
+    before: str
+    after: str
+    column: int = 0
+
+
+def mutations_of(path: Path) -> Iterator[Mutation]:
+    """Every single change of a Python file that the rules below know."""
+    text = path.read_text()
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line.encode()))
+    raw = text.encode()
+
+    def source(node: ast.AST) -> str:
+        begin = starts[node.lineno - 1] + node.col_offset
+        return raw[begin : starts[node.end_lineno - 1] + node.end_col_offset].decode()
+
+    def between(left: ast.AST, right: ast.AST, new: str, node: ast.AST) -> str:
+        """The node's source with another operator between two of its parts."""
+        begin = starts[node.lineno - 1] + node.col_offset
+        middle = starts[left.end_lineno - 1] + left.end_col_offset - begin
+        end = starts[right.lineno - 1] + right.col_offset - begin
+        whole = source(node).encode()
+        old = whole[middle:end].decode()
+        brackets = old.count(")"), old.count("(")
+        return (
+            whole[:middle] + (")" * brackets[0] + f" {new} " + "(" * brackets[1]).encode()
+            + whole[end:]
+        ).decode()  # fmt: skip
+
+    for node in ast.walk(ast.parse(text)):
+        after = []
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            new = COMPARISONS[type(node.ops[0])]
+            after.append(between(node.left, node.comparators[0], new, node))
+        elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            after.append(between(node.left, node.right, OPERATORS[type(node.op)], node))
+        elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
+            new = "or" if isinstance(node.op, ast.And) else "and"
+            after.append(between(*node.values, new, node))
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+            after.append(source(node.operand))
+        elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
+            after.append(str(not node.value if type(node.value) is bool else node.value + 1))
+        elif isinstance(node, ast.Call):
+            name = source(node.func)
+            stem = name.rpartition(".")[2]
+            if stem in CALLS and not node.keywords and len(node.args) > 1:
+                after.append(
+                    name[: len(name) - len(stem)] + CALLS[stem] + source(node)[len(name) :]
+                )
+            elif stem == "to" and len(node.args) == 1:
+                after.append(source(node.func.value))
+        elif isinstance(node, ast.Raise | ast.AugAssign) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        ):
+            after.append("pass")
+        for changed in after:
+            file, column = str(path.relative_to(ROOT)), node.col_offset
+            yield Mutation(file, node.lineno, source(node), changed, column)
+
+
+def applied(text: str, mutation: Mutation) -> str:
+    """The file's text with the mutation, at its line where the text stands there.
+
+    Raises:
+        ValueError: what it changes is not in the file any more.
+    """
+    lines = text.splitlines(keepends=True)
+    head = "".join(lines[: mutation.line - 1])
+    at = text.find(mutation.before, len(head) + mutation.column)
+    at = text.find(mutation.before) if at < 0 else at
+    if at < 0:
+        raise ValueError(f"{mutation.file} has no {mutation.before!r}")
+    return text[:at] + mutation.after + text[at + len(mutation.before) :]
+
+
+def tests_of(file: str) -> list[str]:
+    """pytest's arguments for the family of a file."""
+    words, names = FAMILIES[max((f for f in FAMILIES if file.startswith(f)), key=len)]
+    paths = [f"tests/{name}.py" for name in names.split()]
+    return [*paths, *([f"tests/test_ops.py@{words}"] if words else [])]
+
+
+def run(tree: Path, file: str, seconds: float) -> str:
+    """ "noticed", "lived" or "timed out"."""
+    limit = time.monotonic() + seconds
+    for target in tests_of(file):
+        path, _, words = target.partition("@")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", path]
+        command += ["-k", words] if words else []
+        try:
+            done = subprocess.run(
+                command, cwd=tree, capture_output=True, timeout=max(limit - time.monotonic(), 1)
+            )
+        except subprocess.TimeoutExpired:
+            return "timed out"
+        if done.returncode not in (0, 5):  # 5: no test was selected
+            return "noticed"
+    return "lived"
+
+
+def drawn(paths: list[str], count: int, seed: int) -> list[Mutation]:
+    """Mutations of the files under some paths: a file first, so that long ones are no likelier."""
+    files = [
+        file
+        for path in paths
+        for file in ([ROOT / path] if path.endswith(".py") else sorted((ROOT / path).rglob("*.py")))
+    ]
+    choices = random.Random(seed)
+    options = {file: list(mutations_of(file)) for file in files}
+    files = [file for file in files if options[file]]
+    return [choices.choice(options[choices.choice(files)]) for _ in range(count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
+    parser.add_argument("paths", nargs="*", default=["ferrum_triton"], help="files or folders")
+    parser.add_argument("--count", type=int, default=20, help="how many to draw")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=300, help="limit for the tests of one")
+    parser.add_argument("--from", dest="listed", type=Path, help="a JSON list instead of drawing")
+    parser.add_argument("--out", type=Path, help="file for the results, as JSON lines")
+    options = parser.parse_args()
+    if options.listed:
+        listed = json.loads(options.listed.read_text())
+        listed = listed["mutations"] if isinstance(listed, dict) else listed
+        chosen = [Mutation(m["file"], m.get("line", 1), m["before"], m["after"]) for m in listed]
+    else:
+        chosen = drawn(options.paths, options.count, options.seed)
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        skipped = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
+        shutil.copytree(ROOT, tree, ignore=skipped)
+        for mutation in chosen:
+            target = tree / mutation.file
+            try:
+                original = target.read_text()
+                target.write_text(applied(original, mutation))
+                result = run(tree, mutation.file, options.seconds)
+                target.write_text(original)
+            except (OSError, ValueError) as error:
+                result = f"gone: {error}"
+            results.append(result)
+            place = f"{mutation.file}:{mutation.line}"
+            change = f"{mutation.before[:60]!r} -> {mutation.after[:60]!r}"
+            print(f"{result.partition(':')[0]:10} {place} {change}", flush=True)
+            if options.out:
+                with options.out.open("a") as out:
+                    out.write(json.dumps({**asdict(mutation), "result": result}) + "\n")
+    held = [result for result in results if not result.startswith("gone")]
+    noticed = sum(result != "lived" for result in held)
+    print(f"{noticed} of {len(held)} noticed ({100 * noticed / max(len(held), 1):.0f} %)")
+
+
+if __name__ == "__main__":
+    main()
