@@ -8,7 +8,7 @@ import torch
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.fragments import CODES
-from ferrum_triton.kernels.quant.mma import mma_gate_up, mma_qkv, mma_quant
+from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
 from ferrum_triton.kernels.quant.mma_config import (
     MmaConfig,
     mma_candidates,
@@ -16,7 +16,7 @@ from ferrum_triton.kernels.quant.mma_config import (
     mma_heuristic,
 )
 from ferrum_triton.kernels.quant.plane_rows import decode_planes, product_by_torch
-from ferrum_triton.kernels.quant.products import MANY, product
+from ferrum_triton.kernels.quant.products import MANY, mma, product, products
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
@@ -50,8 +50,9 @@ def planes_of(blocks, kind):
     return planes
 
 
-def multiply(a, planes, kind, config):
-    return mma_quant(a, planes, f"{kind}:planes", config)
+def multiply(a, planes, kind, config, **added):
+    with products.forced(mma(config)):
+        return product(a, planes, f"{kind}:planes", **added)
 
 
 def error(got, a, blocks, kind):
@@ -159,9 +160,7 @@ def test_bias_and_residual_are_added_before_the_one_rounding(splits, ends):
     bias = torch.randn(37, generator=seeded(2)) if ends != "residual" else None
     residual = torch.randn(5, 40, generator=seeded(3))[:, :37] if ends != "bias" else None
     config = SMALL._replace(splits=splits, use_tma=splits == 1)
-    got = mma_quant(
-        a, planes_of(blocks, "Q4_K"), "Q4_K:planes", config, bias=bias, residual=residual
-    )
+    got = multiply(a, planes_of(blocks, "Q4_K"), "Q4_K", config, bias=bias, residual=residual)
     want = a.double() @ dequantize_blocks(blocks, FORMATS["Q4_K"]).double().T
     want += (0 if bias is None else bias) + (0 if residual is None else residual)
     torch.testing.assert_close(got.double(), want, rtol=4e-3, atol=2e-3)
@@ -186,10 +185,11 @@ def test_gate_and_up_in_one_launch(kind, activation, splits, use_tma):
     a = torch.randn(9, 512, generator=seeded(1)).half()
     planes = planes_of(gate, kind), planes_of(up, kind)
     config = SMALL._replace(splits=splits, use_tma=use_tma)
-    got = mma_gate_up(a, *planes, f"{kind}:planes", config, activation)
-    products = [a.double() @ dequantize_blocks(w, FORMATS[kind]).double().T for w in (gate, up)]
+    with products.forced(mma(config)):
+        got = gemv_quant_gate_up_silu(a, *planes, *[f"{kind}:planes"] * 2, activation)
+    sums = [a.double() @ dequantize_blocks(w, FORMATS[kind]).double().T for w in (gate, up)]
     function = torch.nn.functional.silu if activation == "silu" else gelu_tanh
-    want = function(products[0]) * products[1]
+    want = function(sums[0]) * sums[1]
     torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
 
 
@@ -202,7 +202,11 @@ def test_matrices_side_by_side(kinds, splits, use_tma):
     planes = [planes_of(w, kind) for w, kind in zip(blocks, kinds, strict=True)]
     a = torch.randn(9, 512, generator=seeded(1)).half()
     config = SMALL._replace(splits=splits, use_tma=use_tma)
-    got = mma_qkv(a, planes, [f"{kind}:planes" for kind in kinds], [config] * len(kinds))
+    q, *key, value = planes
+    q_kind, *k_kind, v_kind = [f"{kind}:planes" for kind in kinds]
+    some = q, *(key or [None]), value, q_kind, *(k_kind or [""]), v_kind
+    with products.forced(mma(config)):
+        got = gemv_quant_qkv(a, *some)
     want = torch.cat(
         [
             a.double() @ dequantize_blocks(w, FORMATS[kind]).double().T
@@ -226,8 +230,10 @@ def test_several_matrices_compiled_for_hopper(kind, num_tokens):
     gpu = gpu_of_capability((9, 0))
     config = mma_heuristic(gpu, kind, num_tokens, 6144, k)
     with record_launches(capability=(9, 0)) as launches:
-        mma_qkv(a, [q, key, value], [kind] * 3, [config] * 3)
-        mma_gate_up(a, q, q, kind, config._replace(splits=1))
+        with products.forced(mma(config)):
+            gemv_quant_qkv(a, q, key, value, kind, kind, kind)
+        with products.forced(mma(config._replace(splits=1))):
+            gemv_quant_gate_up_silu(a, q, q, kind, kind)
     for launch in launches:
         compiled(launch)
 

@@ -37,7 +37,7 @@ from ferrum_triton.kernels.quant.descriptors import (
     no_plane_descriptors,
     plane_descriptors,
 )
-from ferrum_triton.kernels.quant.mma import options_of, row_units
+from ferrum_triton.kernels.quant.mma import options_of
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.mma_operands import (
     MatrixTma,
@@ -51,7 +51,7 @@ from ferrum_triton.kernels.quant.mma_operands import (
     tile_of,
 )
 from ferrum_triton.kernels.quant.mma_steps import add_step, gated
-from ferrum_triton.kernels.quant.planes import row_sizes
+from ferrum_triton.kernels.quant.planes import row_sizes, row_units
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.quant.planes import ROW_ALIGN
 

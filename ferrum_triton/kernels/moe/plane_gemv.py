@@ -6,8 +6,6 @@ expert a pair has is read on the device; one without an expert writes zeros and 
 of one expert read its rows side by side, the later ones from L2.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -16,18 +14,10 @@ from torch import Tensor
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.gemv_rows import (
-    GemvPlan,
-    Matrix,
-    first_row,
-    layout_of,
-    row_sums,
-)
-from ferrum_triton.kernels.quant.integer_activations import Activations
-from ferrum_triton.kernels.quant.planes import is_aligned, span_of, uses_ptx
-from ferrum_triton.kernels.quant.thread_sums import summed
+from ferrum_triton.kernels.quant.gemv_repacked import GemvPlan, first_row, row_sums
+from ferrum_triton.kernels.quant.planes import Layout, Matrix, is_aligned, layout_of, uses_ptx
+from ferrum_triton.kernels.quant.thread_products import Activations, summed
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
-from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
 
 # Pairs from which on there are programs enough.
@@ -65,7 +55,7 @@ def _plane_pairs_kernel(
     token, slot = pair // TOP_K, pair % TOP_K
     first = first_row(tl.program_id(0) // num_pairs, num_rows, PLAN.rows)
     y_ptr += token * stride_y_token + slot * stride_y_slot + first
-    a = Activations(a_ptr + token * stride_a_token + slot * stride_a_slot, None, 0, 0)
+    a = Activations(a_ptr + token * stride_a_token + slot * stride_a_slot, 0, None, 0)
     ids_ptr += token * stride_ids_token + slot
     expert = tl.load(ids_ptr).to(tl.int64)
     matrix = Matrix(planes_ptr, num_rows)
@@ -176,7 +166,8 @@ def gemv_plane_pairs(
         return y
     k = a.shape[-1]
     is_wide, matrices = a.dtype == torch.float32, 1 if up is None else 2
-    best_rows, best_warps = _tile_of(file_kind(kind), k // 32, ids.numel(), matrices, is_wide)
+    layout = layout_of(planes, kind, k)
+    best_rows, best_warps = _tile_of(layout, k // 32, ids.numel(), matrices, is_wide)
     rows = min(rows or best_rows, previous_power_of_2(num_rows))
     warps = num_warps or best_warps
     if asm is None:
@@ -210,7 +201,7 @@ def gemv_plane_pairs(
         num_experts=num_experts,
         num_rows=num_rows,
         num_pairs=ids.numel(),
-        LAYOUT=layout_of(planes, kind, k),
+        LAYOUT=layout,
         UP_LAYOUT=None if up is None else layout_of(up, up_kind, k),
         TOP_K=ids.shape[1],
         PLAN=plan,
@@ -225,12 +216,11 @@ def slot_stride(a: Tensor) -> int:
     return a.stride(1) if a.dim() == 3 else 0
 
 
-@lru_cache(maxsize=4096)
 def _tile_of(
-    kind: str, num_groups: int, num_pairs: int, matrices: int, is_wide: bool
+    layout: Layout, num_groups: int, num_pairs: int, matrices: int, is_wide: bool
 ) -> tuple[int, int]:
     """Rows a program takes of each matrix, and its warps."""
     # What is made of 16-bit activations is shared by all rows of a program.
     rows = 4 if is_wide else 8 if num_pairs < MANY_PAIRS else 16
-    num_spans = num_groups // span_of(kind, num_groups)
+    num_spans = num_groups // layout.span
     return rows // matrices, min(4, previous_power_of_2(max(num_spans // 32, 1)))

@@ -52,14 +52,14 @@ def _at(
 @lru_cache(maxsize=256)
 def _planes_of(tile: Tile) -> dict[str, tuple[torch.dtype, int]]:
     """The type and number of a step's columns of each plane that descriptors bring."""
-    planes = {"Q": (torch.int32, q_columns(tile))}
+    planes = {"q": (torch.int32, q_columns(tile))}
     if h_columns(tile):
-        planes["H"] = torch.int32, h_columns(tile)
+        planes["h"] = torch.int32, h_columns(tile)
     if s_by_tma(tile):
         types = {"pair": torch.int16, "nibbles": torch.uint8, "byte": torch.int8}
-        planes["S"] = types[tile.codes.scales], s_columns(tile)
+        planes["s"] = types[tile.codes.scales], s_columns(tile)
     if d_by_tma(tile):
-        planes["D"] = torch.int32 if tile.codes.mins else torch.float16, d_columns(tile)
+        planes["d"] = torch.int32 if tile.codes.mins else torch.float16, d_columns(tile)
     return planes
 
 
@@ -85,14 +85,14 @@ def plane_descriptors(
     if planes.stride(0) == 0:  # no stride of a descriptor: all are the first
         experts = 1
     q, h, s, t, _ = sizes.values()
-    firsts = {"Q": 0, "H": q, "S": q + h, "D": q + h + s + t}
-    found: dict[str, Descriptor] = {f"{prefix}{plane.lower()}_desc": None for plane in firsts}
+    firsts = {"q": 0, "h": q, "s": q + h, "d": q + h + s + t}
+    found: dict[str, Descriptor] = {f"{prefix}{plane}_desc": None for plane in firsts}
     for plane, (dtype, columns) in _planes_of(tile).items():
         size, each = sizes[plane], dtype.itemsize
-        shape = experts, n, num_weights // 32 if plane == "D" else size // each
+        shape = experts, n, num_weights // 32 if plane == "d" else size // each
         # Of one expert any stride does, but it has to be one of a descriptor.
         strides = (planes.stride(0) if experts > 1 else n * size) // each, size // each, 1
-        found[f"{prefix}{plane.lower()}_desc"] = _descriptor(
+        found[f"{prefix}{plane}_desc"] = _descriptor(
             planes, firsts[plane] * n, dtype, shape, strides, (1, rows, columns)
         )
     return found

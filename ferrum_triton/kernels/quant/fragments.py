@@ -25,9 +25,9 @@ from functools import cached_property, lru_cache
 import triton
 import triton.language as tl
 
+from ferrum_triton.kernels.quant.codebooks import value_of
 from ferrum_triton.kernels.quant.planes import halved_power
 from ferrum_triton.kernels.quant.ptx import Asm
-from ferrum_triton.kernels.quant.words import value_of
 from ferrum_triton.quant.formats import BlockFormat
 from ferrum_triton.quant.planes import PLANE_FORMATS, SUFFIX
 
@@ -155,11 +155,6 @@ class Codes:
         return self.format.bits
 
     @property
-    def offset(self) -> int | tuple[int, ...]:
-        """What is taken from every code; the codebook of formats that have one."""
-        return self.format.values or self.format.offset
-
-    @property
     def scales(self) -> str:
         """Integer scales of sub-blocks, see :attr:`BlockFormat.scale_code`."""
         return self.format.scale_code
@@ -240,15 +235,13 @@ def spread(x, W: tl.constexpr):
 
 
 @triton.jit
-def value(
-    words, more, scale, H: tl.constexpr, N: tl.constexpr, BYTE: tl.constexpr, BITS: tl.constexpr,
-    OFFSET: tl.constexpr,
-):  # fmt: skip
-    """scale · (code - OFFSET) of the codes at bit BYTE of each word, float16.
-
-    OFFSET: the codebook instead where there is one.
-    """
+def value_at(
+    words, more, scale, H: tl.constexpr, N: tl.constexpr, BYTE: tl.constexpr, KIND: tl.constexpr
+):
+    """scale · the integers of the codes at bit BYTE of each word, float16."""
     P: tl.constexpr = 2 * H + N
+    BITS: tl.constexpr = KIND.bits
+    VALUES: tl.constexpr = KIND.format.values
     if BITS == 8:
         code = (words[H + 2 * N] << (24 - BYTE)) >> 24
     elif BITS >= 4:
@@ -261,34 +254,23 @@ def value(
         code = (words[0] >> (BYTE + 2 * P)) & 3
         if BITS == 3:
             code = code | (((more >> (BYTE + P)) & 1) << 2)
-    if is_codebook(OFFSET):
-        integer = value_of(code, OFFSET)
+    if VALUES is not None:
+        integer = value_of(code, VALUES)
     else:
-        integer = code - OFFSET
+        integer = code - KIND.format.offset
     return (scale * integer).to(tl.float16)
 
 
-@triton.constexpr_function
-def is_codebook(offset):
-    """Whether what is given as an offset is a codebook."""
-    return not isinstance(offset, int)
-
-
 @triton.jit
-def _pair(
-    words, more, scale, H: tl.constexpr, N: tl.constexpr, ODD: tl.constexpr, BITS: tl.constexpr,
-    OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Product 4 H + 2 N + ODD without PTX: float16 [N, 2 x], from what has an element a pair."""
-    first = value(words, more, scale, H, N, 8 * ODD, BITS, OFFSET)
-    second = value(words, more, scale, H, N, 16 + 8 * ODD, BITS, OFFSET)
+def _product(words, more, scale, P: tl.constexpr, KIND: tl.constexpr):
+    """Product P without PTX: float16 [N, 2 x], from what has an element a pair."""
+    first = value_at(words, more, scale, P // 4, P // 2 % 2, 8 * (P % 2), KIND)
+    second = value_at(words, more, scale, P // 4, P // 2 % 2, 16 + 8 * (P % 2), KIND)
     return tl.reshape(tl.join(first, second), [first.shape[0], 2 * first.shape[1]])
 
 
 @triton.jit
-def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
-           SCALED: tl.constexpr, ASM: tl.constexpr,
-           CONSTRAINTS: tl.constexpr):  # fmt: skip
+def unpack(words, more, scale, KIND: tl.constexpr, ASM: tl.constexpr):
     """The eight products' weights, float16 [N, W], up to the block's scale.
 
     Args:
@@ -297,8 +279,13 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
             shifted so that the four lowest bits of each byte are those of the word's pair.
         scale: int32 [N, W / c], signed in its lowest byte, what lies above is not read; of codes of
             three bits plus 32. Powers of two are float16, as :func:`relative_power` makes them.
-        ASM: PTX of :class:`Codes`, or "".
+            Not read where KIND has none.
+        KIND: :class:`Codes`.
+        ASM: its PTX, or "".
     """
+    BITS: tl.constexpr = KIND.bits
+    SCALED: tl.constexpr = KIND.scales != ""
+    CONSTRAINTS: tl.constexpr = KIND.constraints
     if BITS == 8:
         halves = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
     if ASM != "":
@@ -334,16 +321,9 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
             else:
                 signed = scale - 32 if BITS == 3 else (scale << 24) >> 24
             scale = spread(signed, w[0].shape[1])
-        t = (
-            _pair(w, more, scale, 0, 0, 0, BITS, OFFSET),
-            _pair(w, more, scale, 0, 0, 1, BITS, OFFSET),
-            _pair(w, more, scale, 0, 1, 0, BITS, OFFSET),
-            _pair(w, more, scale, 0, 1, 1, BITS, OFFSET),
-            _pair(w, more, scale, 1, 0, 0, BITS, OFFSET),
-            _pair(w, more, scale, 1, 0, 1, BITS, OFFSET),
-            _pair(w, more, scale, 1, 1, 0, BITS, OFFSET),
-            _pair(w, more, scale, 1, 1, 1, BITS, OFFSET),
-        )
+        t = ()
+        for p in tl.static_range(8):
+            t += (_product(w, more, scale, p, KIND),)
     return t
 
 
@@ -379,42 +359,40 @@ def second_bytes(x, W: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def times(t, mins, d, low, SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.constexpr):
+def times(t, mins, d, low, KIND: tl.constexpr, PTX: tl.constexpr):
     """t · d, + low of formats of 32 weights, - mins · low of the others; float16 each.
 
     Args:
         t: of :func:`unpack`.
         d: float16 [N, W].
         low: float16 [N, W].
+        KIND: :class:`Codes`.
     """
-    if ASM and MINS and SCALED:
+    DIFFERENCE: tl.constexpr = KIND.mins and KIND.scales != ""
+    args = t
+    if PTX and DIFFERENCE:
+        args += (d, mins, low)
         t = tl.inline_asm_elementwise(
-            _MINUS, _DIFFERENCE_CONSTRAINTS,
-            (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d, mins, low),
-            dtype=_EIGHT, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif ASM and MINS:
+            _MINUS, _DIFFERENCE_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2
+        )
+    elif PTX and KIND.mins:
+        args += (d, low)
         t = tl.inline_asm_elementwise(
-            PLUS, PLUS_CONSTRAINTS,
-            (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d, low),
-            dtype=_EIGHT, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif ASM:
+            PLUS, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2
+        )
+    elif PTX:
+        args += (d,)
         t = tl.inline_asm_elementwise(
-            TIMES, TIMES_CONSTRAINTS,
-            (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d),
-            dtype=_EIGHT, is_pure=True, pack=2,
-        )  # fmt: skip
+            TIMES, TIMES_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2
+        )
     else:
-        if MINS and SCALED:
+        if DIFFERENCE:
             low = -(low * mins)
-        if MINS:
+        if KIND.mins:
             low = low.to(tl.float32)
-        t = (
-            _fused(t[0], d, low), _fused(t[1], d, low), _fused(t[2], d, low),
-            _fused(t[3], d, low), _fused(t[4], d, low), _fused(t[5], d, low),
-            _fused(t[6], d, low), _fused(t[7], d, low),
-        )  # fmt: skip
+        t = ()
+        for p in tl.static_range(8):
+            t += (_fused(args[p], d, low),)
     return t
 
 

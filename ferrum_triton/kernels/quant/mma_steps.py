@@ -49,20 +49,16 @@ def _weights(words, more, scale, low, scales, W: tl.constexpr, TILE: tl.constexp
         low: mins of sub-blocks in the second byte of an int32.
         scales: d and m of the weights.
     """
-    BITS: tl.constexpr = TILE.codes.bits
-    OFFSET: tl.constexpr = TILE.codes.offset
-    SCALED: tl.constexpr = TILE.codes.scales != ""
-    MINS: tl.constexpr = TILE.codes.mins
+    KIND: tl.constexpr = TILE.codes
     ASM: tl.constexpr = TILE.asm
-    CONSTRAINTS: tl.constexpr = TILE.codes.constraints
-    t = unpack(words, more, scale, BITS, OFFSET, SCALED, ASM, CONSTRAINTS)
+    t = unpack(words, more, scale, KIND, ASM)
     if not TILE.scale_after:
         mins, m = 0.0, scales.m
-        if MINS:
+        if KIND.mins:
             m = spread(m, W)
-            if SCALED:
+            if KIND.scales != "":
                 mins = second_bytes(low, W, ASM)
-        t = times(t, mins, spread(scales.d, W), m, SCALED, MINS, ASM != "")
+        t = times(t, mins, spread(scales.d, W), m, KIND, ASM != "")
     return t
 
 

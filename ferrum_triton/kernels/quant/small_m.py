@@ -17,7 +17,6 @@ the sum; formats without integer scales are rounded to float16 once, like dequan
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,18 +28,16 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import arrange
-from ferrum_triton.kernels.quant.gemv_repacked import (
-    Output,
-    Part,
-    launch_matrices,
-    part_of_grid,
-    store_each,
+from ferrum_triton.kernels.quant.matrices import Part, launch_matrices, part_of_grid
+from ferrum_triton.kernels.quant.planes import Matrix, fp16_pair, load_words, uses_ptx
+from ferrum_triton.kernels.quant.quad_weights import (
+    late_scales,
+    load_rows,
+    minimum,
+    quad_layout,
+    weights,
 )
-from ferrum_triton.kernels.quant.gemv_rows import STREAM, Matrix
-from ferrum_triton.kernels.quant.mma import codes_meta
-from ferrum_triton.kernels.quant.planes import fp16_pair, load_words, row_sizes, uses_ptx
-from ferrum_triton.kernels.quant.quad_weights import block_scale, load_rows, minimum, weights
-from ferrum_triton.kernels.quant.thread_sums import summed_over_warps
+from ferrum_triton.kernels.quant.thread_products import Output, store_each, summed_over_warps
 from ferrum_triton.kernels.rows import cdiv
 
 FEWEST_TOKENS, MOST_TOKENS = 3, 8
@@ -98,43 +95,6 @@ def _sums_of_quads(a, b):
     return total
 
 
-@dataclass(frozen=True)
-class SmallLayout:
-    """A matrix in the repacked layout as this kernel unpacks it.
-
-    Attributes:
-        q, h, s, t, d: bytes of a row in each plane, as in ``gemv_repacked.Layout``.
-        bits, offset, scales, mins, asm, constraints: the facts of ``fragments.Codes``; ``asm`` is
-            "" where there is no PTX.
-    """
-
-    q: int
-    h: int
-    s: int
-    t: int
-    d: int
-    bits: int
-    offset: int
-    scales: str
-    mins: bool
-    asm: str
-    constraints: str
-
-    @property
-    def is_late(self) -> bool:
-        """Whether d is taken after the sum over a block."""
-        return self.scales != ""
-
-    @property
-    def sums_minimums(self) -> bool:
-        """Whether a block's minimums are a product of their own, with sums of activations."""
-        return self.is_late and self.mins
-
-    @property
-    def ptx(self) -> bool:
-        return self.asm != ""
-
-
 class Arranged(NamedTuple):
     """Activations in the fragments' order.
 
@@ -151,13 +111,6 @@ class Arranged(NamedTuple):
     num_tokens: Any
 
 
-def small_layout(planes: Tensor, kind: str, num_weights: int) -> SmallLayout:
-    """The layout of a matrix whose rows have ``num_weights`` weights."""
-    sizes = {plane.lower(): size for plane, size in row_sizes(planes, kind, num_weights).items()}
-    codes = {name.lower(): value for name, value in codes_meta(kind, planes.device).items()}
-    return SmallLayout(**sizes, **codes)
-
-
 @triton.jit
 def _activations(x_ptr, block, PTX: tl.constexpr):
     """A thread's activations of a block, [J]: the eight pairs that ``weights`` J multiply."""
@@ -169,62 +122,13 @@ def _activations(x_ptr, block, PTX: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT rows of a thread, eight apart, in a block of each: words (q, h, scales, d)."""
-    SCALES: tl.constexpr = LAYOUT.scales
-    return load_rows(
-        matrix.ptr,
-        tl.full((), 1, tl.int64) * matrix.num_rows,
-        row,
-        thread,
-        block,
-        mask,
-        Q=LAYOUT.q,
-        H=LAYOUT.h,
-        S=LAYOUT.s,
-        T=LAYOUT.t,
-        D=LAYOUT.d,
-        BITS=LAYOUT.bits,
-        SCALES=SCALES,
-        MINS=LAYOUT.mins,
-        PTX=LAYOUT.ptx,
-        HINT=STREAM,
-        ROWS=COUNT,
-    )
-
-
-@triton.jit
-def _weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
-    """The eight pairs of a thread's weights 16 J and on."""
-    OFFSET: tl.constexpr = LAYOUT.offset
-    SCALES: tl.constexpr = LAYOUT.scales
-    ASM: tl.constexpr = LAYOUT.asm
-    CONSTRAINTS: tl.constexpr = LAYOUT.constraints
-    return weights(row, J, LAYOUT.bits, OFFSET, SCALES, LAYOUT.mins, ASM, CONSTRAINTS)
-
-
-@triton.jit
-def _minimum(row, J: tl.constexpr, LAYOUT: tl.constexpr):
-    """The integer minimum of a thread's weights 16 J and on, twice; 0 of a format without."""
-    SCALES: tl.constexpr = LAYOUT.scales
-    if LAYOUT.sums_minimums:
-        pair = minimum(row, J, SCALES, LAYOUT.ptx)
-    else:
-        pair = tl.zeros_like(row[0][0])
-    return pair
-
-
-@triton.jit
 def _scaled(acc, total, low, row, LAYOUT: tl.constexpr):
     """One row's sums of two tokens: acc + d · total - m · low, where d is taken late."""
-    SCALES: tl.constexpr = LAYOUT.scales
-    if LAYOUT.is_late and LAYOUT.mins:
-        d, m = fp16_pair(row[3][0])
+    if LAYOUT.is_late:
+        d, m = late_scales(row, LAYOUT)
         total = (tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]))
-        total = (tl.fma(-m, low[0], total[0]), tl.fma(-m, low[1], total[1]))
-    elif LAYOUT.is_late:
-        d = block_scale(row, SCALES)
-        total = (tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]))
+        if LAYOUT.sums_minimums:
+            total = (tl.fma(-m, low[0], total[0]), tl.fma(-m, low[1], total[1]))
     return total
 
 
@@ -235,8 +139,8 @@ def _add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
     start = (none, none) if FIRST.is_late else (acc[0], acc[1])
     total = start + ((none, none) if SECOND.is_late else (acc[2], acc[3]))
     for j in tl.static_range(4):
-        a = _weights(rows[0], j, FIRST)
-        b = _weights(rows[1], j, SECOND)
+        a = weights(rows[0], j, FIRST)
+        b = weights(rows[1], j, SECOND)
         for p in tl.static_range(4):
             pairs = (a[2 * p], b[2 * p], a[2 * p + 1], b[2 * p + 1])
             total = _mma(total, pairs, (x[j][2 * p], x[j][2 * p + 1]), FIRST.ptx)
@@ -244,10 +148,10 @@ def _add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
     if FIRST.sums_minimums or SECOND.sums_minimums:
         for j in tl.static_range(2):
             pairs = (
-                _minimum(rows[0], 2 * j, FIRST),
-                _minimum(rows[1], 2 * j, SECOND),
-                _minimum(rows[0], 2 * j + 1, FIRST),
-                _minimum(rows[1], 2 * j + 1, SECOND),
+                minimum(rows[0], 2 * j, FIRST),
+                minimum(rows[1], 2 * j, SECOND),
+                minimum(rows[0], 2 * j + 1, FIRST),
+                minimum(rows[1], 2 * j + 1, SECOND),
             )
             low = _mma(low, pairs, (sums[2 * j], sums[2 * j + 1]), FIRST.ptx)
     of_first = _scaled((acc[0], acc[1]), (total[0], total[1]), (low[0], low[1]), rows[0], FIRST)
@@ -259,10 +163,10 @@ def _add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
 def _two_rows(first, second, row, thread, block, mask, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """Two rows of a thread: of one matrix, eight apart; or the same one of two matrices."""
     if SECOND is None:
-        rows = _load_rows(first, row, thread, block, mask, FIRST, 2)
+        rows = load_rows(first, row, thread, block, mask, FIRST, 2)
     else:
-        rows = _load_rows(first, row, thread, block, mask, FIRST, 1)
-        rows += _load_rows(second, row, thread, block, mask, SECOND, 1)
+        rows = load_rows(first, row, thread, block, mask, FIRST, 1)
+        rows += load_rows(second, row, thread, block, mask, SECOND, 1)
     return rows
 
 
@@ -447,7 +351,7 @@ def small_m_product(
     """
     num_tokens, k = a.shape
     x, sums, factor = arrange(a, BLOCK // 8, interleave=MOST_TOKENS)
-    layouts = [small_layout(planes, kind, k) for planes, kind in parts]
+    layouts = [quad_layout(planes, kind, k) for planes, kind in parts]
     counts = [planes.shape[0] for planes, _ in parts]
     if activation:
         programs = cdiv(counts[0], ROWS // 2)
