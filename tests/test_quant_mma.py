@@ -7,7 +7,7 @@ import torch
 
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.fragments import CODES
+from ferrum_triton.kernels.quant.fragments import unpacking_of
 from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
 from ferrum_triton.kernels.quant.mma_config import (
     MmaConfig,
@@ -24,7 +24,8 @@ from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from tests.compiling import compiled
 from tests.test_quant_formats import assert_same_bits, random_blocks
 
-KINDS = pytest.mark.parametrize("kind", CODES)
+NAMES = [form.file.name for form in PLANE_FORMATS.values()]
+KINDS = pytest.mark.parametrize("kind", NAMES)
 SMALL = MmaConfig(rows=32, tokens=16)
 
 
@@ -73,7 +74,7 @@ def check(kind, m, n, k, config=SMALL, dtype=torch.float16, seed=0):
 
 @pytest.mark.parametrize(
     ("kind", "scale_after"),
-    [(kind, late) for kind in CODES for late in (True, False) if late or CODES[kind].scales],
+    [(kind, late) for kind in NAMES for late in (True, False) if late or FORMATS[kind].scale_code],
 )
 @pytest.mark.parametrize("use_tma", [False, True])
 def test_products_agree_with_float64(kind, scale_after, use_tma):
@@ -103,7 +104,7 @@ def test_many_tokens(kind):
     check(kind, 65, 70, 256, SMALL._replace(rows=64, parts=2), torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CODES if FORMATS[kind].block_size == 32])
+@pytest.mark.parametrize("kind", [kind for kind in NAMES if FORMATS[kind].block_size == 32])
 @pytest.mark.parametrize("k", (32, 288))
 def test_k_that_is_no_multiple_of_a_step(kind, k):
     for use_tma in (False, True):
@@ -242,7 +243,7 @@ def test_tiles_fit_every_gpu():
     for arch, capability in (("sm_80", (8, 0)), ("sm_86", (8, 6)), ("sm_120", (12, 0))):
         gpu = gpu_of_capability(capability)
         assert gpu.arch == arch
-        for kind in CODES:
+        for kind in NAMES:
             for num_tokens in (9, 32, 64, 300):
                 config = mma_heuristic(gpu, f"{kind}:planes", num_tokens, 4096, 4096)
                 assert mma_fits(gpu, config, kind) == ""
@@ -309,7 +310,7 @@ def run_ptx(text, outputs, operands):
 
 @KINDS
 def test_ptx_unpacks_what_the_layout_says(kind):
-    codes, fmt = CODES[kind], FORMATS[kind]
+    fmt = FORMATS[kind]
     for seed in range(4):
         blocks = random_blocks(fmt, 1, 1, seed=seed)
         planes = planes_of(blocks, kind)
@@ -319,34 +320,34 @@ def test_ptx_unpacks_what_the_layout_says(kind):
         words = (q_words.long() & 0xFFFFFFFF).tolist()
         more = (h_words[0].long() & 0xFFFFFFFF).tolist() if h_words else None
         for pair in range(fmt.block_size // 16):
-            if codes.bits == 8:
+            if fmt.bits == 8:
                 operands = [words[4 * pair + i] for i in (0, 2, 1, 3)]
-            elif codes.bits >= 4:
+            elif fmt.bits >= 4:
                 operands = words[2 * pair : 2 * pair + 2]
             else:
                 operands = [words[pair]] * 2
-            if codes.bits == 6:
+            if fmt.bits == 6:
                 operands += [more[pair]] * 2
-            elif codes.bits in (5, 3):
+            elif fmt.bits in (5, 3):
                 operands += [more[pair // 2] >> 4 * (pair % 2)] * 2
             if fmt.values:
                 q = torch.tensor(fmt.values, dtype=torch.float64)[
                     fmt.q.read(blocks).int()
                 ].flatten()
             scale = 1
-            if codes.scales == "power":
+            if fmt.scale_code == "power":
                 scale = 2.0 ** (pair - seed)
                 operands += [_word(torch.tensor([scale, scale]).half())]
-            elif codes.scales:
+            elif fmt.scale_code:
                 scale = (seed * 37 + pair * 11) % 63
-                if codes.scales == "nibbles":
+                if fmt.scale_code == "nibbles":
                     scale %= 16
-                is_byte = codes.scales in ("byte", "byte32")
+                is_byte = fmt.scale_code in ("byte", "byte32")
                 stored = scale - 32 & 0xFF if is_byte else scale
                 operands += [stored | 0x5A00] * 2  # what lies above the byte is not read
-                if is_byte or codes.scales == "packed":
+                if is_byte or fmt.scale_code == "packed":
                     scale -= 32
-            got = run_ptx(codes.asm, 8, operands)
+            got = run_ptx(unpacking_of(fmt), 8, operands)
             for i in range(8):
                 h, n, o = i >> 2, i >> 1 & 1, i & 1
                 first = 16 * pair + 8 * h + 4 * n + o
@@ -356,13 +357,13 @@ def test_ptx_unpacks_what_the_layout_says(kind):
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [(kind, MmaConfig(64, 16)) for kind in CODES]
+    [(kind, MmaConfig(64, 16)) for kind in NAMES]
     + [
         (kind, MmaConfig(128, 64, words=16, scale_after=False, warps=8))
         for kind in ("Q4_K", "Q6_K", "Q3_K", "Q5_0")
     ]
     + [("Q4_K", MmaConfig(64, 8)), ("Q6_K", MmaConfig(64, 8)), ("Q5_K", MmaConfig(64, 8))]
-    + [(kind, MmaConfig(64, 32, stages=3, use_tma=True)) for kind in CODES]
+    + [(kind, MmaConfig(64, 32, stages=3, use_tma=True)) for kind in NAMES]
     + [
         (
             kind,
@@ -370,7 +371,7 @@ def test_ptx_unpacks_what_the_layout_says(kind):
                 128, 64, scale_after=False, warps=8, stages=2, prefetch_distance=1, use_tma=True
             ),
         )
-        for kind in CODES
+        for kind in NAMES
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )

@@ -61,7 +61,7 @@ def product(a, planes, kind, config=None, out=None):
     if config is None:
         is_wide, k = a.dtype == torch.float32, planes.shape[1]
         groups = form_of(kind).row_weights(k) // 32
-        config = gemv_heuristic(None, kind, num_tokens, num_rows, groups, is_wide)
+        config = gemv_heuristic(kind, num_tokens, num_rows, groups, is_wide)
     return launch_gemv(a, planes, f"{kind}:planes", config, y)
 
 

@@ -137,11 +137,8 @@ def gemv_plane_pairs(
     up_kind: str = "",
     *,
     out: Tensor | None = None,
-    rows: int | None = None,
-    num_warps: int | None = None,
     chained: bool = False,
     guess: bool = False,
-    asm: bool | None = None,
 ) -> Tensor:
     """y[t, s] = W[ids[t, s]] · a[t, s], or silu of that times U[ids[t, s]] · a[t, s].
 
@@ -152,13 +149,10 @@ def gemv_plane_pairs(
         kind: of planes, such as ``"Q4_K:planes"``.
         up, up_kind: U likewise.
         out: [num_tokens, top_k, n] to write to.
-        rows: of W, and as many of U, a program; a power of two; a plain choice if None.
-        num_warps: of a program, likewise.
         chained: let the launch begin while the one before ends. For NVIDIA GPUs of capability 9.0
             on.
         guess: of a chained launch: that the ids are there while the launch before still ends, as
             they are where a product before this one took them; wrong, it costs time alone.
-        asm: use PTX; if None, where it can be.
     """
     num_experts, num_rows = planes.shape[:2]
     y = a.new_empty(*ids.shape, num_rows) if out is None else out
@@ -167,22 +161,19 @@ def gemv_plane_pairs(
     k = a.shape[-1]
     is_wide, matrices = a.dtype == torch.float32, 1 if up is None else 2
     layout = layout_of(planes, kind, k)
-    best_rows, best_warps = _tile_of(layout, k // 32, ids.numel(), matrices, is_wide)
-    rows = min(rows or best_rows, previous_power_of_2(num_rows))
-    warps = num_warps or best_warps
-    if asm is None:
-        asm = uses_ptx(a)
+    rows, warps = _tile_of(layout, k // 32, ids.numel(), matrices, is_wide)
+    rows, ptx = min(rows, previous_power_of_2(num_rows)), uses_ptx(a)
     pdl = chained and can_overlap(a.device)
     plan = GemvPlan(
         tokens=1,
         groups=k // 32,
         rows=rows,
         threads=32 * warps,
-        ordered=asm,
+        ordered=ptx,
         late_trigger=True,
         integers=not is_wide,
-        wide=asm and is_aligned(a),
-        ptx=asm,
+        wide=ptx and is_aligned(a),
+        ptx=ptx,
     )
     _plane_pairs_kernel.launch(
         (ids.numel() * cdiv(num_rows, rows),),

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.quant.codebooks import value_of
-from ferrum_triton.kernels.quant.planes import halved_power
+from ferrum_triton.kernels.quant.planes import halved_power, halves
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
 
 
@@ -180,7 +180,8 @@ def _scales(block, mask, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
         d = _half_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
     elif FORMAT.m.at == FORMAT.d.at + 2:
         word = _word_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
-        d, low = _two_halves(word)
+        d, low = halves(word)
+        d, low = d.to(tl.float32), low.to(tl.float32)
     else:
         d = _half_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
         low = _half_at(block + FORMAT.m.at, mask, _alignment_at(FORMAT.m.at, FORMAT, ALIGN))
@@ -293,14 +294,6 @@ def _word_at(ptr, mask, ALIGN: tl.constexpr):
         for i in tl.static_range(1, 4):
             word |= tl.load(ptr + i, mask=mask, other=0).to(tl.uint32) << (8 * i)
     return word
-
-
-@triton.jit
-def _two_halves(word):
-    """The two fp16 of a uint32, as float32."""
-    low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit

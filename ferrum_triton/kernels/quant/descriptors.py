@@ -57,9 +57,9 @@ def _planes_of(tile: Tile) -> dict[str, tuple[torch.dtype, int]]:
         planes["h"] = torch.int32, h_columns(tile)
     if s_by_tma(tile):
         types = {"pair": torch.int16, "nibbles": torch.uint8, "byte": torch.int8}
-        planes["s"] = types[tile.codes.scales], s_columns(tile)
+        planes["s"] = types[tile.format.scale_code], s_columns(tile)
     if d_by_tma(tile):
-        planes["d"] = torch.int32 if tile.codes.mins else torch.float16, d_columns(tile)
+        planes["d"] = torch.int32 if tile.format.has_minimum else torch.float16, d_columns(tile)
     return planes
 
 
@@ -108,7 +108,7 @@ def activation_descriptors(arranged: Arranged, tile: Tile) -> dict[str, Descript
     (x, sums, _), columns = arranged, 8 * tile.words // tile.parts
     x_desc = _descriptor(x, 0, x.dtype, x.shape, x.stride(), (tile.tokens, columns))
     sums_desc = None
-    if tile.scale_after and tile.codes.mins:
+    if tile.scale_after and tile.format.has_minimum:
         block = (tile.tokens, tile.words)
         sums_desc = _descriptor(sums, 0, sums.dtype, sums.shape, sums.stride(), block)
     return {"x_desc": x_desc, "sums_desc": sums_desc}

@@ -279,4 +279,4 @@ def _plain(config: Config, a: Tensor, parts: Sequence[tuple[Tensor, str]], num_r
         return config
     num_tokens, num_weights = a.shape
     kind, is_wide = file_kind(parts[0][1]), a.dtype == torch.float32
-    return gemv_heuristic(None, kind, num_tokens, num_rows, num_weights // 32, is_wide)
+    return gemv_heuristic(kind, num_tokens, num_rows, num_weights // 32, is_wide)

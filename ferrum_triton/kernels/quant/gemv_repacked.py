@@ -24,7 +24,7 @@ from ferrum_triton.kernels.jit import kernel, processors
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.float_groups import add_group, group_of, whole_sums
-from ferrum_triton.kernels.quant.half_groups import add_halves, takes_halves
+from ferrum_triton.kernels.quant.half_groups import add_halves
 from ferrum_triton.kernels.quant.integer_activations import Int16Activations, load_integers
 from ferrum_triton.kernels.quant.planes import (
     Layout,
@@ -157,7 +157,7 @@ def add_integers(
         groups: IntegerGroup of each group that was taken of a row.
         SAME: they have the same step.
     """
-    if takes_halves(FORMAT):
+    if FORMAT.has_halves and FORMAT.low_bits == 2:
         totals = add_halves(totals, none, rows, groups, SAME, FORMAT, PTX)
     else:
         totals = add_groups(totals, none, rows, groups[0], FORMAT, PTX)

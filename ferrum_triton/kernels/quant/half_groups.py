@@ -12,12 +12,6 @@ from ferrum_triton.kernels.quant.planes import bits_of, block_scales, merged
 from ferrum_triton.kernels.quant.thread_products import ONES, dp2a, packed, permuted
 
 
-@triton.constexpr_function
-def takes_halves(fmt):
-    """Whether :func:`add_halves` multiplies by groups of a format."""
-    return fmt.has_halves and fmt.low_bits == 2
-
-
 @triton.jit
 def _q3_nibbles(q, h, HALF: tl.constexpr, PTX: tl.constexpr):
     """The 16 codes of half a group as nibbles: fours 0 and 2 in a word, 1 and 3 in another.

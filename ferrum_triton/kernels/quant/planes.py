@@ -354,8 +354,16 @@ def merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def halves(word):
+    """The two float16 of a word."""
+    low = word.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low, high
+
+
+@triton.jit
 def fp16_pair(word):
-    """The two fp16 of an int32 as float32."""
+    """The two float16 of a word as float32."""
     low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return low, high

@@ -56,12 +56,11 @@ LEAST_FULL = {1: 0.7, 2: 0.85}
 
 
 def gemv_heuristic(
-    gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_groups: int, is_wide: bool = False
+    kind: str, num_tokens: int, num_rows: int, num_groups: int, is_wide: bool = False
 ) -> Config:
     """A plain launch: rows of a program by what its registers hold, warps by the length of a row.
 
     Args:
-        gpu: GPU.
         kind: format of the file, such as ``"Q4_K"``.
         num_tokens: rows of activations, up to 8.
         num_rows, num_groups: rows of W, and groups of 32 weights in one.
@@ -81,15 +80,13 @@ def gemv_heuristic(
     parts = num_groups // span_of(FORMATS[kind], num_groups)
     # Tall matrices wait for memory, short ones for the last of their few programs' steps.
     idle = 1 / 8 if num_rows >= MANY_ROWS else 1 / 2 if num_tokens == 1 else 1 / 4
-    return {
-        "path": "gemv",
-        "rows": min(rows, previous_power_of_2(num_rows)),
-        "warps": warps_for(parts, warps, idle),
-        "prefetch": False,
-        "late_trigger": num_rows < MANY_ROWS and num_tokens == 1,
-        "prepared": not is_wide
-        and (num_tokens > 2 or (num_tokens == 2 and num_rows * num_groups * 32 >= MANY_WEIGHTS)),
-    }
+    prepared = num_tokens > 2 or (num_tokens == 2 and num_rows * num_groups * 32 >= MANY_WEIGHTS)
+    return gemv(
+        min(rows, previous_power_of_2(num_rows)),
+        warps_for(parts, warps, idle),
+        late_trigger=num_rows < MANY_ROWS and num_tokens == 1,
+        prepared=prepared and not is_wide,
+    )
 
 
 def persistent_heuristic(kind: str, num_tokens: int, num_rows: int) -> Config | None:
@@ -135,14 +132,14 @@ def heuristic(
         ptx = gpu.capability >= (8, 0)
         if num_tokens >= FEWEST_TOKENS and num_groups % 8 == 0 and num_rows >= 16 and ptx:
             return small_m_heuristic(gpu, num_rows, num_groups // 8)
-        return gemv_heuristic(gpu, kind, num_tokens, num_rows, num_groups)
+        return gemv_heuristic(kind, num_tokens, num_rows, num_groups)
     if num_tokens <= FEW:
         config = persistent_heuristic(kind, num_tokens, num_rows)
         shape = (kind, bucket, num_tokens, num_rows, num_groups)
         is_short = num_groups <= LONG_GROUPS // 2 and gpu.capability[0] == 9
         if config is not None and is_short and not fits(gpu, config, *shape):
             return config
-        return gemv_heuristic(gpu, kind, num_tokens, num_rows, num_groups)
+        return gemv_heuristic(kind, num_tokens, num_rows, num_groups)
     if num_tokens >= MANY:
         return {"path": "decode"}
     return mma(mma_heuristic(gpu, kind, num_tokens, num_rows, 32 * num_groups))
@@ -327,7 +324,7 @@ def pick(a: Tensor, kind: str, num_rows: int) -> Config:
     if a.dtype == torch.float32:
         if num_tokens > MAX_GEMV_ROWS:
             return {"path": "decode"}
-        return gemv_heuristic(None, name, num_tokens, num_rows, groups, is_wide=True)
+        return gemv_heuristic(name, num_tokens, num_rows, groups, is_wide=True)
     return products.pick(a.device, name, bucket_of(num_tokens), num_tokens, num_rows, groups)
 
 

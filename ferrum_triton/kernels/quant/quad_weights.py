@@ -12,15 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.quant.fragments import (
-    CODES,
     PLUS,
     PLUS_CONSTRAINTS,
     TIMES,
     TIMES_CONSTRAINTS,
-    Codes,
     byte_asm,
+    constraints_of,
     largest_power,
     relative_power,
+    unpacking_of,
     value_at,
 )
 from ferrum_triton.kernels.quant.planes import (
@@ -32,8 +32,11 @@ from ferrum_triton.kernels.quant.planes import (
     uses_ptx,
 )
 from ferrum_triton.kernels.quant.thread_products import permuted
+from ferrum_triton.quant.formats import FORMATS, BlockFormat
 from ferrum_triton.quant.kinds import file_kind
 
+# Weights a quad takes at a time.
+BLOCK = 256
 _EIGHT = tl.constexpr((tl.int32,) * 8)
 
 
@@ -43,7 +46,8 @@ class QuadLayout:
 
     Attributes:
         q, h, s, t, d: bytes of a row in each plane, 0 of one that there is not.
-        codes: the format.
+        format: the format's description.
+        blocks: blocks of 256 weights in a row.
         asm: PTX that unpacks 16 weights; "" where there is no PTX.
     """
 
@@ -52,18 +56,19 @@ class QuadLayout:
     s: int
     t: int
     d: int
-    codes: Codes
+    format: BlockFormat
+    blocks: int
     asm: str
 
     @property
     def is_late(self) -> bool:
         """Whether d is taken after the sum over a block."""
-        return self.codes.scales != ""
+        return self.format.scale_code != ""
 
     @property
     def sums_minimums(self) -> bool:
         """Whether a block's minimums are a product of their own, with sums of activations."""
-        return self.is_late and self.codes.mins
+        return self.is_late and self.format.has_minimum
 
     @property
     def ptx(self) -> bool:
@@ -72,24 +77,24 @@ class QuadLayout:
 
 def quad_layout(planes: Tensor, kind: str, num_weights: int) -> QuadLayout:
     """The layout of a matrix whose rows have ``num_weights`` weights."""
-    codes = CODES[file_kind(kind)]
-    asm = codes.asm if uses_ptx(planes) else ""
-    return QuadLayout(**row_sizes(planes, kind, num_weights), codes=codes, asm=asm)
+    fmt = FORMATS[file_kind(kind)]
+    asm = unpacking_of(fmt) if uses_ptx(planes) else ""
+    sizes = row_sizes(planes, kind, num_weights)
+    return QuadLayout(**sizes, format=fmt, blocks=num_weights // BLOCK, asm=asm)
 
 
 @triton.constexpr_function
-def thread_bytes(plane, codes):
+def thread_bytes(plane, fmt):
     """Bytes of 64 weights in a plane; of ``"d"`` those of all 256 where d is theirs."""
-    low = 8 if codes.bits == 8 else 4 if codes.bits >= 4 else 2
     if plane == "q":
-        return 8 * low
+        return 8 * fmt.low_bits
     if plane == "h":
-        return 8 * (codes.bits - low)
+        return 8 * fmt.high_bits
     if plane == "s":
-        return {"": 0, "packed": 2, "byte32": 2, "power": 2}.get(codes.scales, 4)
-    if codes.scales == "power":
+        return {"": 0, "packed": 2, "byte32": 2, "power": 2}.get(fmt.scale_code, 4)
+    if fmt.scale_code == "power":
         return 1
-    return (4 if codes.mins else 2) * (1 if codes.scales else 2)
+    return (4 if fmt.has_minimum else 2) * (1 if fmt.scale_code else 2)
 
 
 @triton.jit
@@ -109,12 +114,12 @@ def load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, ROWS: tl.c
         block: of 256 weights, [threads].
         mask: [threads]; words are 0 where it does not hold.
     """
-    KIND: tl.constexpr = LAYOUT.codes
-    SCALES: tl.constexpr = LAYOUT.codes.scales
-    Q_EACH: tl.constexpr = thread_bytes("q", KIND)
-    H_EACH: tl.constexpr = thread_bytes("h", KIND)
-    S_EACH: tl.constexpr = thread_bytes("s", KIND)
-    D_EACH: tl.constexpr = thread_bytes("d", KIND)
+    FORMAT: tl.constexpr = LAYOUT.format
+    SCALES: tl.constexpr = LAYOUT.format.scale_code
+    Q_EACH: tl.constexpr = thread_bytes("q", FORMAT)
+    H_EACH: tl.constexpr = thread_bytes("h", FORMAT)
+    S_EACH: tl.constexpr = thread_bytes("s", FORMAT)
+    D_EACH: tl.constexpr = thread_bytes("d", FORMAT)
     num_rows = tl.full((), 1, tl.int64) * matrix.num_rows
     planes_ptr = matrix.ptr
     q_ptr = _pointer(planes_ptr, row, thread, block, LAYOUT.q, Q_EACH)
@@ -197,20 +202,20 @@ def _packed(low, high):
 
 
 @triton.jit
-def _unpacked(words, more, scale, KIND: tl.constexpr):
+def _unpacked(words, more, scale, FORMAT: tl.constexpr):
     """The eight pairs without PTX."""
-    if KIND.scales == "":
+    if FORMAT.scale_code == "":
         scale = 1
-    elif KIND.scales == "packed":
+    elif FORMAT.scale_code == "packed":
         scale -= 32
-    elif KIND.scales == "power":
+    elif FORMAT.scale_code == "power":
         scale, _ = fp16_pair(scale)
     else:
         scale = (scale << 24) >> 24
     pairs = ()
     for p in tl.static_range(8):
-        low = value_at(words, more, scale, p // 4, p // 2 % 2, p % 2 * 8, KIND)
-        high = value_at(words, more, scale, p // 4, p // 2 % 2, p % 2 * 8 + 16, KIND)
+        low = value_at(words, more, scale, p // 4, p // 2 % 2, p % 2 * 8, FORMAT)
+        high = value_at(words, more, scale, p // 4, p // 2 % 2, p % 2 * 8 + 16, FORMAT)
         pairs += (_packed(low, high),)
     return pairs
 
@@ -222,11 +227,11 @@ def weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
     Args:
         row: of :func:`load_rows`.
     """
-    KIND: tl.constexpr = LAYOUT.codes
-    BITS: tl.constexpr = LAYOUT.codes.bits
-    SCALES: tl.constexpr = LAYOUT.codes.scales
+    FORMAT: tl.constexpr = LAYOUT.format
+    BITS: tl.constexpr = LAYOUT.format.bits
+    SCALES: tl.constexpr = LAYOUT.format.scale_code
     ASM: tl.constexpr = LAYOUT.asm
-    CONSTRAINTS: tl.constexpr = LAYOUT.codes.constraints
+    CONSTRAINTS: tl.constexpr = constraints_of(LAYOUT.format)
     q, h, s, d = row
     more = None
     if BITS == 8:
@@ -254,8 +259,8 @@ def weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
             ASM, CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
         )
     else:
-        pairs = _unpacked(words, more, scale, KIND)
-    if SCALES == "" and LAYOUT.codes.mins:
+        pairs = _unpacked(words, more, scale, FORMAT)
+    if SCALES == "" and LAYOUT.format.has_minimum:
         both = d[J // 2]
         pairs = _times(pairs, _twice(both, 0, LAYOUT.ptx), _twice(both, 1, LAYOUT.ptx), LAYOUT.ptx)
     elif SCALES == "":
@@ -296,9 +301,9 @@ def _times(pairs, d, low, PTX: tl.constexpr):
 def late_scales(row, LAYOUT: tl.constexpr):
     """d of a row's block, and m or 0, float32: of formats whose :func:`weights` are up to them."""
     m = 0.0
-    if LAYOUT.codes.mins:
+    if LAYOUT.format.has_minimum:
         d, m = fp16_pair(row[3][0])
-    elif LAYOUT.codes.scales == "power":
+    elif LAYOUT.format.scale_code == "power":
         d = largest_power(row[3][0])
     else:
         d, _ = fp16_pair(row[3][0])
@@ -309,9 +314,9 @@ def late_scales(row, LAYOUT: tl.constexpr):
 def minimum(row, J: tl.constexpr, LAYOUT: tl.constexpr):
     """The integer minimum of a thread's weights 16 J and on, twice; 0 of a format without."""
     if LAYOUT.sums_minimums:
-        BYTE: tl.constexpr = 2 * (J // 2) + 1 if LAYOUT.codes.scales == "pair" else J
+        BYTE: tl.constexpr = 2 * (J // 2) + 1 if LAYOUT.format.scale_code == "pair" else J
         word = row[2][0]
-        if LAYOUT.codes.scales == "nibbles":
+        if LAYOUT.format.scale_code == "nibbles":
             word = (word >> 4) & 0x0F0F0F0F
         if LAYOUT.ptx:
             pair = tl.inline_asm_elementwise(

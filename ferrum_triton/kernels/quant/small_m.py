@@ -17,7 +17,6 @@ the sum; formats without integer scales are rounded to float16 once, like dequan
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,10 +26,11 @@ from torch import Tensor
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.activations import Arranged, arrange
 from ferrum_triton.kernels.quant.matrices import Part, launch_matrices, part_of_grid
 from ferrum_triton.kernels.quant.planes import Matrix, fp16_pair, load_words, uses_ptx
 from ferrum_triton.kernels.quant.quad_weights import (
+    BLOCK,
     late_scales,
     load_rows,
     minimum,
@@ -41,8 +41,6 @@ from ferrum_triton.kernels.quant.thread_products import Output, store_each, summ
 from ferrum_triton.kernels.rows import cdiv
 
 FEWEST_TOKENS, MOST_TOKENS = 3, 8
-# Weights a quad takes at a time.
-BLOCK = 256
 # Rows of W a program takes: of one matrix, or half of gate and half of up.
 ROWS = 16
 # Words of a token's arranged activations that lie beside the other tokens', and of all eight.
@@ -93,22 +91,6 @@ def _sums_of_quads(a, b):
         product = tl.reshape(row, [WARPS, 8, 1, 4]) * tl.reshape(token, [WARPS, 1, 8, 4])
         total += tl.sum(product, axis=3)
     return total
-
-
-class Arranged(NamedTuple):
-    """Activations in the fragments' order.
-
-    Attributes:
-        x_ptr: pairs of float16, int32 pointers of a thread.
-        sums_ptr: pairs of sums over words of eight, likewise.
-        factor_ptr: what a token's products are to be multiplied by, float32 [m].
-        num_tokens: tokens there are, at most 8.
-    """
-
-    x_ptr: Any
-    sums_ptr: Any
-    factor_ptr: Any
-    num_tokens: Any
 
 
 @triton.jit
@@ -173,12 +155,12 @@ def _two_rows(first, second, row, thread, block, mask, FIRST: tl.constexpr, SECO
 @triton.jit
 def _sums_of_rows(
     x,
+    num_tokens,
     first,
     second,
     row,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
-    BLOCKS: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -188,22 +170,23 @@ def _sums_of_rows(
     i // 2 % 2 tells.
 
     Args:
-        x: Arranged.
+        x: Arranged pointers, interleaved.
+        num_tokens: tokens there are, at most 8.
         first, second: Matrix; the second is not read where SECOND is None.
         row: first row, int32.
         FIRST, SECOND: layouts.
-        BLOCKS: blocks of 256 in a row.
     """
     BOTH: tl.constexpr = FIRST if SECOND is None else SECOND
+    BLOCKS: tl.constexpr = FIRST.blocks
     i = tl.arange(0, 32 * WARPS)
     warp, quad, thread = i // 32, i // 4 % 8, i % 4
     row = (row + quad).to(tl.int64)
     # Weights past a row's end are 0, and multiplied by the last block's activations.
     rows = _two_rows(first, second, row, thread, warp, warp < BLOCKS, FIRST, SECOND)
     # Columns past the last token are its again, and not stored.
-    token = tl.minimum(quad, x.num_tokens - 1)
-    x_ptr = x.x_ptr.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
-    sums_ptr = x.sums_ptr.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
+    token = tl.minimum(quad, num_tokens - 1)
+    x_ptr = x.x.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
+    sums_ptr = x.sums.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
     none = tl.zeros([32 * WARPS], tl.float32)
     acc = (none, none, none, none)
     pdl_wait(PDL)
@@ -224,16 +207,22 @@ def _sums_of_rows(
 
 @triton.jit
 def _sixteen_rows(
-    out, x, part, LAYOUT: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr
+    out,
+    x,
+    num_tokens,
+    part,
+    LAYOUT: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """16 rows of one matrix."""
     # The last program starts early enough to have all its rows; some are done twice.
     first = tl.minimum(part.block * 16, part.matrix.num_rows - 16)
-    y = _sums_of_rows(x, part.matrix, part.matrix, first, LAYOUT, None, BLOCKS, WARPS, PDL)
+    y = _sums_of_rows(x, num_tokens, part.matrix, part.matrix, first, LAYOUT, None, WARPS, PDL)
     i = tl.arange(0, 128)
     token = i // 4 % 4 * 2 + i % 2
-    mask = token < x.num_tokens
-    y *= tl.load(x.factor_ptr + token, mask=mask, other=0.0)
+    mask = token < num_tokens
+    y *= tl.load(x.factor + token, mask=mask, other=0.0)
     row = part.column + first + i // 16 + i // 2 % 2 * 8
     store_each(y, out, token, row, mask)
 
@@ -242,25 +231,25 @@ def _sixteen_rows(
 def _gate_and_up(
     out,
     x,
+    num_tokens,
     gate,
     up,
     GATE: tl.constexpr,
     UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BLOCKS: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Eight rows of gate and the same of up: act(gate) · up."""
     first = tl.minimum(tl.program_id(0) * 8, gate.num_rows - 8)
-    sums = _sums_of_rows(x, gate, up, first, GATE, UP, BLOCKS, WARPS, PDL)
+    sums = _sums_of_rows(x, num_tokens, gate, up, first, GATE, UP, WARPS, PDL)
     # [row, pair of tokens, gate or up, token of the pair]
     sums = tl.permute(tl.reshape(sums, [8, 4, 2, 2]), (0, 1, 3, 2))
     gate_sums, up_sums = tl.split(tl.reshape(sums, [64, 2]))
     i = tl.arange(0, 64)
     token = i % 8
-    mask = token < x.num_tokens
-    factor = tl.load(x.factor_ptr + token, mask=mask, other=0.0)
+    mask = token < num_tokens
+    factor = tl.load(x.factor + token, mask=mask, other=0.0)
     y = activated(gate_sums * factor, ACTIVATION) * (up_sums * factor)
     store_each(y, out, token, first + i // 8, mask)
 
@@ -286,33 +275,32 @@ def _small_m_kernel(
     LAYOUT_2: tl.constexpr,  # None where there is one matrix
     LAYOUT_3: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of gate, the first matrix; "" for matrices side by side
-    BLOCKS: tl.constexpr,  # blocks of 256 in a row
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     out = Output(y_ptr, bias_ptr, residual_ptr, stride_y_token, stride_residual_token)
-    x = Arranged(x_ptr, sums_ptr, factor_ptr, num_tokens)
+    x = Arranged(x_ptr, sums_ptr, factor_ptr)
     matrix = Matrix(planes_ptr, num_rows)
     if ACTIVATION != "":
         up = Matrix(planes_2_ptr, num_rows)
-        _gate_and_up(out, x, matrix, up, LAYOUT, LAYOUT_2, ACTIVATION, BLOCKS, WARPS, PDL)
+        _gate_and_up(out, x, num_tokens, matrix, up, LAYOUT, LAYOUT_2, ACTIVATION, WARPS, PDL)
     elif LAYOUT_2 is None:
         part = Part(matrix, tl.program_id(0), 0, 0)
-        _sixteen_rows(out, x, part, LAYOUT, BLOCKS, WARPS, PDL)
+        _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
     else:
         matrices = (matrix, Matrix(planes_2_ptr, num_rows_2), Matrix(planes_3_ptr, num_rows_3))
         part = part_of_grid(matrices, 16)
         # Matrices of one layout share one copy of the code, which then compiles once.
         if LAYOUT == LAYOUT_2 and LAYOUT_2 == LAYOUT_3:
-            _sixteen_rows(out, x, part, LAYOUT, BLOCKS, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
         elif part.number == 0:
-            _sixteen_rows(out, x, part, LAYOUT, BLOCKS, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
         elif LAYOUT_2 == LAYOUT_3:
-            _sixteen_rows(out, x, part, LAYOUT_2, BLOCKS, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, WARPS, PDL)
         elif part.number == 1:
-            _sixteen_rows(out, x, part, LAYOUT_2, BLOCKS, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, WARPS, PDL)
         else:
-            _sixteen_rows(out, x, part, LAYOUT_3, BLOCKS, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_3, WARPS, PDL)
 
 
 def takes_small_m(a: Tensor, num_rows: int) -> bool:
@@ -370,7 +358,6 @@ def small_m_product(
         num_tokens=num_tokens,
         **launch_matrices(parts, layouts, bool(activation)),
         ACTIVATION=activation,
-        BLOCKS=k // BLOCK,
         WARPS=warps,
         num_warps=warps,
     )
