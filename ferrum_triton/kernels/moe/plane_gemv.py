@@ -6,6 +6,8 @@ expert a pair has is read on the device; one without an expert writes zeros and 
 of one expert read its rows side by side, the later ones from L2.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,17 @@ from ferrum_triton.quant.planes import ROW_ALIGN
 
 # Pairs from which on there are programs enough.
 MANY_PAIRS = 32
+
+
+class Stacks(NamedTuple):
+    """Experts' matrices W and U, [num_experts, num_rows, ..]; strides in units of 16 bytes."""
+
+    ptr: Any
+    up_ptr: Any
+    stride: Any
+    up_stride: Any
+    num_experts: Any
+    num_rows: Any
 
 
 @kernel(dynamic=("num_pairs",))
@@ -58,41 +71,21 @@ def _plane_pairs_kernel(
     a = Activations(a_ptr + token * stride_a_token + slot * stride_a_slot, 0, None, 0)
     ids_ptr += token * stride_ids_token + slot
     expert = tl.load(ids_ptr).to(tl.int64)
-    matrix = Matrix(planes_ptr, num_rows)
-    up = Matrix(up_ptr, num_rows)
-    strides = (stride_expert, stride_up_expert)
-    _store_rows_of(
-        y_ptr, a, matrix, up, strides, expert, num_experts, first, LAYOUT, UP_LAYOUT, PLAN, GUESS
-    )
+    stacks = Stacks(planes_ptr, up_ptr, stride_expert, stride_up_expert, num_experts, num_rows)
+    _store_rows_of(y_ptr, a, stacks, expert, first, LAYOUT, UP_LAYOUT, PLAN, GUESS)
     if GUESS:
         # The launch before has ended: where it changed the ids, the product is made once more.
         known = tl.load(ids_ptr, volatile=True).to(tl.int64)
         if known != expert:
-            _store_rows_of(
-                y_ptr,
-                a,
-                matrix,
-                up,
-                strides,
-                known,
-                num_experts,
-                first,
-                LAYOUT,
-                UP_LAYOUT,
-                PLAN,
-                False,
-            )
+            _store_rows_of(y_ptr, a, stacks, known, first, LAYOUT, UP_LAYOUT, PLAN, False)
 
 
 @triton.jit
 def _store_rows_of(
     y_ptr,
     a,
-    matrix,
-    up,
-    strides,
+    stacks,
     expert,
-    num_experts,
     first,
     LAYOUT: tl.constexpr,
     UP_LAYOUT: tl.constexpr,
@@ -103,16 +96,15 @@ def _store_rows_of(
 
     Args:
         a: Activations of one token.
-        matrix, up: Matrix of the first expert.
-        strides: units of 16 bytes from one expert to the next in both.
         first: first row, int64.
     """
     ROWS: tl.constexpr = PLAN.rows
     r = tl.arange(0, ROWS)
-    if (expert >= 0) & (expert < num_experts):
-        matrix = Matrix(matrix.ptr + expert * strides[0] * 16, matrix.num_rows)
+    if (expert >= 0) & (expert < stacks.num_experts):
+        matrix = Matrix(stacks.ptr + expert * stacks.stride * 16, stacks.num_rows)
+        up = Matrix(stacks.up_ptr, stacks.num_rows)
         if UP_LAYOUT is not None:
-            up = Matrix(up.ptr + expert * strides[1] * 16, up.num_rows)
+            up = Matrix(stacks.up_ptr + expert * stacks.up_stride * 16, stacks.num_rows)
         totals = row_sums(a, matrix, up, first, LAYOUT, UP_LAYOUT, PLAN, PDL)
         COUNT: tl.constexpr = ROWS if UP_LAYOUT is None else 2 * ROWS
         flat = ()

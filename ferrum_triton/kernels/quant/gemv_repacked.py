@@ -95,7 +95,7 @@ def first_row(block, num_rows, ROWS: tl.constexpr):
 
 
 @triton.constexpr_function
-def same_kind(first, second):
+def _same_kind(first, second):
     """Whether rows of two layouts can be multiplied as those of one; the second may be None."""
     return second is None or first.format == second.format
 
@@ -127,7 +127,7 @@ def _load_both(
     parts = _load_parts(first, row, at, mask, FIRST, SPAN, PLAN)
     if SECOND is not None:
         others = _load_parts(second, row, at, mask, SECOND, SPAN, PLAN)
-        if same_kind(FIRST, SECOND):
+        if _same_kind(FIRST, SECOND):
             both = ()
             for i in tl.static_range(len(parts)):
                 both += (parts[i] + others[i],)
@@ -138,7 +138,7 @@ def _load_both(
 
 
 @triton.jit
-def part_of(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
+def _part_of(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """COUNT entries of a tuple from FIRST on."""
     part = ()
     for i in tl.static_range(COUNT):
@@ -147,7 +147,7 @@ def part_of(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def add_integers(
+def _add_integers(
     totals, none, rows, groups, SAME: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr
 ):
     """totals[row][token] plus the products of what a thread took of each row.
@@ -189,13 +189,13 @@ def _add_parts(
                 at = group + (SPAN * i + j)
                 totals = add_group(totals, zero, rows, a, at, mask, FORMAT, PLAN.wide, PLAN.ptx)
         else:
-            groups = part_of(integers, SPAN * i, SPAN)
-            totals = add_integers(totals, zero, parts[i], groups, SAME, FORMAT, PLAN.ptx)
+            groups = _part_of(integers, SPAN * i, SPAN)
+            totals = _add_integers(totals, zero, parts[i], groups, SAME, FORMAT, PLAN.ptx)
     return totals
 
 
 @triton.jit
-def wait_and_trigger(PLAN: tl.constexpr, PDL: tl.constexpr):
+def _wait_and_trigger(PLAN: tl.constexpr, PDL: tl.constexpr):
     """Wait for the launches before, then let the next one begin where that is to be late."""
     pdl_wait(PDL)
     if PLAN.late_trigger:
@@ -249,7 +249,7 @@ def row_sums(
             rows = _load_both(first, second, row, at, mask, FIRST, SECOND, PLAN)
         if PDL:
             if step == 0:
-                wait_and_trigger(PLAN, PDL)
+                _wait_and_trigger(PLAN, PDL)
         if PLAN.ordered:
             start = tied_zero(rows, zero)
         else:
@@ -261,14 +261,14 @@ def row_sums(
                 integers = integers_of(floats, a.ptr.dtype.element_ty, SPAN, PLAN.wide, PLAN.ptx)
             else:
                 integers = load_integers(a, at, mask, M, SPAN, PLAN.ptx)
-        if same_kind(FIRST, SECOND):
+        if _same_kind(FIRST, SECOND):
             totals = _add_parts(totals, start, rows, integers, a, at * SPAN, mask, FIRST, PLAN)
         else:
             OWN: tl.constexpr = SPAN // FIRST.span
-            mine = part_of(totals, 0, PLAN.rows)
-            others = part_of(totals, PLAN.rows, PLAN.rows)
-            of_second = part_of(rows, OWN, len(rows) - OWN)
-            rows_of_first = part_of(rows, 0, OWN)
+            mine = _part_of(totals, 0, PLAN.rows)
+            others = _part_of(totals, PLAN.rows, PLAN.rows)
+            of_second = _part_of(rows, OWN, len(rows) - OWN)
+            rows_of_first = _part_of(rows, 0, OWN)
             mine = _add_parts(mine, start, rows_of_first, integers, a, at * SPAN, mask, FIRST, PLAN)
             others = _add_parts(
                 others, start, of_second, integers, a, at * SPAN, mask, SECOND, PLAN
@@ -305,7 +305,7 @@ def _persistent(out, a, matrix, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: t
 
     first = first_row(program, matrix.num_rows, PLAN.rows)
     rows = load_rows(matrix, first, thread, mask, LAYOUT, PLAN.rows, PLAN.ptx)
-    wait_and_trigger(PLAN, PDL)
+    _wait_and_trigger(PLAN, PDL)
     floats = load_floats(a, thread, mask, PLAN.tokens, SPAN, PLAN.wide)
     integers = integers_of(floats, a.ptr.dtype.element_ty, SPAN, PLAN.wide, PLAN.ptx)
     for block in range(program, blocks, programs):
@@ -314,7 +314,7 @@ def _persistent(out, a, matrix, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: t
         known = mask & (after < blocks)
         later = load_rows(matrix, first, thread, known, LAYOUT, PLAN.rows, PLAN.ptx)
         totals = no_totals(THREADS, PLAN.rows, PLAN.tokens)
-        totals = add_integers(totals, zero, rows, integers, True, FORMAT, PLAN.ptx)
+        totals = _add_integers(totals, zero, rows, integers, True, FORMAT, PLAN.ptx)
         store_rows(totals, out, first_row(block, matrix.num_rows, PLAN.rows), PLAN.ptx)
         rows = later
 
@@ -344,7 +344,7 @@ def _persistent_deferred(
     inside = tl.minimum(thread, PARTS - 1)
     first = first_row(program, matrix.num_rows, ROWS)
     queue = (load_rows(matrix, first, inside, None, LAYOUT, ROWS, PLAN.ptx),)
-    wait_and_trigger(PLAN, PDL)
+    _wait_and_trigger(PLAN, PDL)
     floats = load_floats(a, inside, None, M, SPAN, PLAN.wide)
     integers, flat, at = (), (), inside
     zero = matrix.num_rows >> 31  # 0, but the compiler cannot know it
@@ -360,7 +360,7 @@ def _persistent_deferred(
         if step == 0:
             integers = integers_of(floats, a.ptr.dtype.element_ty, SPAN, PLAN.wide, PLAN.ptx)
         totals = no_totals(THREADS, ROWS, M)
-        totals = add_integers(totals, none, queue[step], integers, True, FORMAT, PLAN.ptx)
+        totals = _add_integers(totals, none, queue[step], integers, True, FORMAT, PLAN.ptx)
         if PLAN.ordered:
             # The compiler would move the next but one block's loads of scales up here, and find
             # no registers for its weights.

@@ -28,11 +28,7 @@ from torch import Tensor
 from ferrum_triton.kernels.jit import can_overlap, capability, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged, arrange
-from ferrum_triton.kernels.quant.descriptors import (
-    activation_descriptors,
-    no_plane_descriptors,
-    plane_descriptors,
-)
+from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.mma_operands import (
     MatrixTma,
@@ -101,7 +97,7 @@ def _mma_quant_kernel(
     third_ptr,  # [num_rows_third, row_bytes]: what follows that; or None
     bias_ptr,  # [n], or None
     residual_ptr,  # [m, n], or None
-    q_desc,  # of planes, see plane_descriptors; or None
+    q_desc,  # of planes, see descriptors_of; or None
     h_desc,
     s_desc,
     d_desc,
@@ -113,7 +109,7 @@ def _mma_quant_kernel(
     third_h_desc,
     third_s_desc,
     third_d_desc,
-    x_desc,  # of activation_descriptors, or None
+    x_desc,  # of activations, or None
     sums_desc,
     stride_y_split,
     stride_y_token,
@@ -277,14 +273,11 @@ def mma_products(
         width = y.shape[1] * (2 if activation else 1)
         shape = splits, num_tokens, width
         partial = torch.empty(shape, dtype=torch.float32, device=y.device)
-    descriptors = {"x_desc": None, "sums_desc": None}
+    each = {"": first, "second_": second, "third_": third}
+    stacks = {prefix: None if w is None else w[None] for prefix, w in each.items()}
+    descriptors = no_descriptors(stacks)
     if config.use_tma:
-        descriptors = activation_descriptors(arranged, tile)
-    for prefix, planes in (("", first), ("second_", second), ("third_", third)):
-        if config.use_tma and planes is not None:
-            descriptors |= plane_descriptors(planes[None], sizes, k, tile, rows, prefix)
-        else:
-            descriptors |= no_plane_descriptors(prefix)
+        descriptors = descriptors_of(tile, rows, arranged, stacks, sizes, k)
     is_last = splits == 1
     _mma_quant_kernel.launch(
         (cdiv(num_tokens, tile.tokens) * tiles, splits),

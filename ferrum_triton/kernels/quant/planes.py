@@ -161,16 +161,16 @@ def _load_scales(d_ptr, s_ptr, t_ptr, at, mask, LAYOUT: tl.constexpr, PTX: tl.co
         raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
     elif CODE == "packed":
         raw = (
-            load_narrow(d_ptr.to(tl.pointer_type(tl.uint16)) + at // 4, mask, PTX),
-            load_narrow(s_ptr.to(tl.pointer_type(tl.uint16)) + at, mask, PTX),
-            load_narrow(t_ptr + at, mask, PTX),
+            _load_narrow(d_ptr.to(tl.pointer_type(tl.uint16)) + at // 4, mask, PTX),
+            _load_narrow(s_ptr.to(tl.pointer_type(tl.uint16)) + at, mask, PTX),
+            _load_narrow(t_ptr + at, mask, PTX),
         )
     elif CODE == "nibbles" and LAYOUT.span == 2:
         s_ptr = s_ptr.to(tl.pointer_type(tl.int32))
         raw = (load_one(d_ptr + at // 4, mask), load_one(s_ptr + at, mask))
     elif CODE == "nibbles":
         s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
-        raw = (load_one(d_ptr + at // 8, mask), load_narrow(s_ptr + at, mask, PTX))
+        raw = (load_one(d_ptr + at // 8, mask), _load_narrow(s_ptr + at, mask, PTX))
     else:
         s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
         raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
@@ -243,7 +243,7 @@ def _narrow_asm(bits, masked):
 
 
 @triton.jit
-def load_narrow(ptr, mask, PTX: tl.constexpr):
+def _load_narrow(ptr, mask, PTX: tl.constexpr):
     """Unsigned integers as int32 [threads]; 0 where masked off.
 
     By PTX in registers of 32 bits from the start: Triton packs what it takes for narrower where it

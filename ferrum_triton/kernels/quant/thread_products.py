@@ -5,8 +5,8 @@ Activations down to 2^-7 of that keep all the bits a bfloat16 has, and down to 2
 smaller ones are off by at most 2^-15 of the largest, the last bit of a float16 as large being 2^-10
 of it. Every thread makes the integers of the groups that it takes.
 
-Four weights are the bytes of a word, whose products with four activations are one ``dp2a``, by PTX
-two instructions; offsets start the integers' sum. Two integers of 16 bits are a word.
+Two such integers are a word, and four weights are the bytes of one. Their products are two
+instructions, :func:`dp2a`; weights' offsets start the integers' sum.
 """
 
 from typing import Any, NamedTuple
