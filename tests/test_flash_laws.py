@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.attention import flash, flash_plan
+from ferrum_triton.kernels.attention.tensor_maps import can_describe
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
@@ -227,7 +228,7 @@ def test_every_way_to_read_the_cache_agrees(backend_name, dtype, device_lens, fo
 
 def test_descriptors_want_aligned_tensors():
     aligned = torch.empty(2, 3, 50, 64, dtype=torch.float16)
-    assert flash_plan.can_describe(aligned)
+    assert can_describe(aligned)
     flat = torch.empty(2 * 3 * 50 * 64 + 1, dtype=torch.float16)
     bad = {
         "address": flat[1:].view(2, 3, 50, 64),
@@ -237,11 +238,11 @@ def test_descriptors_want_aligned_tensors():
         "dtype": aligned.bfloat16(),
     }
     for what, tensor in bad.items():
-        assert not flash_plan.can_describe(tensor), what
+        assert not can_describe(tensor), what
     one = torch.empty(1, 3, 50, 64, dtype=torch.float16).as_strided(
         (1, 3, 50, 64), (7, 3200, 64, 1)
     )
-    assert flash_plan.can_describe(one), "the stride of a single index does not count"
+    assert can_describe(one), "the stride of a single index does not count"
 
 
 @pytest.mark.parametrize(

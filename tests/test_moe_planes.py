@@ -255,8 +255,7 @@ def test_pairs_compiled_for_hopper(kind, two):
 def test_gate_and_up_share_their_activations():
     """Their loads, 64 bytes a thread, and the integers made of them, whatever the kinds."""
     alike, apart = (
-        compiled(pair_launch("Q4_K:planes", up, rows=2)).asm["ptx"]
-        for up in ("Q4_K:planes", "Q5_K:planes")
+        compiled(pair_launch("Q4_K:planes", up)).asm["ptx"] for up in ("Q4_K:planes", "Q5_K:planes")
     )
     loads = r"ld\.global\.v4\.b32"
     assert len(re.findall(loads, alike)) == len(re.findall(loads, apart)) == 4
@@ -272,12 +271,12 @@ def test_a_chained_launch_waits_before_its_weights_or_guesses_their_expert():
     """Guessed weights are loaded before the wait, and others after it."""
     weights = r"ld\.global\.L1::evict_first"
     for guess in (False, True):
-        launch = pair_launch("Q4_K:planes", rows=4, num_warps=2, chained=True, guess=guess)
+        launch = pair_launch("Q4_K:planes", chained=True, guess=guess)
         ptx = compiled(launch).asm["ptx"]
         waits = ptx.split("griddepcontrol.wait;")
         found = [len(re.findall(weights, part)) for part in waits]
         # Of a guess, the first wait is that of programs whose pair seems to have no expert.
-        assert found == ([4, 0, 4] if guess else [0, 4])
+        assert found == ([8, 0, 8] if guess else [0, 8])
 
 
 @pytest.mark.gpu

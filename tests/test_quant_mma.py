@@ -7,8 +7,8 @@ import torch
 
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.fragments import CODES
-from ferrum_triton.kernels.quant.mma import mma_gate_up, mma_qkv, mma_quant
+from ferrum_triton.kernels.quant.fragments import unpacking_of
+from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
 from ferrum_triton.kernels.quant.mma_config import (
     MmaConfig,
     mma_candidates,
@@ -16,7 +16,7 @@ from ferrum_triton.kernels.quant.mma_config import (
     mma_heuristic,
 )
 from ferrum_triton.kernels.quant.plane_rows import decode_planes, product_by_torch
-from ferrum_triton.kernels.quant.products import MANY, product
+from ferrum_triton.kernels.quant.products import MANY, mma, product, products
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
@@ -24,7 +24,8 @@ from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from tests.compiling import compiled
 from tests.test_quant_formats import assert_same_bits, random_blocks
 
-KINDS = pytest.mark.parametrize("kind", CODES)
+NAMES = [form.file.name for form in PLANE_FORMATS.values()]
+KINDS = pytest.mark.parametrize("kind", NAMES)
 SMALL = MmaConfig(rows=32, tokens=16)
 
 
@@ -50,8 +51,9 @@ def planes_of(blocks, kind):
     return planes
 
 
-def multiply(a, planes, kind, config):
-    return mma_quant(a, planes, f"{kind}:planes", config)
+def multiply(a, planes, kind, config, **added):
+    with products.forced(mma(config)):
+        return product(a, planes, f"{kind}:planes", **added)
 
 
 def error(got, a, blocks, kind):
@@ -72,7 +74,7 @@ def check(kind, m, n, k, config=SMALL, dtype=torch.float16, seed=0):
 
 @pytest.mark.parametrize(
     ("kind", "scale_after"),
-    [(kind, late) for kind in CODES for late in (True, False) if late or CODES[kind].scales],
+    [(kind, late) for kind in NAMES for late in (True, False) if late or FORMATS[kind].scale_code],
 )
 @pytest.mark.parametrize("use_tma", [False, True])
 def test_products_agree_with_float64(kind, scale_after, use_tma):
@@ -102,7 +104,7 @@ def test_many_tokens(kind):
     check(kind, 65, 70, 256, SMALL._replace(rows=64, parts=2), torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CODES if FORMATS[kind].block_size == 32])
+@pytest.mark.parametrize("kind", [kind for kind in NAMES if FORMATS[kind].block_size == 32])
 @pytest.mark.parametrize("k", (32, 288))
 def test_k_that_is_no_multiple_of_a_step(kind, k):
     for use_tma in (False, True):
@@ -159,9 +161,7 @@ def test_bias_and_residual_are_added_before_the_one_rounding(splits, ends):
     bias = torch.randn(37, generator=seeded(2)) if ends != "residual" else None
     residual = torch.randn(5, 40, generator=seeded(3))[:, :37] if ends != "bias" else None
     config = SMALL._replace(splits=splits, use_tma=splits == 1)
-    got = mma_quant(
-        a, planes_of(blocks, "Q4_K"), "Q4_K:planes", config, bias=bias, residual=residual
-    )
+    got = multiply(a, planes_of(blocks, "Q4_K"), "Q4_K", config, bias=bias, residual=residual)
     want = a.double() @ dequantize_blocks(blocks, FORMATS["Q4_K"]).double().T
     want += (0 if bias is None else bias) + (0 if residual is None else residual)
     torch.testing.assert_close(got.double(), want, rtol=4e-3, atol=2e-3)
@@ -186,10 +186,11 @@ def test_gate_and_up_in_one_launch(kind, activation, splits, use_tma):
     a = torch.randn(9, 512, generator=seeded(1)).half()
     planes = planes_of(gate, kind), planes_of(up, kind)
     config = SMALL._replace(splits=splits, use_tma=use_tma)
-    got = mma_gate_up(a, *planes, f"{kind}:planes", config, activation)
-    products = [a.double() @ dequantize_blocks(w, FORMATS[kind]).double().T for w in (gate, up)]
+    with products.forced(mma(config)):
+        got = gemv_quant_gate_up_silu(a, *planes, *[f"{kind}:planes"] * 2, activation)
+    sums = [a.double() @ dequantize_blocks(w, FORMATS[kind]).double().T for w in (gate, up)]
     function = torch.nn.functional.silu if activation == "silu" else gelu_tanh
-    want = function(products[0]) * products[1]
+    want = function(sums[0]) * sums[1]
     torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
 
 
@@ -202,7 +203,11 @@ def test_matrices_side_by_side(kinds, splits, use_tma):
     planes = [planes_of(w, kind) for w, kind in zip(blocks, kinds, strict=True)]
     a = torch.randn(9, 512, generator=seeded(1)).half()
     config = SMALL._replace(splits=splits, use_tma=use_tma)
-    got = mma_qkv(a, planes, [f"{kind}:planes" for kind in kinds], [config] * len(kinds))
+    q, *key, value = planes
+    q_kind, *k_kind, v_kind = [f"{kind}:planes" for kind in kinds]
+    some = q, *(key or [None]), value, q_kind, *(k_kind or [""]), v_kind
+    with products.forced(mma(config)):
+        got = gemv_quant_qkv(a, *some)
     want = torch.cat(
         [
             a.double() @ dequantize_blocks(w, FORMATS[kind]).double().T
@@ -226,8 +231,10 @@ def test_several_matrices_compiled_for_hopper(kind, num_tokens):
     gpu = gpu_of_capability((9, 0))
     config = mma_heuristic(gpu, kind, num_tokens, 6144, k)
     with record_launches(capability=(9, 0)) as launches:
-        mma_qkv(a, [q, key, value], [kind] * 3, [config] * 3)
-        mma_gate_up(a, q, q, kind, config._replace(splits=1))
+        with products.forced(mma(config)):
+            gemv_quant_qkv(a, q, key, value, kind, kind, kind)
+        with products.forced(mma(config._replace(splits=1))):
+            gemv_quant_gate_up_silu(a, q, q, kind, kind)
     for launch in launches:
         compiled(launch)
 
@@ -236,7 +243,7 @@ def test_tiles_fit_every_gpu():
     for arch, capability in (("sm_80", (8, 0)), ("sm_86", (8, 6)), ("sm_120", (12, 0))):
         gpu = gpu_of_capability(capability)
         assert gpu.arch == arch
-        for kind in CODES:
+        for kind in NAMES:
             for num_tokens in (9, 32, 64, 300):
                 config = mma_heuristic(gpu, f"{kind}:planes", num_tokens, 4096, 4096)
                 assert mma_fits(gpu, config, kind) == ""
@@ -303,7 +310,7 @@ def run_ptx(text, outputs, operands):
 
 @KINDS
 def test_ptx_unpacks_what_the_layout_says(kind):
-    codes, fmt = CODES[kind], FORMATS[kind]
+    fmt = FORMATS[kind]
     for seed in range(4):
         blocks = random_blocks(fmt, 1, 1, seed=seed)
         planes = planes_of(blocks, kind)
@@ -313,34 +320,34 @@ def test_ptx_unpacks_what_the_layout_says(kind):
         words = (q_words.long() & 0xFFFFFFFF).tolist()
         more = (h_words[0].long() & 0xFFFFFFFF).tolist() if h_words else None
         for pair in range(fmt.block_size // 16):
-            if codes.bits == 8:
+            if fmt.bits == 8:
                 operands = [words[4 * pair + i] for i in (0, 2, 1, 3)]
-            elif codes.bits >= 4:
+            elif fmt.bits >= 4:
                 operands = words[2 * pair : 2 * pair + 2]
             else:
                 operands = [words[pair]] * 2
-            if codes.bits == 6:
+            if fmt.bits == 6:
                 operands += [more[pair]] * 2
-            elif codes.bits in (5, 3):
+            elif fmt.bits in (5, 3):
                 operands += [more[pair // 2] >> 4 * (pair % 2)] * 2
             if fmt.values:
                 q = torch.tensor(fmt.values, dtype=torch.float64)[
                     fmt.q.read(blocks).int()
                 ].flatten()
             scale = 1
-            if codes.scales == "power":
+            if fmt.scale_code == "power":
                 scale = 2.0 ** (pair - seed)
                 operands += [_word(torch.tensor([scale, scale]).half())]
-            elif codes.scales:
+            elif fmt.scale_code:
                 scale = (seed * 37 + pair * 11) % 63
-                if codes.scales == "nibbles":
+                if fmt.scale_code == "nibbles":
                     scale %= 16
-                is_byte = codes.scales in ("byte", "byte32")
+                is_byte = fmt.scale_code in ("byte", "byte32")
                 stored = scale - 32 & 0xFF if is_byte else scale
                 operands += [stored | 0x5A00] * 2  # what lies above the byte is not read
-                if is_byte or codes.scales == "packed":
+                if is_byte or fmt.scale_code == "packed":
                     scale -= 32
-            got = run_ptx(codes.asm, 8, operands)
+            got = run_ptx(unpacking_of(fmt), 8, operands)
             for i in range(8):
                 h, n, o = i >> 2, i >> 1 & 1, i & 1
                 first = 16 * pair + 8 * h + 4 * n + o
@@ -350,13 +357,13 @@ def test_ptx_unpacks_what_the_layout_says(kind):
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [(kind, MmaConfig(64, 16)) for kind in CODES]
+    [(kind, MmaConfig(64, 16)) for kind in NAMES]
     + [
         (kind, MmaConfig(128, 64, words=16, scale_after=False, warps=8))
         for kind in ("Q4_K", "Q6_K", "Q3_K", "Q5_0")
     ]
     + [("Q4_K", MmaConfig(64, 8)), ("Q6_K", MmaConfig(64, 8)), ("Q5_K", MmaConfig(64, 8))]
-    + [(kind, MmaConfig(64, 32, stages=3, use_tma=True)) for kind in CODES]
+    + [(kind, MmaConfig(64, 32, stages=3, use_tma=True)) for kind in NAMES]
     + [
         (
             kind,
@@ -364,7 +371,7 @@ def test_ptx_unpacks_what_the_layout_says(kind):
                 128, 64, scale_after=False, warps=8, stages=2, prefetch_distance=1, use_tma=True
             ),
         )
-        for kind in CODES
+        for kind in NAMES
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )

@@ -9,12 +9,17 @@ import torch
 
 from ferrum_triton import InputError
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.gemm import gemm_quant
-from ferrum_triton.kernels.quant.gemv import gemv_quant
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv
 from ferrum_triton.kernels.quant.integer_activations import int16_activations
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
-from ferrum_triton.kernels.quant.products import gemv, gemv_heuristic, mma, products
+from ferrum_triton.kernels.quant.products import (
+    gemm_quant,
+    gemv,
+    gemv_heuristic,
+    gemv_quant,
+    mma,
+    products,
+)
 from ferrum_triton.kernels.quant.products import product as chosen_product
 from ferrum_triton.kernels.quant.rows import dequantize
 from ferrum_triton.quant import (
@@ -56,8 +61,8 @@ def product(a, planes, kind, config=None, out=None):
     if config is None:
         is_wide, k = a.dtype == torch.float32, planes.shape[1]
         groups = form_of(kind).row_weights(k) // 32
-        config = gemv_heuristic(None, kind, num_tokens, num_rows, groups, is_wide)
-    return launch_gemv(a, [(planes, f"{kind}:planes")], config, y)
+        config = gemv_heuristic(kind, num_tokens, num_rows, groups, is_wide)
+    return launch_gemv(a, planes, f"{kind}:planes", config, y)
 
 
 def blocks_for(kind, num_rows, k, seed=0):

@@ -5,9 +5,8 @@ import torch
 
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.mma import mma_quant
 from ferrum_triton.kernels.quant.mma_config import mma_heuristic
-from ferrum_triton.kernels.quant.products import gemv, product, products
+from ferrum_triton.kernels.quant.products import gemv, mma, product, products
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -61,7 +60,8 @@ def test_many_activations(kind, num_tokens):
     a = torch.empty(num_tokens, K, dtype=torch.bfloat16, device="meta")
     with record_launches((9, 0)) as launches:
         config = mma_heuristic(gpu_of_capability((9, 0)), kind, num_tokens, N, K)
-        mma_quant(a, planes_of(kind), kind, config._replace(splits=1))
+        with products.forced(mma(config._replace(splits=1))):
+            product(a, planes_of(kind), kind)
     code = machine_code(launches)
     assert count(code, "HMMA" if config.tokens == 8 else "HGMMA")
     assert count(code, "UTMALDG" if config.use_tma else "LDGSTS.E.BYPASS.128")

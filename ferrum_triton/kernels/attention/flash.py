@@ -31,6 +31,7 @@ from ferrum_triton.kernels.attention.softmax import (
     first_state,
     store_rows,
 )
+from ferrum_triton.kernels.attention.tensor_maps import describe
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -198,28 +199,14 @@ def split_columns(head_dim: int) -> tuple[int, int]:
     return (first, second) if first >= 16 and first + second < whole else (whole, 0)
 
 
-def describe_rows(x: Tensor, num_rows: int, block: int, block_d: int) -> TensorDescriptor:
-    """The first ``num_rows`` rows of x [batch, heads, rows, head_dim], in blocks of rows.
-
-    What a block has beyond them, or beyond head_dim, reads as zero and is not written: no row of
-    a cache that is not valid yet gets near a product.
-    """
-    batch, heads, _, head_dim = x.shape
-    # The stride of a single index is never used, but must look like one.
-    used = [s if n > 1 else head_dim for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(
-        x, [batch, heads, num_rows, head_dim], [*used, 1], [1, 1, block, block_d]
-    )
-
-
 def describe_columns(
     x: Tensor, num_rows: int, block: int, block_d: int, block_e: int
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """The first block_d columns of x's rows, and the other ones where block_e > 0."""
     if not block_e:
-        return describe_rows(x, num_rows, block, block_d), None
-    first = describe_rows(x[..., :block_d], num_rows, block, block_d)
-    return first, describe_rows(x[..., block_d:], num_rows, block, block_e)
+        return describe(x, num_rows, block, block_d), None
+    first = describe(x[..., :block_d], num_rows, block, block_d)
+    return first, describe(x[..., block_d:], num_rows, block, block_e)
 
 
 @ops.flash_attention.impl("triton")
@@ -255,9 +242,9 @@ def flash_attention(
     if plan.use_tma:
         if not plan.packed and plan.splits == 1:
             q_desc, q_rest_desc = describe_columns(q, q_len, block_m, block_d, block_e)
-            out_desc = describe_rows(y, q_len, block_m, block_v)
+            out_desc = describe(y, q_len, block_m, block_v)
         k_desc, k_rest_desc = describe_columns(k, most_keys, block_n, block_d, block_e)
-        v_desc = describe_rows(v, most_keys, block_n, block_v)
+        v_desc = describe(v, most_keys, block_n, block_v)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     factor = abs(scale) * LOG2_E.value * (2.0 / softcap if softcap > 0 else 1.0)
 

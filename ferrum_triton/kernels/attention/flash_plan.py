@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ferrum_triton.kernels.attention.tensor_maps import LARGE, can_describe
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu, gpu_of
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.tuning import Config, Dim, Tunable, cached_picks
@@ -24,12 +25,6 @@ MANY_QUERIES = 128
 
 # Rows up to which loads through pointers are as fast as through tensor maps.
 FEW_ROWS = 32
-
-# Architectures with tensor maps and 227 KB of shared memory: Hopper, and Blackwell's large GPUs.
-LARGE = (9, 10)
-
-# Byte strides a tensor map can hold.
-MAX_MAP_STRIDE = 1 << 40
 
 
 class FlashPlan(NamedTuple):
@@ -206,24 +201,3 @@ flash_config = Tunable(
     flash_heuristic,
     flash_candidates,
 )
-
-
-def can_describe(x: Tensor) -> bool:
-    """Whether a tensor map can be made of x [batch, heads, rows, head_dim] on its device.
-
-    It wants an address and strides in multiples of 16 bytes, and repeats nothing.
-    """
-    size = x.element_size()
-    if x.device.type == "cpu":
-        supported = x.dtype != torch.bfloat16  # numpy lacks it, and descriptors are not widened
-    else:
-        supported = gpu_of(x.device).capability[0] in LARGE
-    return (
-        supported
-        and x.data_ptr() % 16 == 0
-        and x.shape[3] * size % 16 == 0
-        and all(
-            n == 1 or (step > 0 and step * size % 16 == 0 and step * size < MAX_MAP_STRIDE)
-            for n, step in zip(x.shape[:3], x.stride()[:3], strict=True)
-        )
-    )

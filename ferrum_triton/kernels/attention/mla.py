@@ -16,12 +16,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ferrum_triton.kernels.attention.flash_plan import can_describe, tile
+from ferrum_triton.kernels.attention.flash_plan import tile
 from ferrum_triton.kernels.attention.merge import merge_parts, strides_of
 from ferrum_triton.kernels.attention.mla_tiles import Latents, Queries, attend_pointers, attend_tma
 from ferrum_triton.kernels.attention.softmax import LOG2_E, finish, first_state, store_rows
+from ferrum_triton.kernels.attention.tensor_maps import can_describe, describe
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
 from ferrum_triton.kernels.jit import capability, kernel, processors
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
@@ -262,18 +262,6 @@ def pick_splits(programs: int, places: int, most: int) -> int:
     return 1 + next(i for i, full in enumerate(filled) if full >= 0.85 * max(filled))
 
 
-def describe(rows: Tensor, block_n: int) -> TensorDescriptor:
-    """Rows [blocks, block_size, width] in pieces of ``block_n`` rows of one block.
-
-    What a piece has beyond the block, its columns or the last block reads as zero.
-    """
-    columns = rows.shape[2]
-    # The stride of a single index is never used, but must look like one.
-    used = [s if n > 1 else columns for n, s in zip(rows.shape[:2], rows.stride()[:2], strict=True)]
-    block = [1, block_n, max(next_power_of_2(columns), 16)]
-    return TensorDescriptor(rows, list(rows.shape), [*used, 1], block)
-
-
 def fp8_conversion(cache: Tensor) -> str:
     """How bytes of the cache become numbers: as the GPU does, or where it cannot, in integers."""
     if cache.dtype != torch.float8_e4m3fn:
@@ -312,10 +300,12 @@ def mla_attention(
     )
     config = mla_config.pick(q.device, rows, block_size if paged else 0, dtype, has_tma)
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    block_l = max(next_power_of_2(kv_lora_rank), 16)
+    block_r = max(next_power_of_2(width - kv_lora_rank), 16)
     latent_desc = rope_desc = None
     if config["path"] == "tma":
-        latent_desc = describe(cache[..., :kv_lora_rank], block_n)
-        rope_desc = describe(cache[..., kv_lora_rank:], block_n)
+        latent_desc = describe(cache[..., :kv_lora_rank], block_size, block_n, block_l)
+        rope_desc = describe(cache[..., kv_lora_rank:], block_size, block_n, block_r)
     row_blocks = cdiv(rows, block_m)
     most_splits = min(cdiv(capacity, MIN_KEYS), MAX_SPLITS)
     splits = pick_splits(batch * row_blocks, processors(q.device), most_splits)
@@ -342,8 +332,8 @@ def mla_attention(
         rope=width - kv_lora_rank,
         block_m=block_m,
         block_n=block_n,
-        block_l=max(next_power_of_2(kv_lora_rank), 16),
-        block_r=max(next_power_of_2(width - kv_lora_rank), 16),
+        block_l=block_l,
+        block_r=block_r,
         one_block=block_size % block_n == 0,
         min_keys=MIN_KEYS,
         fp8=fp8_conversion(cache),

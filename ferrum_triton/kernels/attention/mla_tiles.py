@@ -80,22 +80,6 @@ def attend_pointers(state, queries, cache, start, end, VARIANT: tl.constexpr):
     do not leave, and the mask is little beside products 576 columns deep.
     """
     BLOCK_N: tl.constexpr = VARIANT.block_n
-    for first in range(start, end, BLOCK_N):
-        state = attend_tile(state, queries, cache, first, end, VARIANT)
-    return state
-
-
-@triton.jit
-def attend_tile(
-    state,
-    queries,
-    cache,
-    first,
-    end,  # the largest bound
-    VARIANT: tl.constexpr,
-):
-    """Fold the keys [first, first + BLOCK_N) into the softmax."""
-    BLOCK_N: tl.constexpr = VARIANT.block_n
     BLOCK_L: tl.constexpr = VARIANT.block_l
     BLOCK_R: tl.constexpr = VARIANT.block_r
     LORA: tl.constexpr = VARIANT.lora
@@ -106,40 +90,42 @@ def attend_tile(
     PRECISION: tl.constexpr = VARIANT.precision
     DTYPE: tl.constexpr = queries.latent.dtype
     tile = tl.arange(0, BLOCK_N)
-    n = first + tile
-    within = n < end
-    if cache.table_ptr is None:
-        start = cache.sequence * cache.stride_block
-        row = n
-    elif VARIANT.one_block:
-        block = tl.load(cache.table_ptr + first // BLOCK_SIZE).to(tl.int64)
-        known = (block >= 0) & (block < cache.num_blocks)
-        within = within & known
-        start = tl.where(known, block, 0) * cache.stride_block
-        start += tl.full([], first % BLOCK_SIZE, tl.int64) * STRIDE_ROW
-        row = tile
-    else:
-        block = tl.load(cache.table_ptr + n // BLOCK_SIZE, mask=within, other=-1).to(tl.int64)
-        within = within & (block >= 0) & (block < cache.num_blocks)
-        start = block[:, None] * cache.stride_block
-        row = n % BLOCK_SIZE
-    address = cache.ptr + start + row.to(tl.int64)[:, None] * STRIDE_ROW
-    col = tl.arange(0, BLOCK_L)[None, :]
-    rope_col = tl.arange(0, BLOCK_R)[None, :]
-    latent_mask = within[:, None] if LORA == BLOCK_L else within[:, None] & (col < LORA)
-    rope_mask = within[:, None] if ROPE == BLOCK_R else within[:, None] & (rope_col < ROPE)
-    # Values too: rows that no query sees are cleared, since 0 times what they hold may be NaN.
-    latent = load_latents(address + col, latent_mask, DTYPE, FP8)  # [BLOCK_N, BLOCK_L]
-    rope = load_latents(address + LORA + rope_col, rope_mask, DTYPE, FP8)
+    for first in range(start, end, BLOCK_N):
+        n = first + tile
+        within = n < end
+        if cache.table_ptr is None:
+            origin = cache.sequence * cache.stride_block
+            row = n
+        elif VARIANT.one_block:
+            block = tl.load(cache.table_ptr + first // BLOCK_SIZE).to(tl.int64)
+            known = (block >= 0) & (block < cache.num_blocks)
+            within = within & known
+            origin = tl.where(known, block, 0) * cache.stride_block
+            origin += tl.full([], first % BLOCK_SIZE, tl.int64) * STRIDE_ROW
+            row = tile
+        else:
+            block = tl.load(cache.table_ptr + n // BLOCK_SIZE, mask=within, other=-1).to(tl.int64)
+            within = within & (block >= 0) & (block < cache.num_blocks)
+            origin = block[:, None] * cache.stride_block
+            row = n % BLOCK_SIZE
+        address = cache.ptr + origin + row.to(tl.int64)[:, None] * STRIDE_ROW
+        col = tl.arange(0, BLOCK_L)[None, :]
+        rope_col = tl.arange(0, BLOCK_R)[None, :]
+        latent_mask = within[:, None] if LORA == BLOCK_L else within[:, None] & (col < LORA)
+        rope_mask = within[:, None] if ROPE == BLOCK_R else within[:, None] & (rope_col < ROPE)
+        # Values too: rows that no query sees are cleared, since 0 times what they hold may be NaN.
+        latent = load_latents(address + col, latent_mask, DTYPE, FP8)  # [BLOCK_N, BLOCK_L]
+        rope = load_latents(address + LORA + rope_col, rope_mask, DTYPE, FP8)
 
-    scores = tl.dot(queries.latent, tl.trans(latent), input_precision=PRECISION)
-    scores = tl.dot(queries.rope, tl.trans(rope), scores, input_precision=PRECISION)
-    scores *= queries.scale_log2
-    # A key on no block lies past every bound: one comparison for each score masks them all.
-    n = tl.where(within, n, 0x7FFFFFFF)
-    scores = tl.where(n[None, :] < queries.bound[:, None], scores, float("-inf"))
-    # The scale may be negative, so it is in the scores already.
-    return fold_tile(state, scores, 1.0, latent, PRECISION)
+        scores = tl.dot(queries.latent, tl.trans(latent), input_precision=PRECISION)
+        scores = tl.dot(queries.rope, tl.trans(rope), scores, input_precision=PRECISION)
+        scores *= queries.scale_log2
+        # A key on no block lies past every bound: one comparison for each score masks them all.
+        n = tl.where(within, n, 0x7FFFFFFF)
+        scores = tl.where(n[None, :] < queries.bound[:, None], scores, float("-inf"))
+        # The scale may be negative, so it is in the scores already.
+        state = fold_tile(state, scores, 1.0, latent, PRECISION)
+    return state
 
 
 @triton.jit

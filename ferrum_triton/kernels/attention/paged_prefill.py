@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ferrum_triton.kernels.attention.flash_plan import LARGE, tile
+from ferrum_triton.kernels.attention.flash_plan import tile
 from ferrum_triton.kernels.attention.paged_decode import Call
 from ferrum_triton.kernels.attention.pages import (
     Pool,
@@ -31,6 +31,7 @@ from ferrum_triton.kernels.attention.pages import (
 from ferrum_triton.kernels.attention.plan import Sequences, sequence_lengths
 from ferrum_triton.kernels.attention.prefill_tiles import attend_floats
 from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, finish, first_state, store_rows
+from ferrum_triton.kernels.attention.tensor_maps import LARGE
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel, processors
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait

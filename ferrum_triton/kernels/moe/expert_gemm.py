@@ -16,8 +16,8 @@ from ferrum_triton.kernels.moe.buckets import bucket_tiles, pairs_of_tile, tile_
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.decode import groups_of
-from ferrum_triton.kernels.quant.gemm import block_layout, block_products
+from ferrum_triton.kernels.quant.decode import block_layout, groups_of
+from ferrum_triton.kernels.quant.gemm import block_products
 from ferrum_triton.kernels.quant.planes import uses_ptx
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import experts as ops
@@ -128,7 +128,7 @@ def gemm_quant_moe_id(
         stride_buckets_expert=bucket_ids.stride(0),
         num_experts=num_experts,
         num_rows=num_rows,
-        num_groups=groups_of(a.shape[-1], kind),
+        num_groups=groups_of(a.shape[-1], layout),
         num_pairs=num_pairs,
         capacity=capacity,
         TOP_K=top_k,

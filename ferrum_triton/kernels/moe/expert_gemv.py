@@ -18,8 +18,13 @@ from ferrum_triton.kernels.moe.plane_config import GATE_UP_PATH, PATH
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs, slot_stride
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.decode import LAYOUTS, decode, first_weight, groups_of
-from ferrum_triton.kernels.quant.gemm import block_layout
+from ferrum_triton.kernels.quant.decode import (
+    BlockLayout,
+    block_layout,
+    decode,
+    first_weight,
+    groups_of,
+)
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops.moe import experts as ops
@@ -47,7 +52,7 @@ def row_products(
         rows: pointers to the first bytes of W's rows, [BLOCK_N].
         has_row: which of them there are, [BLOCK_N, 1, 1].
     """
-    KIND: tl.constexpr = LAYOUT.kind
+    FORMAT: tl.constexpr = LAYOUT.format
     ALIGN: tl.constexpr = LAYOUT.align
     LANES: tl.constexpr = LAYOUT.lanes
     PLANES: tl.constexpr = LAYOUT.planes
@@ -60,8 +65,8 @@ def row_products(
         for PLANE in tl.static_range(PLANES):
             # [BLOCK_N, BLOCK_G, LANES]
             s = g % LAYOUT.groups
-            weights = decode(block, s, lane, in_row & has_row, PLANE, KIND, ALIGN)
-            k = g // LAYOUT.groups * LAYOUT.block_size + first_weight(s, PLANE, KIND) + lane
+            weights = decode(block, s, lane, in_row & has_row, PLANE, FORMAT, ALIGN)
+            k = g // LAYOUT.groups * LAYOUT.block_size + first_weight(s, PLANE, FORMAT) + lane
             a = tl.load(a_row + k, mask=in_row, other=0.0)
             acc = tl.fma(tl.broadcast_to(a.to(tl.float32), acc.shape), weights, acc)
     return tl.sum(tl.sum(acc, axis=2), axis=1)
@@ -118,9 +123,9 @@ def _expert_gemv_kernel(
     tl.store(y_row + n, y.to(y_ptr.dtype.element_ty), mask=n < num_rows)
 
 
-def _tile(num_groups: int, kind: str, lanes: int) -> tuple[int, int]:
+def _tile(num_groups: int, layout: BlockLayout, lanes: int) -> tuple[int, int]:
     """Rows and groups a step takes: a whole row, or several, if they fit the lanes."""
-    groups = lanes // LAYOUTS[kind]["LANES"]
+    groups = lanes // layout.lanes
     block_g = min(next_power_of_2(max(num_groups, 1)), groups)
     return groups // block_g, block_g
 
@@ -139,12 +144,14 @@ def _products(
     if y.numel() == 0:
         return y
     lanes = TILE_LANES if up is None else GATE_UP_LANES
-    layout, num_groups = block_layout(kind, blocks), groups_of(k, kind)
-    block_n, block_g = _tile(num_groups, kind, lanes)
+    layout = block_layout(kind, blocks)
+    num_groups = groups_of(k, layout)
+    block_n, block_g = _tile(num_groups, layout, lanes)
     up_layout, num_up_groups, up_block_g, up_strides = None, 0, 0, (0, 0)
     if up is not None:
-        up_layout, num_up_groups = block_layout(up_kind, up), groups_of(k, up_kind)
-        up_block_n, up_block_g = _tile(num_up_groups, up_kind, lanes)
+        up_layout = block_layout(up_kind, up)
+        num_up_groups = groups_of(k, up_layout)
+        up_block_n, up_block_g = _tile(num_up_groups, up_layout, lanes)
         up_strides = up.stride(0) // up_layout.align, up.stride(1) // up_layout.align
         block_n = min(block_n, up_block_n)
     block_n = min(next_power_of_2(num_rows), block_n)

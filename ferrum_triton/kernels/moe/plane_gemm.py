@@ -32,12 +32,8 @@ from ferrum_triton.kernels.moe.prepare import (
     prepare_sorted,
 )
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.descriptors import (
-    activation_descriptors,
-    no_plane_descriptors,
-    plane_descriptors,
-)
-from ferrum_triton.kernels.quant.mma import options_of, row_units
+from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
+from ferrum_triton.kernels.quant.mma import options_of
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.mma_operands import (
     MatrixTma,
@@ -51,7 +47,7 @@ from ferrum_triton.kernels.quant.mma_operands import (
     tile_of,
 )
 from ferrum_triton.kernels.quant.mma_steps import add_step, gated
-from ferrum_triton.kernels.quant.planes import row_sizes
+from ferrum_triton.kernels.quant.planes import row_sizes, row_units
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.quant.planes import ROW_ALIGN
 
@@ -132,7 +128,7 @@ def _plane_tiles_kernel(
     pairs_ptr,  # [num_experts, capacity]
     counts_ptr,  # [num_experts]
     places_ptr,  # [num_pairs]
-    q_desc,  # of planes, see plane_descriptors; or None
+    q_desc,  # of planes, see descriptors_of; or None
     h_desc,
     s_desc,
     d_desc,
@@ -140,7 +136,7 @@ def _plane_tiles_kernel(
     up_h_desc,
     up_s_desc,
     up_d_desc,
-    x_desc,  # of activation_descriptors, or None
+    x_desc,  # of activations, or None
     sums_desc,
     stride_y_token,
     stride_y_slot,
@@ -353,15 +349,11 @@ def _launch_tiles(
     if num_rows % rows == 0:
         each = tiles_each(tiles, cdiv(k, 8 * config.words), config.tokens)
     num_programs = stripes * cdiv(tiles, each)
-    descriptors = no_plane_descriptors() | no_plane_descriptors("up_")
-    descriptors |= {"x_desc": None, "sums_desc": None}
-    clearing = cdiv(table.num_pairs, CLEARED.value)
+    stacks = {"": planes, "up_": up}
+    descriptors, clearing = no_descriptors(stacks), cdiv(table.num_pairs, CLEARED.value)
     if config.use_tma:
+        descriptors = descriptors_of(tile, rows, arranged, stacks, sizes, k)
         clearing = 0  # done by prepare_sorted
-        descriptors |= activation_descriptors(arranged, tile)
-        descriptors |= plane_descriptors(planes, sizes, k, tile, rows)
-        if up is not None:
-            descriptors |= plane_descriptors(up, sizes, k, tile, rows, "up_")
     _plane_tiles_kernel.launch(
         (num_programs + clearing,),
         y_ptr=y,

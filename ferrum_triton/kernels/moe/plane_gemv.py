@@ -6,7 +6,7 @@ expert a pair has is read on the device; one without an expert writes zeros and 
 of one expert read its rows side by side, the later ones from L2.
 """
 
-from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,22 +16,25 @@ from torch import Tensor
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.gemv_rows import (
-    GemvPlan,
-    Matrix,
-    first_row,
-    layout_of,
-    row_sums,
-)
-from ferrum_triton.kernels.quant.integer_activations import Activations
-from ferrum_triton.kernels.quant.planes import is_aligned, span_of, uses_ptx
-from ferrum_triton.kernels.quant.thread_sums import summed
+from ferrum_triton.kernels.quant.gemv_repacked import GemvPlan, first_row, row_sums
+from ferrum_triton.kernels.quant.planes import Layout, Matrix, is_aligned, layout_of, uses_ptx
+from ferrum_triton.kernels.quant.thread_products import Activations, summed
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
-from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import ROW_ALIGN
 
 # Pairs from which on there are programs enough.
 MANY_PAIRS = 32
+
+
+class Stacks(NamedTuple):
+    """Experts' matrices W and U, [num_experts, num_rows, ..]; strides in units of 16 bytes."""
+
+    ptr: Any
+    up_ptr: Any
+    stride: Any
+    up_stride: Any
+    num_experts: Any
+    num_rows: Any
 
 
 @kernel(dynamic=("num_pairs",))
@@ -65,44 +68,24 @@ def _plane_pairs_kernel(
     token, slot = pair // TOP_K, pair % TOP_K
     first = first_row(tl.program_id(0) // num_pairs, num_rows, PLAN.rows)
     y_ptr += token * stride_y_token + slot * stride_y_slot + first
-    a = Activations(a_ptr + token * stride_a_token + slot * stride_a_slot, None, 0, 0)
+    a = Activations(a_ptr + token * stride_a_token + slot * stride_a_slot, 0, None, 0)
     ids_ptr += token * stride_ids_token + slot
     expert = tl.load(ids_ptr).to(tl.int64)
-    matrix = Matrix(planes_ptr, num_rows)
-    up = Matrix(up_ptr, num_rows)
-    strides = (stride_expert, stride_up_expert)
-    _store_rows_of(
-        y_ptr, a, matrix, up, strides, expert, num_experts, first, LAYOUT, UP_LAYOUT, PLAN, GUESS
-    )
+    stacks = Stacks(planes_ptr, up_ptr, stride_expert, stride_up_expert, num_experts, num_rows)
+    _store_rows_of(y_ptr, a, stacks, expert, first, LAYOUT, UP_LAYOUT, PLAN, GUESS)
     if GUESS:
         # The launch before has ended: where it changed the ids, the product is made once more.
         known = tl.load(ids_ptr, volatile=True).to(tl.int64)
         if known != expert:
-            _store_rows_of(
-                y_ptr,
-                a,
-                matrix,
-                up,
-                strides,
-                known,
-                num_experts,
-                first,
-                LAYOUT,
-                UP_LAYOUT,
-                PLAN,
-                False,
-            )
+            _store_rows_of(y_ptr, a, stacks, known, first, LAYOUT, UP_LAYOUT, PLAN, False)
 
 
 @triton.jit
 def _store_rows_of(
     y_ptr,
     a,
-    matrix,
-    up,
-    strides,
+    stacks,
     expert,
-    num_experts,
     first,
     LAYOUT: tl.constexpr,
     UP_LAYOUT: tl.constexpr,
@@ -113,16 +96,15 @@ def _store_rows_of(
 
     Args:
         a: Activations of one token.
-        matrix, up: Matrix of the first expert.
-        strides: units of 16 bytes from one expert to the next in both.
         first: first row, int64.
     """
     ROWS: tl.constexpr = PLAN.rows
     r = tl.arange(0, ROWS)
-    if (expert >= 0) & (expert < num_experts):
-        matrix = Matrix(matrix.ptr + expert * strides[0] * 16, matrix.num_rows)
+    if (expert >= 0) & (expert < stacks.num_experts):
+        matrix = Matrix(stacks.ptr + expert * stacks.stride * 16, stacks.num_rows)
+        up = Matrix(stacks.up_ptr, stacks.num_rows)
         if UP_LAYOUT is not None:
-            up = Matrix(up.ptr + expert * strides[1] * 16, up.num_rows)
+            up = Matrix(stacks.up_ptr + expert * stacks.up_stride * 16, stacks.num_rows)
         totals = row_sums(a, matrix, up, first, LAYOUT, UP_LAYOUT, PLAN, PDL)
         COUNT: tl.constexpr = ROWS if UP_LAYOUT is None else 2 * ROWS
         flat = ()
@@ -147,11 +129,8 @@ def gemv_plane_pairs(
     up_kind: str = "",
     *,
     out: Tensor | None = None,
-    rows: int | None = None,
-    num_warps: int | None = None,
     chained: bool = False,
     guess: bool = False,
-    asm: bool | None = None,
 ) -> Tensor:
     """y[t, s] = W[ids[t, s]] · a[t, s], or silu of that times U[ids[t, s]] · a[t, s].
 
@@ -162,13 +141,10 @@ def gemv_plane_pairs(
         kind: of planes, such as ``"Q4_K:planes"``.
         up, up_kind: U likewise.
         out: [num_tokens, top_k, n] to write to.
-        rows: of W, and as many of U, a program; a power of two; a plain choice if None.
-        num_warps: of a program, likewise.
         chained: let the launch begin while the one before ends. For NVIDIA GPUs of capability 9.0
             on.
         guess: of a chained launch: that the ids are there while the launch before still ends, as
             they are where a product before this one took them; wrong, it costs time alone.
-        asm: use PTX; if None, where it can be.
     """
     num_experts, num_rows = planes.shape[:2]
     y = a.new_empty(*ids.shape, num_rows) if out is None else out
@@ -176,22 +152,20 @@ def gemv_plane_pairs(
         return y
     k = a.shape[-1]
     is_wide, matrices = a.dtype == torch.float32, 1 if up is None else 2
-    best_rows, best_warps = _tile_of(file_kind(kind), k // 32, ids.numel(), matrices, is_wide)
-    rows = min(rows or best_rows, previous_power_of_2(num_rows))
-    warps = num_warps or best_warps
-    if asm is None:
-        asm = uses_ptx(a)
+    layout = layout_of(planes, kind, k)
+    rows, warps = _tile_of(layout, k // 32, ids.numel(), matrices, is_wide)
+    rows, ptx = min(rows, previous_power_of_2(num_rows)), uses_ptx(a)
     pdl = chained and can_overlap(a.device)
     plan = GemvPlan(
         tokens=1,
         groups=k // 32,
         rows=rows,
         threads=32 * warps,
-        ordered=asm,
+        ordered=ptx,
         late_trigger=True,
         integers=not is_wide,
-        wide=asm and is_aligned(a),
-        ptx=asm,
+        wide=ptx and is_aligned(a),
+        ptx=ptx,
     )
     _plane_pairs_kernel.launch(
         (ids.numel() * cdiv(num_rows, rows),),
@@ -210,7 +184,7 @@ def gemv_plane_pairs(
         num_experts=num_experts,
         num_rows=num_rows,
         num_pairs=ids.numel(),
-        LAYOUT=layout_of(planes, kind, k),
+        LAYOUT=layout,
         UP_LAYOUT=None if up is None else layout_of(up, up_kind, k),
         TOP_K=ids.shape[1],
         PLAN=plan,
@@ -225,12 +199,11 @@ def slot_stride(a: Tensor) -> int:
     return a.stride(1) if a.dim() == 3 else 0
 
 
-@lru_cache(maxsize=4096)
 def _tile_of(
-    kind: str, num_groups: int, num_pairs: int, matrices: int, is_wide: bool
+    layout: Layout, num_groups: int, num_pairs: int, matrices: int, is_wide: bool
 ) -> tuple[int, int]:
     """Rows a program takes of each matrix, and its warps."""
     # What is made of 16-bit activations is shared by all rows of a program.
     rows = 4 if is_wide else 8 if num_pairs < MANY_PAIRS else 16
-    num_spans = num_groups // span_of(kind, num_groups)
+    num_spans = num_groups // layout.span
     return rows // matrices, min(4, previous_power_of_2(max(num_spans // 32, 1)))

@@ -1,27 +1,27 @@
 """Packed weights. One module a shape of work.
 
-As files store them: ``decode`` reads blocks; ``gemv`` takes few activations, ``gemm`` many, and
-``rows`` are looked up or decoded.
+``products`` has the ops of one matrix and chooses their kernels, ``gemv_fused`` those of several,
+and ``rows`` decodes rows or looks them up.
 
-Repacked, in planes (:mod:`ferrum_triton.quant.planes`), where ``products`` chooses:
+Blocks as files store them: ``decode`` reads them; ``gemv`` takes few activations, ``gemm`` many.
 
-* ``gemv_repacked`` takes one or two tokens, and ``small_m`` three to eight, of one matrix or of
-  several in one launch, which is what ``gemv_fused`` asks for;
+Planes (:mod:`ferrum_triton.quant.planes`):
+
+* ``gemv_repacked`` takes one or two tokens. ``planes`` reads rows, and ``thread_products``
+  multiplies by integers and adds up over threads. ``half_groups`` does so for Q2_K and Q3_K,
+  ``float_groups`` by float32; ``integer_activations`` makes the integers in a launch before.
+* ``small_m`` takes three to eight tokens, on tensor cores that ``quad_weights`` feeds.
 * ``mma`` takes more, in the steps of ``mma_steps`` on what ``mma_operands`` reads, by pointers or
-  ``descriptors``;
+  ``descriptors``.
 * ``plane_rows`` decodes rows.
 
-What threads do: ``planes`` reads rows by ``loads``; ``plane_groups`` and ``integer_groups``
-multiply 32 weights by activations that are float32 or integers, which ``integer_activations``
-makes, two of them in one of ``words``; ``thread_sums`` adds up. ``fragments`` and ``quad_weights``
-unpack for tensor cores, whose activations ``activations`` lays out. ``linear`` adds what follows a
-product.
+Tensor cores' activations are laid out by ``activations``; ``fragments`` unpacks their weights, by
+what ``ptx`` writes. ``codebooks`` looks codes up, ``matrices`` tells of several in a launch, and
+``partials`` adds up what a product left in parts.
 """
 
 from ferrum_triton.kernels.quant import (  # noqa: F401  registers the launchers
-    gemm,
-    gemv,
     gemv_fused,
-    linear,
+    products,
     rows,
 )

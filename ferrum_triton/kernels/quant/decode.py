@@ -18,15 +18,17 @@ The order of operations is that of :mod:`ferrum_triton.quant.formats`. Compiled 
 """
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.quant.planes import described, halved_power
-from ferrum_triton.kernels.quant.words import value_of
-from ferrum_triton.quant.formats import FORMATS
+from ferrum_triton.kernels.quant.codebooks import value_of
+from ferrum_triton.kernels.quant.planes import halved_power, halves
+from ferrum_triton.quant.formats import FORMATS, BlockFormat
 
 
 class _Tiling(NamedTuple):
@@ -46,9 +48,8 @@ class _Tiling(NamedTuple):
 
 
 @triton.constexpr_function
-def _tiling(kind):
+def _tiling(fmt):
     """The tiling of a format."""
-    fmt = described(kind)
     runs = list(fmt.q.low)
     if fmt.q.high is not None and fmt.q.high.lanes >= 16:
         runs.append(fmt.q.high)
@@ -58,63 +59,82 @@ def _tiling(kind):
     return _Tiling(lanes, run.planes, fmt.block_size // (lanes * run.planes), run.lanes)
 
 
-class _Layouts(dict[str, dict[str, Any]]):
-    """The constexprs by which kernels here know a format, by its name."""
+@dataclass(frozen=True)
+class BlockLayout:
+    """What is constant of packed rows.
 
-    def __missing__(self, kind: str) -> dict[str, Any]:
-        fmt, tiling = FORMATS[kind], _tiling(kind)
-        self[kind] = {
-            "KIND": fmt,
-            "BLOCK_SIZE": fmt.block_size,
-            "BLOCK_BYTES": fmt.block_bytes,
-            "GROUPS": tiling.groups,
-            "LANES": tiling.lanes,
-            "PLANES": tiling.planes,
-        }
-        return self[kind]
+    Attributes:
+        format: the format's description.
+        block_size: weights of a block.
+        block_bytes: bytes of a block.
+        groups: groups of a block.
+        lanes: lanes of a group.
+        planes: weights of a lane.
+        align: power of two, up to 16, that divides every row's address.
+    """
+
+    format: BlockFormat
+    block_size: int
+    block_bytes: int
+    groups: int
+    lanes: int
+    planes: int
+    align: int
 
 
-LAYOUTS = _Layouts()
+def block_layout(kind: str, blocks: Tensor) -> BlockLayout:
+    """The layout of packed rows."""
+    return _block_layout(kind, math.gcd(blocks.data_ptr(), *blocks.stride()[:-1], 16))
 
 
-def groups_of(num_weights: int, kind: str) -> int:
+@lru_cache(maxsize=256)
+def _block_layout(kind: str, align: int) -> BlockLayout:
+    fmt = FORMATS[kind]
+    tiling = _tiling(fmt)
+    return BlockLayout(
+        format=fmt,
+        block_size=fmt.block_size,
+        block_bytes=fmt.block_bytes,
+        groups=tiling.groups,
+        lanes=tiling.lanes,
+        planes=tiling.planes,
+        align=align,
+    )
+
+
+def groups_of(num_weights: int, layout: BlockLayout) -> int:
     """Groups in a row of so many weights."""
-    return num_weights // LAYOUTS[kind]["BLOCK_SIZE"] * LAYOUTS[kind]["GROUPS"]
-
-
-def alignment(blocks: Tensor) -> int:
-    """The largest power of two, up to 16, that divides every row's address."""
-    return math.gcd(blocks.data_ptr(), *blocks.stride()[:-1], 16)
+    return num_weights // layout.block_size * layout.groups
 
 
 @triton.constexpr_function
-def _tile_lanes(kind):
-    return _tiling(kind).lanes
+def _tile_lanes(fmt):
+    return _tiling(fmt).lanes
 
 
 @triton.constexpr_function
-def _run_lanes(kind):
-    return _tiling(kind).run_lanes
+def _run_lanes(fmt):
+    return _tiling(fmt).run_lanes
 
 
 @triton.constexpr_function
-def _run_weights(kind):
-    return _tiling(kind).run_lanes * _tiling(kind).planes
+def _run_weights(fmt):
+    return _tiling(fmt).run_lanes * _tiling(fmt).planes
 
 
 @triton.jit
-def first_weight(s, PLANE: tl.constexpr, KIND: tl.constexpr):
+def first_weight(s, PLANE: tl.constexpr, FORMAT: tl.constexpr):
     """Index in its block of the first weight of group ``s`` in a plane."""
-    RUN_LANES: tl.constexpr = _run_lanes(KIND)
-    PARTS: tl.constexpr = _run_lanes(KIND) // _tile_lanes(KIND)  # groups of a run's chunk
-    index = _quotient(s, PARTS) * _run_weights(KIND) + RUN_LANES * PLANE
+    RUN_LANES: tl.constexpr = _run_lanes(FORMAT)
+    PARTS: tl.constexpr = _run_lanes(FORMAT) // _tile_lanes(FORMAT)  # groups of a run's chunk
+    index = _quotient(s, PARTS) * _run_weights(FORMAT) + RUN_LANES * PLANE
     if PARTS > 1:
-        index += _remainder(s, PARTS) * _tile_lanes(KIND)
+        index += _remainder(s, PARTS) * _tile_lanes(FORMAT)
     return index
 
 
 @triton.jit
-def decode(block, s, lane, mask, PLANE: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr):
+def decode(block, s, lane, mask, PLANE: tl.constexpr, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
     """The weights of one plane, float32 [rows, groups, lanes]; 0 or -0 where masked off.
 
     Args:
@@ -123,16 +143,15 @@ def decode(block, s, lane, mask, PLANE: tl.constexpr, KIND: tl.constexpr, ALIGN:
         lane: index of each lane in its group, [1, 1, lanes].
         mask: groups to read, [rows, groups, 1].
         PLANE: number of the plane.
-        KIND: the format's description, or name.
+        FORMAT: the format's description.
         ALIGN: power of two that divides every row's address.
     """
-    FORMAT: tl.constexpr = described(KIND)
     INTEGERS: tl.constexpr = FORMAT.q
     VALUES: tl.constexpr = FORMAT.values
     SCALES: tl.constexpr = FORMAT.scales
     MINS: tl.constexpr = FORMAT.mins
-    first = first_weight(s, PLANE, KIND)
-    q = _integer(block, first, lane, mask, INTEGERS, _tile_lanes(KIND))
+    first = first_weight(s, PLANE, FORMAT)
+    q = _integer(block, first, lane, mask, INTEGERS, _tile_lanes(FORMAT))
     if VALUES is None:
         q = q.to(tl.float32)
     else:
@@ -161,7 +180,8 @@ def _scales(block, mask, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
         d = _half_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
     elif FORMAT.m.at == FORMAT.d.at + 2:
         word = _word_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
-        d, low = _two_halves(word)
+        d, low = halves(word)
+        d, low = d.to(tl.float32), low.to(tl.float32)
     else:
         d = _half_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
         low = _half_at(block + FORMAT.m.at, mask, _alignment_at(FORMAT.m.at, FORMAT, ALIGN))
@@ -274,14 +294,6 @@ def _word_at(ptr, mask, ALIGN: tl.constexpr):
         for i in tl.static_range(1, 4):
             word |= tl.load(ptr + i, mask=mask, other=0).to(tl.uint32) << (8 * i)
     return word
-
-
-@triton.jit
-def _two_halves(word):
-    """The two fp16 of a uint32, as float32."""
-    low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit

@@ -18,18 +18,15 @@ time (``pack=2``), which in an operand's layout one thread holds side by side.
 """
 
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache
 
 import triton
 import triton.language as tl
 
+from ferrum_triton.kernels.quant.codebooks import value_of
 from ferrum_triton.kernels.quant.planes import halved_power
 from ferrum_triton.kernels.quant.ptx import Asm
-from ferrum_triton.kernels.quant.words import value_of
 from ferrum_triton.quant.formats import BlockFormat
-from ferrum_triton.quant.planes import PLANE_FORMATS, SUFFIX
 
 # An exponent whose float16 has a code's lowest bit at a place: 2^(10 - place).
 _MAGIC = {place: ((25 - place) << 10) * 0x10001 for place in range(7)}
@@ -97,11 +94,11 @@ def _codes(asm: Asm, fmt: BlockFormat, first: int) -> list[int]:
     return places
 
 
-def _scaled(fmt: BlockFormat, num_tiles: int) -> str:
+def _scaled(fmt: BlockFormat) -> str:
     """PTX: scale · (code - offset) to $0 .. $7; the operand after the words has the scale."""
     asm = Asm()
     places = _codes(asm, fmt, 8)
-    both = f"${8 + 2 * num_tiles}"
+    both = f"${8 + _word_operands(fmt)}"
     if fmt.scale_code == "power":
         scale = both  # a pair already
     else:
@@ -139,69 +136,25 @@ def _code_offset(fmt: BlockFormat) -> int:
     return 128 if fmt.signed or fmt.values else fmt.offset
 
 
-@dataclass(frozen=True)
-class Codes:
-    """What the kernels have to know of a format in planes, from its description.
-
-    Attributes:
-        format: the description.
-    """
-
-    format: BlockFormat
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code. Codes of eight bits are signed."""
-        return self.format.bits
-
-    @property
-    def offset(self) -> int | tuple[int, ...]:
-        """What is taken from every code; the codebook of formats that have one."""
-        return self.format.values or self.format.offset
-
-    @property
-    def scales(self) -> str:
-        """Integer scales of sub-blocks, see :attr:`BlockFormat.scale_code`."""
-        return self.format.scale_code
-
-    @property
-    def mins(self) -> bool:
-        """Whether weights have an offset of their own."""
-        return self.format.has_minimum
-
-    @property
-    def _num_tiles(self) -> int:
-        """Operands of codes: words of the low bits, and words of the bits above."""
-        return 2 if self.format.high_bits or self.bits == 8 else 1
-
-    @cached_property
-    def asm(self) -> str:
-        """PTX that unpacks two words."""
-        return _scaled(self.format, self._num_tiles) if self.scales else _plain(self.format)
-
-    @cached_property
-    def constraints(self) -> str:
-        """Constraints of the PTX's operands."""
-        # A power of two is a float16, two of which are an operand.
-        scales = {"": 0, "power": 1}.get(self.scales, 2)
-        return ",".join(["=&r"] * 8 + ["r"] * (2 * self._num_tiles + scales))
+@triton.constexpr_function
+def _word_operands(fmt):
+    """Operands of codes: two words of low bits, or of bytes four, and two of the bits above."""
+    return 4 if fmt.high_bits or fmt.bits == 8 else 2
 
 
-class _CodesOf(Mapping[str, Codes]):
-    """:class:`Codes` of every format in planes, by the format's name."""
-
-    def __getitem__(self, kind: str) -> Codes:
-        return _codes_of(PLANE_FORMATS[kind + SUFFIX].file)
-
-    def __iter__(self) -> Iterator[str]:
-        return (form.file.name for form in PLANE_FORMATS.values())
-
-    def __len__(self) -> int:
-        return len(PLANE_FORMATS)
+@cache
+def unpacking_of(fmt: BlockFormat) -> str:
+    """PTX that unpacks two words of a format in planes."""
+    return _scaled(fmt) if fmt.scale_code else _plain(fmt)
 
 
-_codes_of = lru_cache(maxsize=None)(Codes)
-CODES = _CodesOf()
+@triton.constexpr_function
+def constraints_of(fmt):
+    """Constraints of the operands of :func:`unpacking_of`."""
+    # A power of two is a float16, two of which are an operand.
+    scales = {"": 0, "power": 1}.get(fmt.scale_code, 2)
+    return ",".join(["=&r"] * 8 + ["r"] * (_word_operands(fmt) + scales))
+
 
 # $0 .. $7 = $8 .. $15 times $16, plus $17 or minus $17 · $18.
 TIMES = tl.constexpr("\n".join(f"mul.rn.f16x2 ${i}, ${8 + i}, $16;" for i in range(8)))
@@ -240,15 +193,13 @@ def spread(x, W: tl.constexpr):
 
 
 @triton.jit
-def value(
-    words, more, scale, H: tl.constexpr, N: tl.constexpr, BYTE: tl.constexpr, BITS: tl.constexpr,
-    OFFSET: tl.constexpr,
-):  # fmt: skip
-    """scale · (code - OFFSET) of the codes at bit BYTE of each word, float16.
-
-    OFFSET: the codebook instead where there is one.
-    """
+def value_at(
+    words, more, scale, H: tl.constexpr, N: tl.constexpr, BYTE: tl.constexpr, FORMAT: tl.constexpr
+):
+    """scale · the integers of the codes at bit BYTE of each word, float16."""
     P: tl.constexpr = 2 * H + N
+    BITS: tl.constexpr = FORMAT.bits
+    VALUES: tl.constexpr = FORMAT.values
     if BITS == 8:
         code = (words[H + 2 * N] << (24 - BYTE)) >> 24
     elif BITS >= 4:
@@ -261,34 +212,23 @@ def value(
         code = (words[0] >> (BYTE + 2 * P)) & 3
         if BITS == 3:
             code = code | (((more >> (BYTE + P)) & 1) << 2)
-    if is_codebook(OFFSET):
-        integer = value_of(code, OFFSET)
+    if VALUES is not None:
+        integer = value_of(code, VALUES)
     else:
-        integer = code - OFFSET
+        integer = code - FORMAT.offset
     return (scale * integer).to(tl.float16)
 
 
-@triton.constexpr_function
-def is_codebook(offset):
-    """Whether what is given as an offset is a codebook."""
-    return not isinstance(offset, int)
-
-
 @triton.jit
-def _pair(
-    words, more, scale, H: tl.constexpr, N: tl.constexpr, ODD: tl.constexpr, BITS: tl.constexpr,
-    OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Product 4 H + 2 N + ODD without PTX: float16 [N, 2 x], from what has an element a pair."""
-    first = value(words, more, scale, H, N, 8 * ODD, BITS, OFFSET)
-    second = value(words, more, scale, H, N, 16 + 8 * ODD, BITS, OFFSET)
+def _product(words, more, scale, P: tl.constexpr, FORMAT: tl.constexpr):
+    """Product P without PTX: float16 [N, 2 x], from what has an element a pair."""
+    first = value_at(words, more, scale, P // 4, P // 2 % 2, 8 * (P % 2), FORMAT)
+    second = value_at(words, more, scale, P // 4, P // 2 % 2, 16 + 8 * (P % 2), FORMAT)
     return tl.reshape(tl.join(first, second), [first.shape[0], 2 * first.shape[1]])
 
 
 @triton.jit
-def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
-           SCALED: tl.constexpr, ASM: tl.constexpr,
-           CONSTRAINTS: tl.constexpr):  # fmt: skip
+def unpack(words, more, scale, FORMAT: tl.constexpr, ASM: tl.constexpr):
     """The eight products' weights, float16 [N, W], up to the block's scale.
 
     Args:
@@ -297,8 +237,13 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
             shifted so that the four lowest bits of each byte are those of the word's pair.
         scale: int32 [N, W / c], signed in its lowest byte, what lies above is not read; of codes of
             three bits plus 32. Powers of two are float16, as :func:`relative_power` makes them.
-        ASM: PTX of :class:`Codes`, or "".
+            Not read where FORMAT has none.
+        FORMAT: the format.
+        ASM: :func:`unpacking_of` it, or "".
     """
+    BITS: tl.constexpr = FORMAT.bits
+    SCALED: tl.constexpr = FORMAT.scale_code != ""
+    CONSTRAINTS: tl.constexpr = constraints_of(FORMAT)
     if BITS == 8:
         halves = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
     if ASM != "":
@@ -334,16 +279,9 @@ def unpack(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr,
             else:
                 signed = scale - 32 if BITS == 3 else (scale << 24) >> 24
             scale = spread(signed, w[0].shape[1])
-        t = (
-            _pair(w, more, scale, 0, 0, 0, BITS, OFFSET),
-            _pair(w, more, scale, 0, 0, 1, BITS, OFFSET),
-            _pair(w, more, scale, 0, 1, 0, BITS, OFFSET),
-            _pair(w, more, scale, 0, 1, 1, BITS, OFFSET),
-            _pair(w, more, scale, 1, 0, 0, BITS, OFFSET),
-            _pair(w, more, scale, 1, 0, 1, BITS, OFFSET),
-            _pair(w, more, scale, 1, 1, 0, BITS, OFFSET),
-            _pair(w, more, scale, 1, 1, 1, BITS, OFFSET),
-        )
+        t = ()
+        for p in tl.static_range(8):
+            t += (_product(w, more, scale, p, FORMAT),)
     return t
 
 
@@ -379,7 +317,7 @@ def second_bytes(x, W: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def times(t, mins, d, low, SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.constexpr):
+def times(t, mins, d, low, FORMAT: tl.constexpr, PTX: tl.constexpr):
     """t · d, + low of formats of 32 weights, - mins · low of the others; float16 each.
 
     Args:
@@ -387,34 +325,31 @@ def times(t, mins, d, low, SCALED: tl.constexpr, MINS: tl.constexpr, ASM: tl.con
         d: float16 [N, W].
         low: float16 [N, W].
     """
-    if ASM and MINS and SCALED:
+    DIFFERENCE: tl.constexpr = FORMAT.has_minimum and FORMAT.scale_code != ""
+    args = t
+    if PTX and DIFFERENCE:
+        args += (d, mins, low)
         t = tl.inline_asm_elementwise(
-            _MINUS, _DIFFERENCE_CONSTRAINTS,
-            (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d, mins, low),
-            dtype=_EIGHT, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif ASM and MINS:
+            _MINUS, _DIFFERENCE_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2
+        )
+    elif PTX and FORMAT.has_minimum:
+        args += (d, low)
         t = tl.inline_asm_elementwise(
-            PLUS, PLUS_CONSTRAINTS,
-            (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d, low),
-            dtype=_EIGHT, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif ASM:
+            PLUS, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2
+        )
+    elif PTX:
+        args += (d,)
         t = tl.inline_asm_elementwise(
-            TIMES, TIMES_CONSTRAINTS,
-            (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], d),
-            dtype=_EIGHT, is_pure=True, pack=2,
-        )  # fmt: skip
+            TIMES, TIMES_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2
+        )
     else:
-        if MINS and SCALED:
+        if DIFFERENCE:
             low = -(low * mins)
-        if MINS:
+        if FORMAT.has_minimum:
             low = low.to(tl.float32)
-        t = (
-            _fused(t[0], d, low), _fused(t[1], d, low), _fused(t[2], d, low),
-            _fused(t[3], d, low), _fused(t[4], d, low), _fused(t[5], d, low),
-            _fused(t[6], d, low), _fused(t[7], d, low),
-        )  # fmt: skip
+        t = ()
+        for p in tl.static_range(8):
+            t += (_fused(args[p], d, low),)
     return t
 
 

@@ -1,14 +1,10 @@
 """Many activations by blocks as a file has them: one program per tile of the product.
 
-Chosen for more rows than :mod:`ferrum_triton.kernels.quant.gemv` takes; rows in planes go to
-:mod:`ferrum_triton.kernels.quant.products`. The weights are the tensor cores' first operand,
-which may come from registers, where decoding leaves them; the product is computed transposed. A
-step of K takes whole groups, plane by plane: the order of K within a sum is free as long as the
-activations are read in the same one.
+Chosen for more rows than :mod:`ferrum_triton.kernels.quant.gemv` takes. The weights are the tensor
+cores' first operand, which may come from registers, where decoding leaves them; the product is
+computed transposed. A step of K takes whole groups, plane by plane: the order of K within a sum is
+free as long as the activations are read in the same one.
 """
-
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -17,47 +13,13 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
-from ferrum_triton.kernels.quant.gemv import gemv_quant
+from ferrum_triton.kernels.quant.decode import block_layout, decode, first_weight, groups_of
 from ferrum_triton.kernels.quant.planes import uses_ptx
-from ferrum_triton.kernels.quant.products import product
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tensor_cores import settled
-from ferrum_triton.ops import quant as ops
-from ferrum_triton.quant.planes import PLANE_FORMATS
 
 # Rows of W in a tile.
 TILE_ROWS = 64
-
-
-@dataclass(frozen=True)
-class BlockLayout:
-    """What is constant of packed blocks, see :mod:`ferrum_triton.kernels.quant.decode`.
-
-    Attributes:
-        kind: the format.
-        block_size: weights of a block.
-        block_bytes: bytes of a block.
-        groups: groups of a block.
-        lanes: lanes of a group.
-        planes: weights of a lane.
-        align: power of two that divides every row's address.
-    """
-
-    kind: Any
-    block_size: int
-    block_bytes: int
-    groups: int
-    lanes: int
-    planes: int
-    align: int
-
-
-def block_layout(kind: str, blocks: Tensor) -> BlockLayout:
-    """The layout of packed rows."""
-    return BlockLayout(
-        **{name.lower(): value for name, value in LAYOUTS[kind].items()}, align=alignment(blocks)
-    )
 
 
 @triton.jit
@@ -79,7 +41,7 @@ def block_products(
         rows: pointers to the first bytes of W's rows, [BLOCK_N, 1, 1].
         has_row: which of them there are, [BLOCK_N, 1, 1].
     """
-    KIND: tl.constexpr = LAYOUT.kind
+    FORMAT: tl.constexpr = LAYOUT.format
     ALIGN: tl.constexpr = LAYOUT.align
     LANES: tl.constexpr = LAYOUT.lanes
     PLANES: tl.constexpr = LAYOUT.planes
@@ -97,9 +59,9 @@ def block_products(
         a_block = a_rows + a_g // LAYOUT.groups * LAYOUT.block_size + flat % LANES
         for PLANE in tl.static_range(PLANES):
             # [BLOCK_M, BLOCK_G * LANES]
-            k = first_weight(a_g % LAYOUT.groups, PLANE, KIND)
+            k = first_weight(a_g % LAYOUT.groups, PLANE, FORMAT)
             a = tl.load(a_block + k, mask=a_mask, other=0.0)
-            weights = decode(block, g % LAYOUT.groups, lane, mask, PLANE, KIND, ALIGN)
+            weights = decode(block, g % LAYOUT.groups, lane, mask, PLANE, FORMAT, ALIGN)
             weights = tl.reshape(weights.to(a.dtype), [BLOCK_N, BLOCK_G * LANES])
             acc = tl.dot(weights, tl.trans(a), acc, input_precision="ieee")
             acc = settled(acc, PTX)
@@ -141,16 +103,9 @@ def _gemm_quant_kernel(
     )
 
 
-@ops.gemm_quant.impl("triton")
-def gemm_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
-    if kind in PLANE_FORMATS:
-        return product(a, blocks, kind, out=out)
-    num_tokens, num_rows = a.shape[0], blocks.shape[0]
-    if num_tokens <= ops.MAX_GEMV_ROWS:
-        return gemv_quant(a, blocks, kind, out=out)
-    y = a.new_empty((num_tokens, num_rows)) if out is None else out
-    if y.numel() == 0:
-        return y
+def gemm_blocks(a: Tensor, blocks: Tensor, kind: str, y: Tensor) -> Tensor:
+    """y = a · Wᵀ of at least one element, W's rows packed as a file has them."""
+    num_tokens, num_rows = y.shape
     # float32 products run without tensor cores and hold their operands in registers.
     block_m, block_k = (32, 64) if a.dtype == torch.float32 else (64, 128)
     if kind == "MXFP4":
@@ -166,7 +121,7 @@ def gemm_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = Non
         stride_a_token=a.stride(0),
         stride_blocks_row=blocks.stride(0) // layout.align,
         num_rows=num_rows,
-        num_groups=groups_of(a.shape[1], kind),
+        num_groups=groups_of(a.shape[1], layout),
         num_tokens=num_tokens,
         LAYOUT=layout,
         BLOCK_M=block_m,

@@ -4,16 +4,12 @@ Every byte of W is read once, for all the activations together. Each thread keep
 partial sums to the end, so the loop over K needs no exchange between threads.
 """
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
-from ferrum_triton.kernels.quant.products import product
+from ferrum_triton.kernels.quant.decode import block_layout, decode, first_weight, groups_of
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
-from ferrum_triton.ops import quant as ops
-from ferrum_triton.quant.planes import PLANE_FORMATS
 
 NUM_WARPS = 4
 
@@ -25,25 +21,23 @@ def _gemv_quant_kernel(
     blocks_ptr,  # [n, row_bytes]
     stride_y_token,
     stride_a_token,
-    stride_blocks_row,  # in units of ALIGN bytes
+    stride_blocks_row,  # in units of LAYOUT.align bytes
     num_rows,
     num_groups,
     num_tokens,
-    KIND: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    PLANES: tl.constexpr,
-    ALIGN: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,  # power of two >= m
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
+    FORMAT: tl.constexpr = LAYOUT.format
+    GROUPS: tl.constexpr = LAYOUT.groups
+    LANES: tl.constexpr = LAYOUT.lanes
+    PLANES: tl.constexpr = LAYOUT.planes
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)[:, None, None, None].to(tl.int64)
     lane = tl.arange(0, LANES)[None, None, :]
-    row = blocks_ptr + n[:, None, None] * stride_blocks_row * ALIGN
+    row = blocks_ptr + n[:, None, None] * stride_blocks_row * LAYOUT.align
     a_row = a_ptr + m * stride_a_token
 
     acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_G, LANES], tl.float32)
@@ -51,11 +45,11 @@ def _gemv_quant_kernel(
         g = first + tl.arange(0, BLOCK_G)[None, :, None]
         in_row = g < num_groups
         mask = in_row & (n < num_rows)[:, None, None]
-        block = row + g // GROUPS * BLOCK_BYTES
+        block = row + g // GROUPS * LAYOUT.block_bytes
         for PLANE in tl.static_range(PLANES):
             # [BLOCK_N, BLOCK_G, LANES]
-            weights = decode(block, g % GROUPS, lane, mask, PLANE, KIND, ALIGN)
-            k = g // GROUPS * BLOCK_SIZE + first_weight(g % GROUPS, PLANE, KIND) + lane
+            weights = decode(block, g % GROUPS, lane, mask, PLANE, FORMAT, LAYOUT.align)
+            k = g // GROUPS * LAYOUT.block_size + first_weight(g % GROUPS, PLANE, FORMAT) + lane
             # [BLOCK_M, 1, BLOCK_G, LANES]
             a = tl.load(a_row + k[None], mask=in_row[None] & (m < num_tokens), other=0.0)
             acc = tl.fma(a.to(tl.float32), weights[None], acc)
@@ -69,36 +63,28 @@ def _gemv_quant_kernel(
     )
 
 
-@ops.gemv_quant.impl("triton")
-def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
-    if kind in PLANE_FORMATS:
-        return product(a, blocks, kind, out=out)
-    layout = LAYOUTS[kind]
-    num_tokens, num_rows = a.shape[0], blocks.shape[0]
-    shape = (num_tokens, num_rows)
-    y = torch.empty(shape, dtype=a.dtype, device=a.device) if out is None else out
-    if y.numel() == 0:
-        return y
-    num_groups = groups_of(a.shape[1], kind)
+def gemv_blocks(a: Tensor, blocks: Tensor, kind: str, y: Tensor) -> Tensor:
+    """y = a · Wᵀ of at least one element and up to 8 rows, W's packed as a file has them."""
+    num_tokens, num_rows = y.shape
+    layout = block_layout(kind, blocks)
+    num_groups = groups_of(a.shape[1], layout)
     block_m = next_power_of_2(num_tokens)
     # 16 lanes a thread at one activation and fewer at more, for their partial sums.
-    tile = {1: 2048, 2: 2048, 4: 1024, 8: 512}[block_m] // layout["LANES"]
+    tile = {1: 2048, 2: 2048, 4: 1024, 8: 512}[block_m] // layout.lanes
     block_g = min(next_power_of_2(max(num_groups, 1)), tile)
     block_n = min(next_power_of_2(num_rows), tile // block_g)
-    align = alignment(blocks)
     _gemv_quant_kernel.launch(
         (cdiv(num_rows, block_n),),
-        y,
-        a,
-        blocks,
-        y.stride(0),
-        a.stride(0),
-        blocks.stride(0) // align,
-        num_rows,
-        num_groups,
-        num_tokens,
-        **layout,
-        ALIGN=align,
+        y_ptr=y,
+        a_ptr=a,
+        blocks_ptr=blocks,
+        stride_y_token=y.stride(0),
+        stride_a_token=a.stride(0),
+        stride_blocks_row=blocks.stride(0) // layout.align,
+        num_rows=num_rows,
+        num_groups=num_groups,
+        num_tokens=num_tokens,
+        LAYOUT=layout,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_G=block_g,

@@ -1,17 +1,168 @@
 """Products of a few tokens with several matrices: one launch, or other kernels where it cannot be.
 
 Gate and up are multiplied with the activation between them; Q, K and V lie side by side in y.
-Chosen for whatever calls ``gemv_quant_gate_up_silu`` and ``gemv_quant_qkv``.
+Chosen for whatever calls ``gemv_quant_gate_up_silu`` and ``gemv_quant_qkv``. One or two tokens, or
+float32 ones, take blocks of rows as :mod:`ferrum_triton.kernels.quant.gemv_repacked` does.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.elementwise import fused_gelu_tanh_mul_split, fused_silu_mul_split
-from ferrum_triton.kernels.quant.gemm import gemm_quant
-from ferrum_triton.kernels.quant.products import gate_up, side_by_side
+from ferrum_triton.kernels.elementwise import (
+    activated,
+    fused_gelu_tanh_mul_split,
+    fused_silu_mul_split,
+)
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.parameters import Config
+from ferrum_triton.kernels.pdl import pdl_trigger
+from ferrum_triton.kernels.quant.activations import Arranged
+from ferrum_triton.kernels.quant.gemv_repacked import first_row, one_block, plan_of, row_sums
+from ferrum_triton.kernels.quant.matrices import launch_matrices, part_of_grid
+from ferrum_triton.kernels.quant.mma import arrange_for, mma_products
+from ferrum_triton.kernels.quant.mma_operands import halves_of
+from ferrum_triton.kernels.quant.planes import Matrix, layout_of
+from ferrum_triton.kernels.quant.products import (
+    FEW,
+    gemm_quant,
+    gemv_heuristic,
+    mma_config,
+    pick,
+)
+from ferrum_triton.kernels.quant.small_m import small_m_product, takes_small_m
+from ferrum_triton.kernels.quant.thread_products import (
+    Activations,
+    Output,
+    padded,
+    store_each,
+    summed,
+)
+from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops import quant_fused as ops
+from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
+
+
+@triton.jit
+def _store_gate_up(totals, out, first, ACTIVATION: tl.constexpr, PLAN: tl.constexpr):
+    """act(gate) · up of totals [row][token], gate's rows before up's, likewise."""
+    M: tl.constexpr = PLAN.tokens
+    ROWS: tl.constexpr = PLAN.rows
+    SUMS: tl.constexpr = padded(ROWS * M)
+    # A product of gate beside that of up, so that one exchange of threads does for both.
+    flat = ()
+    for r in tl.static_range(ROWS):
+        for m in tl.static_range(M):
+            flat += (totals[r][m], totals[ROWS + r][m])
+    gate, up = tl.split(tl.reshape(summed(flat, 2 * SUMS, PLAN.ptx), (SUMS, 2)))
+    i = tl.arange(0, SUMS)
+    y = activated(gate, ACTIVATION) * up
+    store_each(y, out, i % M, first + i // M, i < PLAN.rows * M)
+
+
+@triton.jit
+def _one_of(out, a, part, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: tl.constexpr):
+    """The block of rows that is this program's."""
+    one_block(out, a, part.matrix, part.block, part.column, LAYOUT, PLAN, PDL)
+
+
+@triton.jit
+def _block_of_one(
+    out,
+    a,
+    matrices,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+    PLAN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A block of rows of one of three matrices."""
+    part = part_of_grid(matrices, PLAN.rows)
+    # Matrices of one layout share one copy of the code, which then compiles once.
+    if FIRST == SECOND and SECOND == THIRD:
+        _one_of(out, a, part, FIRST, PLAN, PDL)
+    elif part.number == 0:
+        _one_of(out, a, part, FIRST, PLAN, PDL)
+    elif SECOND == THIRD:
+        _one_of(out, a, part, SECOND, PLAN, PDL)
+    elif part.number == 1:
+        _one_of(out, a, part, SECOND, PLAN, PDL)
+    else:
+        _one_of(out, a, part, THIRD, PLAN, PDL)
+
+
+@kernel(dynamic=("num_rows", "num_rows_2", "num_rows_3"))
+def _gemv_several_kernel(
+    y_ptr,  # [m, n]
+    a_ptr,  # [m, k]
+    planes_ptr,  # uint8 [num_rows, row_bytes]
+    planes_2_ptr,  # uint8 [num_rows_2, row_bytes]
+    planes_3_ptr,  # uint8 [num_rows_3, row_bytes], or None
+    stride_y_token,
+    stride_a_token,
+    num_rows,
+    num_rows_2,
+    num_rows_3,
+    LAYOUT: tl.constexpr,
+    LAYOUT_2: tl.constexpr,
+    LAYOUT_3: tl.constexpr,  # None of gate and up
+    ACTIVATION: tl.constexpr,  # of gate, the first matrix; "" for matrices side by side
+    PLAN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if not PLAN.late_trigger:
+        pdl_trigger(PDL)
+    out = Output(y_ptr, None, None, stride_y_token, 0)
+    a = Activations(a_ptr, stride_a_token, None, 0)
+    matrix = Matrix(planes_ptr, num_rows)
+    if ACTIVATION != "":
+        first = first_row(tl.program_id(0), num_rows, PLAN.rows)
+        up = Matrix(planes_2_ptr, num_rows)
+        totals = row_sums(a, matrix, up, first, LAYOUT, LAYOUT_2, PLAN, PDL)
+        _store_gate_up(totals, out, first, ACTIVATION, PLAN)
+    else:
+        matrices = (matrix, Matrix(planes_2_ptr, num_rows_2), Matrix(planes_3_ptr, num_rows_3))
+        _block_of_one(out, a, matrices, LAYOUT, LAYOUT_2, LAYOUT_3, PLAN, PDL)
+
+
+def _launch_several(
+    a: Tensor,
+    parts: Sequence[tuple[Tensor, str]],
+    config: Config,
+    out: Tensor,
+    activation: str = "",
+) -> None:
+    """y = a · [W₁; W₂; W₃]ᵀ, or activation(a · Gᵀ) · (a · Uᵀ), by a launch of path ``"gemv"``.
+
+    Args:
+        a: [m, k], m <= 8.
+        parts: matrices, uint8 [rows, row_bytes], and kinds such as ``"Q4_K:planes"``.
+        out: [m, n], of at least one element.
+    """
+    counts = [planes.shape[0] for planes, _ in parts]
+    layouts = [layout_of(planes, kind, a.shape[1]) for planes, kind in parts]
+    plan = plan_of(config, a, a.shape[1] // 32, min(count for count in counts if count))
+    if not plan.ptx:  # AMD's compiler spills with more, and is slow at it
+        plan = replace(plan, rows=min(plan.rows, 2))
+    if activation:
+        counts = counts[:1]
+    _gemv_several_kernel.launch(
+        (sum(cdiv(count, plan.rows) for count in counts),),
+        y_ptr=out,
+        a_ptr=a,
+        stride_y_token=out.stride(0),
+        stride_a_token=a.stride(0),
+        **launch_matrices(parts, layouts, bool(activation)),
+        ACTIVATION=activation,
+        PLAN=plan,
+        num_warps=plan.threads // 32,
+    )
 
 
 @ops.gemv_quant_gate_up_silu.impl("triton")
@@ -31,7 +182,7 @@ def gemv_quant_gate_up_silu(
         return y
     if gate_kind in PLANE_FORMATS and up_kind in PLANE_FORMATS:
         parts = [(gate_blocks, gate_kind), (up_blocks, up_kind)]
-        if gate_up(a, parts, activation, y):
+        if _gate_up(a, parts, activation, y):
             return y
     both = torch.empty((num_tokens, 2 * n), dtype=torch.float32, device=a.device)
     gemm_quant(a, gate_blocks, gate_kind, out=both[:, :n])
@@ -59,8 +210,73 @@ def gemv_quant_qkv(
     y = a.new_empty((a.shape[0], sum(counts))) if out is None else out
     if y.numel() == 0:
         return y
-    if all(kind in PLANE_FORMATS for _, kind in parts) and side_by_side(a, parts, y):
+    if all(kind in PLANE_FORMATS for _, kind in parts) and _side_by_side(a, parts, y):
         return y
     for (blocks, kind), columns in zip(parts, y.split(counts, dim=1), strict=True):
         gemm_quant(a, blocks, kind, out=columns)
     return y
+
+
+def _side_by_side(a: Tensor, parts: Sequence[tuple[Tensor, str]], out: Tensor) -> bool:
+    """Try y = a · [W₁; W₂; W₃]ᵀ with ``a`` arranged once; False if it cannot be.
+
+    Matrices of one kind are one launch, and so are those of any kinds for up to eight tokens.
+    """
+    counts = [planes.shape[0] for planes, _ in parts]
+    if takes_small_m(a, min(count for count in counts if count)):
+        config = pick(a, parts[0][1], sum(counts))
+        small_m_product(a, parts, config.get("warps", 2), out)
+        return True
+    if a.shape[0] <= FEW:
+        config = _plain(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts))
+        _launch_several(a, parts, config, out)
+        return True
+    kinds = {kind for _, kind in parts}
+    rows = [sum(counts)] * len(parts) if len(kinds) == 1 else counts
+    configs = [pick(a, kind, max(n, 1)) for (_, kind), n in zip(parts, rows, strict=True)]
+    if any(config["path"] != "mma" for config in configs):
+        return False
+    tiles = [mma_config(config) for config in configs]
+    if len(kinds) == 1:
+        arranged = arrange_for(a, parts[0][1], tiles[0])
+        matrices = [planes for planes, _ in parts]
+        mma_products(out, arranged, matrices, parts[0][1], tiles[0], a.shape[1])
+        return True
+    orders: dict[tuple[int, int], Arranged] = {}
+    for (planes, kind), tile, y in zip(parts, tiles, out.split(counts, dim=1), strict=True):
+        order = tile.words, halves_of(kind)
+        if order not in orders:
+            orders[order] = arrange_for(a, kind, tile)
+        if y.numel():
+            mma_products(y, orders[order], [planes], kind, tile, a.shape[1])
+    return True
+
+
+def _gate_up(a: Tensor, parts: Sequence[tuple[Tensor, str]], activation: str, out: Tensor) -> bool:
+    """Try y = act(a · Gᵀ) · (a · Uᵀ) in one launch; False if it cannot be."""
+    (gate, kind), (up, up_kind) = parts
+    num_rows = 2 * gate.shape[0]
+    config = pick(a, kind, num_rows)
+    if takes_small_m(a, num_rows):
+        small_m_product(a, parts, config.get("warps", 2), out, activation=activation)
+        return True
+    if a.shape[0] <= FEW:
+        config = _plain(config, a, parts, num_rows)
+        config = {**config, "rows": max(config["rows"] // 2, 1)}
+        _launch_several(a, parts, config, out, activation)
+        return True
+    if config["path"] != "mma" or kind != up_kind:
+        return False
+    tile = mma_config(config)
+    arranged = arrange_for(a, kind, tile)
+    mma_products(out, arranged, [gate, up], kind, tile, a.shape[1], activation=activation)
+    return True
+
+
+def _plain(config: Config, a: Tensor, parts: Sequence[tuple[Tensor, str]], num_rows: int) -> Config:
+    """``config``, or where that is of persistent programs, which take one matrix, a plain one."""
+    if config["path"] == "gemv":
+        return config
+    num_tokens, num_weights = a.shape
+    kind, is_wide = file_kind(parts[0][1]), a.dtype == torch.float32
+    return gemv_heuristic(kind, num_tokens, num_rows, num_weights // 32, is_wide)

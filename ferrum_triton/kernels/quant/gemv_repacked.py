@@ -1,208 +1,321 @@
-"""One or two tokens by weights in the repacked layout: y = a · Wᵀ + bias + residual.
+"""One or two tokens by a matrix in planes: y = a · Wᵀ + bias + residual.
 
 Chosen for up to two tokens, whose product takes as long as W is read, and for up to eight that the
 tensor cores' kernels do not take: float32 activations, rows of other than whole blocks of 256.
 
 The threads of a program lie along K. Each takes one or two groups of 32 weights of every row of a
-block of rows, multiplies them by activations that are integers of 16 bits, and keeps float32 sums,
-which are added up over the threads at the end. A program takes one block of rows; or it is
-persistent, keeps its activations in registers, and loads a block while it multiplies another.
+block of rows (``planes``), multiplies them by activations that are integers of 16 bits
+(``thread_products``) or float32 (``float_groups``), and keeps float32 sums, which are added up over
+the threads at the end. A program takes one block of rows; or it is persistent, keeps its
+activations in registers, and loads a block while it multiplies another.
 
-One launch takes one matrix, up to three side by side (Q, K and V), or gate and up with the
-activation between them.
+Several matrices of a layer (``gemv_fused``), and experts (``moe.plane_gemv``), start from
+:func:`row_sums` too.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel, processors
 from ferrum_triton.kernels.parameters import Config
-from ferrum_triton.kernels.pdl import pdl_trigger
-from ferrum_triton.kernels.quant.gemv_rows import (
-    GemvPlan,
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.quant.float_groups import add_group, group_of, whole_sums
+from ferrum_triton.kernels.quant.half_groups import add_halves
+from ferrum_triton.kernels.quant.integer_activations import Int16Activations, load_integers
+from ferrum_triton.kernels.quant.planes import (
     Layout,
     Matrix,
-    add_integers_to,
-    block_of_rows,
-    first_row,
+    is_aligned,
     layout_of,
-    no_totals,
-    row_sums,
-    wait_and_trigger,
+    load_rows,
+    tied_zero,
+    uses_ptx,
 )
-from ferrum_triton.kernels.quant.integer_activations import (
+from ferrum_triton.kernels.quant.thread_products import (
     Activations,
-    Int16Activations,
+    Output,
+    add_groups,
     integers_of,
-    load_activations,
+    load_floats,
+    no_totals,
+    padded,
+    store_each,
+    store_rows,
+    summed,
 )
-from ferrum_triton.kernels.quant.planes import is_aligned, uses_ptx
-from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 
 # Sums of a persistent program that are reduced together at most: more find no registers.
 MOST_SUMS = 32
 
 
-class Part(NamedTuple):
-    """One program's share of a launch.
+@dataclass(frozen=True)
+class GemvPlan:
+    """What is constant in a launch.
 
     Attributes:
-        matrix: Matrix that its rows belong to.
-        block: number of its block of rows in the matrix.
-        column: column of y where the matrix' products start.
-        number: number of the matrix.
+        tokens: rows of activations.
+        groups: groups of 32 weights in a row of W.
+        rows: rows of W in a block, a power of two, at most those of the smallest matrix.
+        threads: threads of a program.
+        persistent: programs take several blocks of rows, K in one step.
+        deferred: blocks of a persistent program whose sums are reduced together at its end; 0 to
+            reduce after each block.
+        ordered: loads of scales stay beside those of weights; of deferred sums, a block's loads
+            stay behind the sums of the block two before it.
+        prefetch: a step's weights are loaded before the step before is computed.
+        late_trigger: the next launch may begin when the one before this has ended, not at once.
+        integers: activations are integers or become such; else float32.
+        wide: rows of activations start at multiples of 16 bytes.
+        ptx: PTX is used.
     """
 
-    matrix: Any
-    block: Any
-    column: Any
-    number: Any
-
-
-class Output(NamedTuple):
-    """Where products go: y [m, n], and what is added to them where it is not None."""
-
-    ptr: Any
-    bias_ptr: Any
-    residual_ptr: Any
-    stride: Any
-    residual_stride: Any
+    tokens: int
+    groups: int
+    rows: int
+    threads: int
+    persistent: bool = False
+    deferred: int = 0
+    ordered: bool = True
+    prefetch: bool = False
+    late_trigger: bool = False
+    integers: bool = True
+    wide: bool = False
+    ptx: bool = False
 
 
 @triton.jit
-def store_each(y, out, token, row, mask):
-    """out.ptr[token[i], row[i]] ← y[i] + bias + residual where the mask holds."""
-    token = token.to(tl.int64)
-    if out.bias_ptr is not None:
-        y += tl.load(out.bias_ptr + row, mask=mask, other=0.0).to(tl.float32)
-    if out.residual_ptr is not None:
-        residual = out.residual_ptr + token * out.residual_stride + row
-        y += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out.ptr + token * out.stride + row, y.to(out.ptr.dtype.element_ty), mask=mask)
+def first_row(block, num_rows, ROWS: tl.constexpr):
+    """First row of a block. The last block starts early enough to be whole: some rows twice."""
+    return tl.minimum(block * ROWS, num_rows - ROWS).to(tl.int64)
 
 
 @triton.constexpr_function
-def padded(count):
-    """The power of two from ``count`` on."""
-    return triton.next_power_of_2(count)
+def _same_kind(first, second):
+    """Whether rows of two layouts can be multiplied as those of one; the second may be None."""
+    return second is None or first.format == second.format
 
 
 @triton.jit
-def _store_block(totals, out, first, PLAN: tl.constexpr):
-    """Totals [row][token] added up over the threads, and stored to the rows from ``first`` on."""
-    M: tl.constexpr = PLAN.tokens
-    ROWS: tl.constexpr = PLAN.rows
-    flat = ()
-    for r in tl.static_range(ROWS):
-        flat += totals[r]
-    y = summed(flat, padded(PLAN.rows * M), PLAN.ptx)
-    i = tl.arange(0, padded(PLAN.rows * M))
-    store_each(y, out, i % M, first + i // M, i < PLAN.rows * M)
+def _load_parts(
+    matrix, row, at, mask, LAYOUT: tl.constexpr, SPAN: tl.constexpr, PLAN: tl.constexpr
+):
+    """SPAN groups of a block of rows, in the parts that are loaded at once: [part][row]."""
+    PARTS: tl.constexpr = SPAN // LAYOUT.span
+    parts = ()
+    for i in tl.static_range(PARTS):
+        parts += (load_rows(matrix, row, at * PARTS + i, mask, LAYOUT, PLAN.rows, PLAN.ptx),)
+    return parts
+
+
+@triton.constexpr_function
+def _span_of_both(first, second):
+    """Groups a thread takes at a time of two matrices over one K; the second may be None."""
+    return max(layout.span for layout in (first, second) if layout is not None)
 
 
 @triton.jit
-def _store_gate_up(totals, out, first, ACTIVATION: tl.constexpr, PLAN: tl.constexpr):
-    """act(gate) · up of totals [row][token], gate's rows before up's, likewise."""
-    M: tl.constexpr = PLAN.tokens
-    ROWS: tl.constexpr = PLAN.rows
-    SUMS: tl.constexpr = padded(ROWS * M)
-    # A product of gate beside that of up, so that one exchange of threads does for both.
-    flat = ()
-    for r in tl.static_range(ROWS):
-        for m in tl.static_range(M):
-            flat += (totals[r][m], totals[ROWS + r][m])
-    gate, up = tl.split(tl.reshape(summed(flat, 2 * SUMS, PLAN.ptx), (SUMS, 2)))
-    i = tl.arange(0, SUMS)
-    y = activated(gate, ACTIVATION) * up
-    store_each(y, out, i % M, first + i // M, i < PLAN.rows * M)
+def _load_both(
+    first, second, row, at, mask, FIRST: tl.constexpr, SECOND: tl.constexpr, PLAN: tl.constexpr
+):
+    """A block of rows of each matrix: [part][row], rows of one format beside each other."""
+    SPAN: tl.constexpr = _span_of_both(FIRST, SECOND)
+    parts = _load_parts(first, row, at, mask, FIRST, SPAN, PLAN)
+    if SECOND is not None:
+        others = _load_parts(second, row, at, mask, SECOND, SPAN, PLAN)
+        if _same_kind(FIRST, SECOND):
+            both = ()
+            for i in tl.static_range(len(parts)):
+                both += (parts[i] + others[i],)
+            parts = both
+        else:
+            parts += others
+    return parts
 
 
 @triton.jit
-def _one_block(out, a, part, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """One block of rows of one matrix."""
-    first = first_row(part.block, part.matrix.num_rows, PLAN.rows)
-    totals = row_sums(a, part.matrix, part.matrix, first, LAYOUT, None, PLAN, PDL)
-    _store_block(totals, out, part.column + first, PLAN)
+def _part_of(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT entries of a tuple from FIRST on."""
+    part = ()
+    for i in tl.static_range(COUNT):
+        part += (values[FIRST + i],)
+    return part
 
 
 @triton.jit
-def part_of_grid(matrices, ROWS: tl.constexpr):
-    """Part of a launch whose programs take blocks of ROWS rows of three matrices side by side.
+def _add_integers(
+    totals, none, rows, groups, SAME: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr
+):
+    """totals[row][token] plus the products of what a thread took of each row.
 
-    The last matrix may have no rows.
+    Args:
+        none: a 0 to start sums at.
+        groups: IntegerGroup of each group that was taken of a row.
+        SAME: they have the same step.
     """
-    block = tl.program_id(0)
-    first, second, third = matrices
-    start_2 = tl.cdiv(first.num_rows, ROWS)
-    start_3 = start_2 + tl.cdiv(second.num_rows, ROWS)
-    ptr, num_rows, start, column, number = first.ptr, first.num_rows, 0, 0, 0
-    if block >= start_3:
-        ptr, num_rows, start, number = third.ptr, third.num_rows, start_3, 2
-        column = first.num_rows + second.num_rows
-    elif block >= start_2:
-        ptr, num_rows, start, number = second.ptr, second.num_rows, start_2, 1
-        column = first.num_rows
-    return Part(Matrix(ptr, num_rows), block - start, column, number)
+    if FORMAT.has_halves and FORMAT.low_bits == 2:
+        totals = add_halves(totals, none, rows, groups, SAME, FORMAT, PTX)
+    else:
+        totals = add_groups(totals, none, rows, groups[0], FORMAT, PTX)
+    return totals
 
 
 @triton.jit
-def _side_by_side(
-    out,
+def _add_parts(
+    totals, zero, parts, integers, a, group, mask, LAYOUT: tl.constexpr, PLAN: tl.constexpr
+):
+    """totals[row][token] plus the products of parts [part][row] of one format.
+
+    Args:
+        zero: a 0 to start sums at, int32 [threads].
+        integers: IntegerGroup of each group; None of float32 activations, which are read here.
+        a: Activations.
+        group: first group of the parts, [threads].
+        mask: groups that there are, [threads] or None.
+    """
+    FORMAT: tl.constexpr = LAYOUT.format
+    SPAN: tl.constexpr = LAYOUT.span
+    SAME: tl.constexpr = a.scales_and_sums_ptr is None
+    for i in tl.static_range(len(parts)):
+        if integers is None:
+            for j in tl.static_range(SPAN):
+                rows = ()
+                for r in tl.static_range(len(totals)):
+                    rows += (group_of(parts[i][r], j, FORMAT, SPAN),)
+                at = group + (SPAN * i + j)
+                totals = add_group(totals, zero, rows, a, at, mask, FORMAT, PLAN.wide, PLAN.ptx)
+        else:
+            groups = _part_of(integers, SPAN * i, SPAN)
+            totals = _add_integers(totals, zero, parts[i], groups, SAME, FORMAT, PLAN.ptx)
+    return totals
+
+
+@triton.jit
+def _wait_and_trigger(PLAN: tl.constexpr, PDL: tl.constexpr):
+    """Wait for the launches before, then let the next one begin where that is to be late."""
+    pdl_wait(PDL)
+    if PLAN.late_trigger:
+        pdl_trigger(PDL)
+
+
+@triton.jit
+def row_sums(
     a,
-    matrices,
+    first,
+    second,
+    row,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
-    THIRD: tl.constexpr,
     PLAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A block of rows of one of three matrices."""
-    part = part_of_grid(matrices, PLAN.rows)
-    # Matrices of one layout share one copy of the code, which then compiles once.
-    if FIRST == SECOND and SECOND == THIRD:
-        _one_block(out, a, part, FIRST, PLAN, PDL)
-    elif part.number == 0:
-        _one_block(out, a, part, FIRST, PLAN, PDL)
-    elif SECOND == THIRD:
-        _one_block(out, a, part, SECOND, PLAN, PDL)
-    elif part.number == 1:
-        _one_block(out, a, part, SECOND, PLAN, PDL)
-    else:
-        _one_block(out, a, part, THIRD, PLAN, PDL)
+    """Activations by a block of rows of one or two matrices: [row][token], [threads] each.
+
+    What the threads hold is to be added up. Rows of the second matrix follow those of the first.
+
+    Args:
+        a: Activations.
+        first, second: Matrix, over one K and of as many rows; the second of any content where
+            SECOND is None.
+        row: first row, int64.
+        FIRST, SECOND: layouts.
+        PDL: weights are loaded before the PDL wait.
+    """
+    THREADS: tl.constexpr = PLAN.threads
+    M: tl.constexpr = PLAN.tokens
+    SPAN: tl.constexpr = _span_of_both(FIRST, SECOND)
+    SPANS: tl.constexpr = PLAN.groups // SPAN
+    STEPS: tl.constexpr = (SPANS + THREADS - 1) // THREADS
+    COUNT: tl.constexpr = PLAN.rows if SECOND is None else 2 * PLAN.rows
+    zero = first.num_rows >> 31  # 0, but the compiler cannot know it
+    thread = tl.arange(0, THREADS)
+
+    totals = no_totals(THREADS, COUNT, M)
+    if PLAN.prefetch:
+        rows = _load_both(first, second, row, thread, thread < SPANS, FIRST, SECOND, PLAN)
+    for step in range(STEPS):
+        at = step * THREADS + thread
+        mask = at < SPANS
+        if SPANS % THREADS == 0:
+            mask = None
+        if PLAN.prefetch:
+            ahead = at + THREADS
+            later = _load_both(first, second, row, ahead, ahead < SPANS, FIRST, SECOND, PLAN)
+        else:
+            rows = _load_both(first, second, row, at, mask, FIRST, SECOND, PLAN)
+        if PDL:
+            if step == 0:
+                _wait_and_trigger(PLAN, PDL)
+        if PLAN.ordered:
+            start = tied_zero(rows, zero)
+        else:
+            start = tl.zeros([THREADS], tl.int32)
+        integers = None
+        if PLAN.integers:
+            if a.scales_and_sums_ptr is None:
+                floats = load_floats(a, at, mask, M, SPAN, PLAN.wide)
+                integers = integers_of(floats, a.ptr.dtype.element_ty, SPAN, PLAN.wide, PLAN.ptx)
+            else:
+                integers = load_integers(a, at, mask, M, SPAN, PLAN.ptx)
+        if _same_kind(FIRST, SECOND):
+            totals = _add_parts(totals, start, rows, integers, a, at * SPAN, mask, FIRST, PLAN)
+        else:
+            OWN: tl.constexpr = SPAN // FIRST.span
+            mine = _part_of(totals, 0, PLAN.rows)
+            others = _part_of(totals, PLAN.rows, PLAN.rows)
+            of_second = _part_of(rows, OWN, len(rows) - OWN)
+            rows_of_first = _part_of(rows, 0, OWN)
+            mine = _add_parts(mine, start, rows_of_first, integers, a, at * SPAN, mask, FIRST, PLAN)
+            others = _add_parts(
+                others, start, of_second, integers, a, at * SPAN, mask, SECOND, PLAN
+            )
+            totals = mine + others
+        if PLAN.prefetch:
+            rows = later
+    if not PLAN.integers:
+        totals = whole_sums(totals)
+    return totals
+
+
+@triton.jit
+def one_block(
+    out, a, matrix, block, column, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: tl.constexpr
+):
+    """A block of rows of one matrix, whose products start at a column of y."""
+    first = first_row(block, matrix.num_rows, PLAN.rows)
+    totals = row_sums(a, matrix, matrix, first, LAYOUT, None, PLAN, PDL)
+    store_rows(totals, out, column + first, PLAN.ptx)
 
 
 @triton.jit
 def _persistent(out, a, matrix, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: tl.constexpr):
     """Every so many blocks of rows of a matrix, each reduced by itself."""
     THREADS: tl.constexpr = PLAN.threads
+    FORMAT: tl.constexpr = LAYOUT.format
+    SPAN: tl.constexpr = LAYOUT.span
     thread = tl.arange(0, THREADS)
-    mask = thread < PLAN.groups // LAYOUT.span
+    mask = thread < PLAN.groups // SPAN
     program, programs = tl.program_id(0), tl.num_programs(0)
     blocks = (matrix.num_rows + PLAN.rows - 1) // PLAN.rows
     zero = tl.zeros([THREADS], tl.int32)
-    KIND: tl.constexpr = LAYOUT.format
 
     first = first_row(program, matrix.num_rows, PLAN.rows)
-    rows = block_of_rows(matrix, first, thread, mask, LAYOUT, PLAN)
-    wait_and_trigger(PLAN, PDL)
-    SPAN: tl.constexpr = LAYOUT.span
-    loaded = load_activations(a, thread, mask, PLAN.tokens, SPAN, PLAN.wide, PLAN.ptx)
-    integers = integers_of(loaded, a, PLAN.tokens, SPAN, PLAN.wide, PLAN.ptx)
+    rows = load_rows(matrix, first, thread, mask, LAYOUT, PLAN.rows, PLAN.ptx)
+    _wait_and_trigger(PLAN, PDL)
+    floats = load_floats(a, thread, mask, PLAN.tokens, SPAN, PLAN.wide)
+    integers = integers_of(floats, a.ptr.dtype.element_ty, SPAN, PLAN.wide, PLAN.ptx)
     for block in range(program, blocks, programs):
         after = block + programs
         first = first_row(after, matrix.num_rows, PLAN.rows)
-        later = block_of_rows(matrix, first, thread, mask & (after < blocks), LAYOUT, PLAN)
+        known = mask & (after < blocks)
+        later = load_rows(matrix, first, thread, known, LAYOUT, PLAN.rows, PLAN.ptx)
         totals = no_totals(THREADS, PLAN.rows, PLAN.tokens)
-        totals = add_integers_to(totals, zero, rows, integers, a, KIND, PLAN)
-        _store_block(totals, out, first_row(block, matrix.num_rows, PLAN.rows), PLAN)
+        totals = _add_integers(totals, zero, rows, integers, True, FORMAT, PLAN.ptx)
+        store_rows(totals, out, first_row(block, matrix.num_rows, PLAN.rows), PLAN.ptx)
         rows = later
 
 
@@ -214,8 +327,9 @@ def _persistent_deferred(
 
     Only the last block may be missing.
     """
-    KIND: tl.constexpr = LAYOUT.format
-    PARTS: tl.constexpr = PLAN.groups // LAYOUT.span
+    FORMAT: tl.constexpr = LAYOUT.format
+    SPAN: tl.constexpr = LAYOUT.span
+    PARTS: tl.constexpr = PLAN.groups // SPAN
     M: tl.constexpr = PLAN.tokens
     ROWS: tl.constexpr = PLAN.rows
     DEFERRED: tl.constexpr = PLAN.deferred
@@ -224,53 +338,50 @@ def _persistent_deferred(
     thread = tl.arange(0, THREADS)
     mask = thread < PARTS
     program, programs = tl.program_id(0), tl.num_programs(0)
-    blocks = (matrix.num_rows + PLAN.rows - 1) // PLAN.rows
+    blocks = (matrix.num_rows + ROWS - 1) // ROWS
 
     # Threads beyond the last group take that one again. What they sum up is left out.
     inside = tl.minimum(thread, PARTS - 1)
-    first = first_row(program, matrix.num_rows, PLAN.rows)
-    queue = (block_of_rows(matrix, first, inside, None, LAYOUT, PLAN),)
-    wait_and_trigger(PLAN, PDL)
-    SPAN: tl.constexpr = LAYOUT.span
-    loaded = load_activations(a, inside, None, M, SPAN, PLAN.wide, PLAN.ptx)
+    first = first_row(program, matrix.num_rows, ROWS)
+    queue = (load_rows(matrix, first, inside, None, LAYOUT, ROWS, PLAN.ptx),)
+    _wait_and_trigger(PLAN, PDL)
+    floats = load_floats(a, inside, None, M, SPAN, PLAN.wide)
     integers, flat, at = (), (), inside
     zero = matrix.num_rows >> 31  # 0, but the compiler cannot know it
     none = tl.zeros([THREADS], tl.int32)
     for step in tl.static_range(DEFERRED):
-        if step + 1 < PLAN.deferred:
+        if step + 1 < DEFERRED:
             block = program + (step + 1) * programs
             known = None
-            if step + 2 == PLAN.deferred:
+            if step + 2 == DEFERRED:
                 known = tl.full([THREADS], 1, tl.int1) & (block < blocks)
-            first = first_row(block, matrix.num_rows, PLAN.rows)
-            queue += (block_of_rows(matrix, first, at, known, LAYOUT, PLAN),)
+            first = first_row(block, matrix.num_rows, ROWS)
+            queue += (load_rows(matrix, first, at, known, LAYOUT, ROWS, PLAN.ptx),)
         if step == 0:
-            integers = integers_of(loaded, a, M, SPAN, PLAN.wide, PLAN.ptx)
-        totals = no_totals(THREADS, PLAN.rows, M)
-        totals = add_integers_to(totals, none, queue[step], integers, a, KIND, PLAN)
+            integers = integers_of(floats, a.ptr.dtype.element_ty, SPAN, PLAN.wide, PLAN.ptx)
+        totals = no_totals(THREADS, ROWS, M)
+        totals = _add_integers(totals, none, queue[step], integers, True, FORMAT, PLAN.ptx)
         if PLAN.ordered:
             # The compiler would move the next but one block's loads of scales up here, and find
             # no registers for its weights.
-            at = inside + (totals[PLAN.rows - 1][0].to(tl.int32, bitcast=True) & zero)
+            at = inside + (totals[ROWS - 1][0].to(tl.int32, bitcast=True) & zero)
         for r in tl.static_range(ROWS):
             flat += totals[r]
     if PARTS == THREADS:
         mask = None
     y = summed(flat, SUMS, PLAN.ptx, mask, PARTS % 32 == 0)
     i = tl.arange(0, SUMS)
-    block = program + i // (M * PLAN.rows) * programs
-    row = first_row(block, matrix.num_rows, PLAN.rows) + i // M % PLAN.rows
-    store_each(y, out, i % M, row, (i < PLAN.deferred * M * PLAN.rows) & (block < blocks))
+    block = program + i // (M * ROWS) * programs
+    row = first_row(block, matrix.num_rows, ROWS) + i // M % ROWS
+    store_each(y, out, i % M, row, (i < DEFERRED * M * ROWS) & (block < blocks))
 
 
-@kernel(dynamic=("num_rows", "num_rows_2", "num_rows_3"))
+@kernel(dynamic=("num_rows",))
 def _gemv_repacked_kernel(
     y_ptr,  # [m, n]
     a_ptr,  # [m, k], or codes [m, k / 2]
     scales_and_sums_ptr,  # int32 [m, k / 32, 4] of codes, else None
     planes_ptr,  # uint8 [num_rows, row_bytes]
-    planes_2_ptr,  # uint8 [num_rows_2, row_bytes], or None
-    planes_3_ptr,  # uint8 [num_rows_3, row_bytes], or None
     bias_ptr,  # [n], or None
     residual_ptr,  # [m, n], or None
     stride_y_token,
@@ -278,71 +389,30 @@ def _gemv_repacked_kernel(
     stride_scales_and_sums_token,
     stride_residual_token,
     num_rows,
-    num_rows_2,
-    num_rows_3,
     LAYOUT: tl.constexpr,
-    LAYOUT_2: tl.constexpr,  # None where there is one matrix
-    LAYOUT_3: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of gate, the first matrix; "" for matrices side by side
     PLAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if not PLAN.late_trigger:
         pdl_trigger(PDL)
     out = Output(y_ptr, bias_ptr, residual_ptr, stride_y_token, stride_residual_token)
-    a = Activations(a_ptr, scales_and_sums_ptr, stride_a_token, stride_scales_and_sums_token)
+    a = Activations(a_ptr, stride_a_token, scales_and_sums_ptr, stride_scales_and_sums_token)
     matrix = Matrix(planes_ptr, num_rows)
-    if ACTIVATION != "":
-        first = first_row(tl.program_id(0), num_rows, PLAN.rows)
-        up = Matrix(planes_2_ptr, num_rows)
-        totals = row_sums(a, matrix, up, first, LAYOUT, LAYOUT_2, PLAN, PDL)
-        _store_gate_up(totals, out, first, ACTIVATION, PLAN)
-    elif LAYOUT_2 is not None:
-        matrices = (matrix, Matrix(planes_2_ptr, num_rows_2), Matrix(planes_3_ptr, num_rows_3))
-        _side_by_side(out, a, matrices, LAYOUT, LAYOUT_2, LAYOUT_3, PLAN, PDL)
-    elif PLAN.deferred > 0:
+    if PLAN.deferred > 0:
         _persistent_deferred(out, a, matrix, LAYOUT, PLAN, PDL)
     elif PLAN.persistent:
         _persistent(out, a, matrix, LAYOUT, PLAN, PDL)
     else:
-        part = Part(matrix, tl.program_id(0), 0, 0)
-        _one_block(out, a, part, LAYOUT, PLAN, PDL)
-
-
-def launch_matrices(
-    parts: Sequence[tuple[Tensor, str]], layouts: Sequence[Any], is_pair: bool
-) -> dict[str, Any]:
-    """The arguments of a launch that tell of its matrices.
-
-    Args:
-        parts: one to three matrices and their kinds.
-        layouts: their layouts, constants of the kernel.
-        is_pair: the matrices are gate and up, not side by side.
-    """
-    pointers: list[Tensor | None] = [planes for planes, _ in parts]
-    counts, all_layouts = [planes.shape[0] for planes, _ in parts], list(layouts)
-    if len(parts) == 2 and not is_pair:  # the third has no rows
-        pointers, counts = [*pointers, pointers[1]], [*counts, 0]
-        all_layouts.append(layouts[1])
-    missing = 3 - len(pointers)
-    pointers += [None] * missing
-    counts += [0] * missing
-    all_layouts += [None] * missing
-    names = ("", "_2", "_3")
-    return {
-        **{f"planes{name}_ptr": ptr for name, ptr in zip(names, pointers, strict=True)},
-        **{f"num_rows{name}": count for name, count in zip(names, counts, strict=True)},
-        **{f"LAYOUT{name}": layout for name, layout in zip(names, all_layouts, strict=True)},
-    }
+        one_block(out, a, matrix, tl.program_id(0), 0, LAYOUT, PLAN, PDL)
 
 
 def launch_gemv(
     a: Tensor | Int16Activations,
-    parts: Sequence[tuple[Tensor, str]],
+    planes: Tensor,
+    kind: str,
     config: Config,
     out: Tensor,
     *,
-    activation: str = "",
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -350,12 +420,11 @@ def launch_gemv(
 
     Args:
         a: activations [m, k]: float32 of magnitudes below 2^41, float16 or bfloat16, which become
-            integers of 16 bits; or what ``int16_activations`` made of them.
-        parts: one to three matrices side by side, or gate and up: uint8 [rows, row_bytes] in
-            planes, and a kind such as ``"Q4_K:planes"``.
+            integers of 16 bits; or, of path ``"gemv"``, what ``int16_activations`` made of them.
+        planes: W, uint8 [n, row_bytes].
+        kind: W's, such as ``"Q4_K:planes"``.
         config: launch choice of path ``"gemv"`` or ``"persistent"``.
         out: products, [m, n], of at least one element.
-        activation: what gate passes through, ``"silu"`` or ``"gelu_tanh"``.
         bias: [n], unit stride.
         residual: [m, n], unit stride along n.
     """
@@ -363,23 +432,26 @@ def launch_gemv(
         x, scales_and_sums, k = a.codes, a.scales_and_sums, a.num_weights
     else:
         x, scales_and_sums, k = a, None, a.shape[1]
-    counts = [planes.shape[0] for planes, _ in parts]
-    layouts = [layout_of(planes, kind, k) for planes, kind in parts]
-    plan, programs = plan_of(config, layouts, counts, x, k // 32, activation)
+    num_rows, layout = planes.shape[0], layout_of(planes, kind, k)
+    plan = plan_of(config, x, k // 32, num_rows)
+    programs = cdiv(num_rows, plan.rows)
+    if config["path"] == "persistent":
+        plan, programs = _persistent_plan(config, plan, layout, programs, x)
     maxnreg = config.get("maxnreg", 0)
     _gemv_repacked_kernel.launch(
         (programs,),
         y_ptr=out,
         a_ptr=x,
         scales_and_sums_ptr=scales_and_sums,
+        planes_ptr=planes,
         bias_ptr=bias,
         residual_ptr=residual,
         stride_y_token=out.stride(0),
         stride_a_token=x.stride(0),
         stride_scales_and_sums_token=0 if scales_and_sums is None else scales_and_sums.stride(0),
         stride_residual_token=0 if residual is None else residual.stride(0),
-        **launch_matrices(parts, layouts, bool(activation)),
-        ACTIVATION=activation,
+        num_rows=num_rows,
+        LAYOUT=layout,
         PLAN=plan,
         num_warps=plan.threads // 32,
         **({"maxnreg": maxnreg} if maxnreg else {}),
@@ -387,24 +459,13 @@ def launch_gemv(
     return out
 
 
-def plan_of(
-    config: Config,
-    layouts: Sequence[Layout],
-    counts: Sequence[int],
-    x: Tensor,
-    groups: int,
-    activation: str,
-) -> tuple[GemvPlan, int]:
-    """What is constant in a launch, and its programs."""
+def plan_of(config: Config, x: Tensor, groups: int, fewest: int) -> GemvPlan:
+    """What is constant in a plain launch on x [m, ..], by matrices of ``fewest`` rows or more."""
     num_tokens, ptx = x.shape[0], uses_ptx(x)
-    fewest = min(count for count in counts if count)
     rows = min(int(config["rows"]), previous_power_of_2(fewest))
-    if not ptx:  # AMD's compiler spills with more, and is slow at it
-        rows = min(rows, 2 if len(layouts) > 1 else 4 if num_tokens > 2 else rows)
-    if activation:
-        counts = counts[:1]
-    programs = sum(cdiv(count, rows) for count in counts)
-    plan = GemvPlan(
+    if not ptx and num_tokens > 2:  # AMD's compiler spills with more, and is slow at it
+        rows = min(rows, 4)
+    return GemvPlan(
         tokens=num_tokens,
         groups=groups,
         rows=rows,
@@ -416,12 +477,16 @@ def plan_of(
         wide=ptx and is_aligned(x),
         ptx=ptx,
     )
-    if config["path"] != "persistent":
-        return plan, programs
-    blocks, programs = programs, min(programs, processors(x.device) * int(config["ctas_per_sm"]))
+
+
+def _persistent_plan(
+    config: Config, plan: GemvPlan, layout: Layout, blocks: int, x: Tensor
+) -> tuple[GemvPlan, int]:
+    """A plan of persistent programs, and their number."""
+    programs = min(blocks, processors(x.device) * int(config["ctas_per_sm"]))
     steps = cdiv(blocks, programs)
-    deferred = steps if config["deferred"] and steps * rows * num_tokens <= MOST_SUMS else 0
-    threads = persistent_threads(groups // layouts[0].span)
+    deferred = steps if config["deferred"] and steps * plan.rows * plan.tokens <= MOST_SUMS else 0
+    threads = persistent_threads(plan.groups // layout.span)
     return replace(plan, persistent=True, deferred=deferred, threads=threads), programs
 
 

@@ -13,7 +13,7 @@ words. Or weights are scaled in registers, rounded to float16 like dequantised o
 more instructions a weight and fewer a token; one beyond float16's range is infinite then.
 
 One launch takes one matrix, or several of one kind: gate and up, whose rows alternate in a tile so
-that a thread has both (:func:`mma_gate_up`), or Q, K and V, side by side in y (:func:`mma_qkv`).
+that a thread has both, or Q, K and V, side by side in y.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,7 @@ from torch import Tensor
 from ferrum_triton.kernels.jit import can_overlap, capability, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged, arrange
-from ferrum_triton.kernels.quant.descriptors import (
-    activation_descriptors,
-    no_plane_descriptors,
-    plane_descriptors,
-)
-from ferrum_triton.kernels.quant.fragments import CODES
+from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.mma_operands import (
     MatrixTma,
@@ -49,10 +44,8 @@ from ferrum_triton.kernels.quant.mma_operands import (
 )
 from ferrum_triton.kernels.quant.mma_steps import add_step, gated
 from ferrum_triton.kernels.quant.partials import add_partials
-from ferrum_triton.kernels.quant.planes import row_sizes
+from ferrum_triton.kernels.quant.planes import row_sizes, row_units
 from ferrum_triton.kernels.rows import cdiv
-from ferrum_triton.quant.kinds import file_kind
-from ferrum_triton.quant.planes import ROW_ALIGN
 
 
 @triton.jit
@@ -104,7 +97,7 @@ def _mma_quant_kernel(
     third_ptr,  # [num_rows_third, row_bytes]: what follows that; or None
     bias_ptr,  # [n], or None
     residual_ptr,  # [m, n], or None
-    q_desc,  # of planes, see plane_descriptors; or None
+    q_desc,  # of planes, see descriptors_of; or None
     h_desc,
     s_desc,
     d_desc,
@@ -116,7 +109,7 @@ def _mma_quant_kernel(
     third_h_desc,
     third_s_desc,
     third_d_desc,
-    x_desc,  # of activation_descriptors, or None
+    x_desc,  # of activations, or None
     sums_desc,
     stride_y_split,
     stride_y_token,
@@ -234,132 +227,10 @@ def _mma_quant_kernel(
     )
 
 
-def codes_meta(kind: str, device: torch.device) -> dict[str, Any]:
-    """What is constant in a kernel that unpacks a kind into fragments."""
-    codes = CODES[file_kind(kind)]
-    # PTX where there is some to be had; the interpreter and AMD unpack in Triton.
-    ptx = capability(device) >= (8, 0)
-    return {
-        "BITS": codes.bits,
-        "OFFSET": codes.offset,
-        "SCALES": codes.scales,
-        "MINS": codes.mins,
-        "ASM": codes.asm if ptx else "",
-        "CONSTRAINTS": codes.constraints if ptx else "",
-    }
-
-
 def options_of(config: MmaConfig) -> dict[str, int]:
     """The compiler options of a configuration."""
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return options | ({"maxnreg": config.maxnreg} if config.maxnreg else {})
-
-
-def row_units(sizes: dict[str, int]) -> dict[str, int]:
-    """A kernel's units of 16 bytes of a row in each plane, of what ``row_sizes`` gives."""
-    return {f"{plane.lower()}_row": size // ROW_ALIGN for plane, size in sizes.items()}
-
-
-def mma_quant(
-    a: Tensor,
-    planes: Tensor,
-    kind: str,
-    config: MmaConfig,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias[n] + residual[m, n], W in planes.
-
-    Args:
-        a: [m, k], float16 or bfloat16.
-        planes: uint8 [n, row_bytes], W's rows in planes.
-        kind: their kind, such as ``"Q4_K:planes"``.
-        config: the launch's configuration.
-        bias: [n], contiguous, in any float dtype.
-        residual: [m, n] in any float dtype.
-        out: [m, n] to write to.
-    """
-    y = a.new_empty(len(a), len(planes)) if out is None else out
-    if y.numel() == 0:
-        return y
-    return _products(
-        y,
-        arrange_for(a, kind, config),
-        [planes],
-        kind,
-        config,
-        a.shape[1],
-        bias=bias,
-        residual=residual,
-    )
-
-
-def mma_gate_up(
-    a: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    kind: str,
-    config: MmaConfig,
-    activation: str = "silu",
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """y[m, n] = activation(a · gateᵀ) * (a · upᵀ), one launch where K is not split.
-
-    Args:
-        a: [m, k], float16 or bfloat16.
-        gate, up: uint8 [n, row_bytes], both of ``kind``.
-        kind: their kind, such as ``"Q4_K:planes"``.
-        config: the launch's configuration; half of a tile's rows are gate's and half are up's.
-        activation: ``"silu"`` or ``"gelu_tanh"``.
-        out: [m, n] to write to.
-    """
-    y = a.new_empty(len(a), len(gate)) if out is None else out
-    if y.numel() == 0:
-        return y
-    arranged = arrange_for(a, kind, config)
-    return _products(y, arranged, [gate, up], kind, config, a.shape[1], activation)
-
-
-def mma_qkv(
-    a: Tensor,
-    matrices: Sequence[Tensor],
-    kinds: Sequence[str],
-    configs: Sequence[MmaConfig],
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """y = a · [Q; K; V]ᵀ, side by side in y [m, nq + nk + nv].
-
-    One launch where all are of one kind, by the first configuration; else a launch each. a is
-    arranged once for all matrices that take it in one order.
-
-    Args:
-        a: [m, k], float16 or bfloat16.
-        matrices: two or three, uint8 [n, row_bytes].
-        kinds: their kinds.
-        configs: configurations of their launches.
-        out: [m, nq + nk + nv] to write to.
-    """
-    y = a.new_empty(len(a), sum(map(len, matrices))) if out is None else out
-    if y.numel() == 0:
-        return y
-    if len(set(kinds)) == 1:
-        arranged = arrange_for(a, kinds[0], configs[0])
-        return _products(y, arranged, matrices, kinds[0], configs[0], a.shape[1])
-    orders: dict[tuple[int, int], Arranged] = {}
-    first = 0
-    for planes, kind, config in zip(matrices, kinds, configs, strict=True):
-        order = config.words, halves_of(kind)
-        if order not in orders:
-            orders[order] = arrange_for(a, kind, config)
-        part = y[:, first : first + len(planes)]
-        if part.numel():
-            _products(part, orders[order], [planes], kind, config, a.shape[1])
-        first += len(planes)
-    return y
 
 
 def arrange_for(a: Tensor, kind: str, config: MmaConfig) -> Arranged:
@@ -367,18 +238,30 @@ def arrange_for(a: Tensor, kind: str, config: MmaConfig) -> Arranged:
     return arrange(a, config.words, halves_of(kind))
 
 
-def _products(
+def mma_products(
     y: Tensor,
     arranged: Arranged,
     matrices: Sequence[Tensor],
     kind: str,
     config: MmaConfig,
     k: int,
+    *,
     activation: str = "",
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Launch products of one, two or three matrices of a kind, written to y."""
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias[n] + residual[m, n], rounded once.
+
+    Args:
+        y: [m, n], of at least one element.
+        arranged: a, float16 or bfloat16 [m, k], as :func:`arrange_for` arranged it.
+        matrices: W, or up to three side by side in y; or gate and up. uint8 [rows, row_bytes].
+        kind: theirs, such as ``"Q4_K:planes"``.
+        config: the launch's configuration; of gate and up half of a tile's rows are either's.
+        activation: what gate passes through, ``"silu"`` or ``"gelu_tanh"``.
+        bias: [n], contiguous, in any float dtype.
+        residual: [m, n] in any float dtype.
+    """
     num_tokens, splits = y.shape[0], config.splits
     first, second, third = [*matrices, None, None][:3]
     sizes, *_ = [row_sizes(planes, kind, k) for planes in matrices]  # every one is checked
@@ -390,14 +273,11 @@ def _products(
         width = y.shape[1] * (2 if activation else 1)
         shape = splits, num_tokens, width
         partial = torch.empty(shape, dtype=torch.float32, device=y.device)
-    descriptors = {"x_desc": None, "sums_desc": None}
+    each = {"": first, "second_": second, "third_": third}
+    stacks = {prefix: None if w is None else w[None] for prefix, w in each.items()}
+    descriptors = no_descriptors(stacks)
     if config.use_tma:
-        descriptors = activation_descriptors(arranged, tile)
-    for prefix, planes in (("", first), ("second_", second), ("third_", third)):
-        if config.use_tma and planes is not None:
-            descriptors |= plane_descriptors(planes[None], sizes, k, tile, rows, prefix)
-        else:
-            descriptors |= no_plane_descriptors(prefix)
+        descriptors = descriptors_of(tile, rows, arranged, stacks, sizes, k)
     is_last = splits == 1
     _mma_quant_kernel.launch(
         (cdiv(num_tokens, tile.tokens) * tiles, splits),

@@ -117,7 +117,7 @@ def tiles_of(gpu: Gpu, kind: str) -> dict[int, MmaConfig]:
 def mma_heuristic(
     gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_weights: int
 ) -> MmaConfig:
-    """How ``mma_quant`` takes so many tokens by W [num_rows, num_weights].
+    """How ``mma`` takes so many tokens by W [num_rows, num_weights].
 
     Args:
         kind: W's kind, such as ``"Q4_K:planes"``.

@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 
 from ferrum_triton.kernels.jit import capability
-from ferrum_triton.kernels.quant.fragments import CODES, Codes
+from ferrum_triton.kernels.quant.fragments import unpacking_of
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
+from ferrum_triton.kernels.quant.planes import halves
+from ferrum_triton.quant.formats import FORMATS, BlockFormat
 from ferrum_triton.quant.kinds import file_kind
 
 
@@ -30,7 +32,7 @@ class Tile:
     is keyed by; of a property it would know nothing. So is the PTX a field.
 
     Attributes:
-        codes: the format of weights.
+        format: the description of weights' format.
         asm: PTX that unpacks two words, "" where Triton does: in the interpreter and on AMD.
         rows: rows of W.
         tokens: tokens.
@@ -40,7 +42,7 @@ class Tile:
         whole: K is whole steps.
     """
 
-    codes: Codes
+    format: BlockFormat
     asm: str
     rows: int
     tokens: int
@@ -52,7 +54,7 @@ class Tile:
 
 def halves_of(kind: str) -> int:
     """In how many parts words' pairs are taken, and activations arranged."""
-    return 2 if CODES[file_kind(kind)].bits in (3, 5) else 1
+    return 2 if FORMATS[file_kind(kind)].bits in (3, 5) else 1
 
 
 def tile_of(kind: str, config: MmaConfig, k: int, device: torch.device) -> Tile:
@@ -63,16 +65,16 @@ def tile_of(kind: str, config: MmaConfig, k: int, device: torch.device) -> Tile:
 
 @lru_cache(maxsize=4096)
 def _tile_of(kind: str, config: MmaConfig, whole: bool, has_ptx: bool) -> Tile:
-    codes = CODES[kind]
+    fmt = FORMATS[kind]
     return Tile(
-        codes=codes,
-        asm=codes.asm if has_ptx else "",
+        format=fmt,
+        asm=unpacking_of(fmt) if has_ptx else "",
         rows=config.rows,
         tokens=config.tokens,
         words=config.words,
         parts=max(config.parts, halves_of(kind)),
         # Powers of two of MXFP4 are beyond float16 before the product.
-        scale_after=codes.scales == "power" or (config.scale_after and codes.scales != ""),
+        scale_after=fmt.scale_code == "power" or (config.scale_after and fmt.scale_code != ""),
         whole=whole,
     )
 
@@ -81,7 +83,7 @@ def _tile_of(kind: str, config: MmaConfig, whole: bool, has_ptx: bool) -> Tile:
 def q_columns(tile):
     """int32 of a row's first plane in a step."""
     return {8: 2 * tile.words, 3: tile.words // 2, 2: tile.words // 2}.get(
-        tile.codes.bits, tile.words
+        tile.format.bits, tile.words
     )
 
 
@@ -89,39 +91,39 @@ def q_columns(tile):
 def h_columns(tile):
     """int32 of its second plane, 0 of formats that have none."""
     by_bits = {6: tile.words // 2, 5: tile.words // 4, 3: tile.words // 4}
-    return by_bits.get(tile.codes.bits, 0)
+    return by_bits.get(tile.format.bits, 0)
 
 
 @triton.constexpr_function
 def s_columns(tile):
-    """Scales of its sub-blocks, of the kind of ``Codes.scales``."""
-    if tile.codes.scales == "":
+    """Scales of its sub-blocks, of the kind of ``scale_code``."""
+    if tile.format.scale_code == "":
         return 0
-    return tile.words // (2 if tile.codes.scales in ("byte", "nibbles") else 4)
+    return tile.words // (2 if tile.format.scale_code in ("byte", "nibbles") else 4)
 
 
 @triton.constexpr_function
 def d_columns(tile):
     """Blocks of 32 weights in a step, of formats that have no others."""
-    return 0 if tile.codes.scales else tile.words // 4
+    return 0 if tile.format.scale_code else tile.words // 4
 
 
 @triton.constexpr_function
 def d_unit(tile):
     """Entries of d, or of d and m, in 16 bytes: exponents of MXFP4 are bytes."""
-    return 16 if tile.codes.scales == "power" else 4 if tile.codes.mins else 8
+    return 16 if tile.format.scale_code == "power" else 4 if tile.format.has_minimum else 8
 
 
 @triton.constexpr_function
 def s_by_tma(tile):
     """Whether a descriptor brings scales: those of 16 words are too narrow for one."""
-    return tile.codes.scales in ("pair", "nibbles", "byte") and tile.words == 32
+    return tile.format.scale_code in ("pair", "nibbles", "byte") and tile.words == 32
 
 
 @triton.constexpr_function
 def d_by_tma(tile):
     """Likewise d, or d and m: a row of a descriptor's tile has 16 bytes at least."""
-    return d_columns(tile) * (4 if tile.codes.mins else 2) >= 16
+    return d_columns(tile) * (4 if tile.format.has_minimum else 2) >= 16
 
 
 class PlaneRows(NamedTuple):
@@ -214,7 +216,7 @@ def pointers(
         row: rows of W, int64 [rows], any there are.
         token: rows of x, int64 [tokens], any there are.
     """
-    SCALES: tl.constexpr = TILE.codes.scales
+    SCALES: tl.constexpr = TILE.format.scale_code
     plane = tl.full((), 16, tl.int64) * num_rows  # bytes of a plane whose rows are a unit
     q_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
     planes_ptr += plane * rows.q
@@ -241,7 +243,7 @@ def pointers(
         t = (t_ptr + row * rows.t * 4)[:, None]
     if SCALES == "power":
         d = planes_ptr
-    elif TILE.codes.mins:
+    elif TILE.format.has_minimum:
         d = planes_ptr.to(tl.pointer_type(tl.int32))
     else:
         d = planes_ptr.to(tl.pointer_type(tl.float16))
@@ -255,14 +257,6 @@ def pointers(
 
 
 @triton.jit
-def halves(word):
-    """The two float16 of an int32."""
-    low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    high = ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low, high
-
-
-@triton.jit
 def block_scales(operands, place, TILE: tl.constexpr):
     """d and m of a step's block of each row, where they scale products; else nothing."""
     d, m = 0.0, 0.0
@@ -270,7 +264,7 @@ def block_scales(operands, place, TILE: tl.constexpr):
         # Too narrow for the compiler's pipeline where no product depends on them.
         skipped = place.rows * operands.rows.d * d_unit(TILE)
         d = tl.load(operands.at.d + (skipped + place.step * TILE.words // 32))
-        if TILE.codes.mins:
+        if TILE.format.has_minimum:
             d, m = halves(d)
     return Scales(d, m)
 
@@ -279,18 +273,18 @@ def block_scales(operands, place, TILE: tl.constexpr):
 def weight_scales(operands, loaded, place, TILE: tl.constexpr):
     """d and m of each row's weights of a step, float16 [rows, blocks], where they scale weights."""
     m = 0.0
-    if TILE.codes.scales == "":
+    if TILE.format.scale_code == "":
         d = loaded.d
-        if TILE.codes.mins:
+        if TILE.format.has_minimum:
             d, m = halves(d)
     else:
         # Halves, which the compiler's pipeline leaves alone: they come from L1, and each thread
         # asks for those of its rows.
-        EACH: tl.constexpr = 2 if TILE.codes.mins else 1
+        EACH: tl.constexpr = 2 if TILE.format.has_minimum else 1
         d_ptr = operands.at.d.to(tl.pointer_type(tl.float16))[:, None]
         d_ptr += place.rows * operands.rows.d * 8 + place.step * TILE.words // 32 * EACH
         d = tl.load(d_ptr)
-        if TILE.codes.mins:
+        if TILE.format.has_minimum:
             m = tl.load(d_ptr + 1)
     return Scales(d, m)
 
@@ -313,14 +307,14 @@ def load_step(operands, place, left, TILE: tl.constexpr):
 
 @triton.jit
 def _load_scales(operands, place, TILE: tl.constexpr):
-    UNIT: tl.constexpr = 8 if TILE.codes.scales == "pair" else 16
+    UNIT: tl.constexpr = 8 if TILE.format.scale_code == "pair" else 16
     skipped = place.rows * operands.rows.s * UNIT
     return tl.load(operands.at.s + (skipped + place.step * s_columns(TILE)))
 
 
 @triton.jit
 def _load_d(operands, place, left, TILE: tl.constexpr):
-    skipped = place.rows * operands.rows.d * (4 if TILE.codes.mins else 8)
+    skipped = place.rows * operands.rows.d * (4 if TILE.format.has_minimum else 8)
     column = tl.arange(0, d_columns(TILE))[None, :]
     # 0 where there are none: anything else may be no number.
     return tl.load(
@@ -351,7 +345,7 @@ def _load_by_pointers(operands, place, left, TILE: tl.constexpr):
         words = tl.load(q, eviction_policy="evict_first")
     else:
         # Words of eight weights are Q_COLUMNS / TILE.words int32 each.
-        left_columns = left * 2 if TILE.codes.bits == 8 else left // (TILE.words // Q_COLUMNS)
+        left_columns = left * 2 if TILE.format.bits == 8 else left // (TILE.words // Q_COLUMNS)
         words = tl.load(q, mask=tl.arange(0, Q_COLUMNS)[None, :] < left_columns, other=0)
     if H_COLUMNS > 0:
         column = tl.arange(0, H_COLUMNS)[None, :]
@@ -360,7 +354,7 @@ def _load_by_pointers(operands, place, left, TILE: tl.constexpr):
             mask=(column < left // (TILE.words // H_COLUMNS)) | TILE.whole,
             other=0,
         )
-    if TILE.codes.scales != "":
+    if TILE.format.scale_code != "":
         scale = _load_scales(operands, place, TILE)
     else:
         d = _load_d(operands, place, left, TILE)
@@ -368,7 +362,7 @@ def _load_by_pointers(operands, place, left, TILE: tl.constexpr):
     x = tl.load(x_rows)
     if TILE.parts == 2:
         x_second = tl.load(x_rows + 4 * TILE.words)
-    if TILE.scale_after and TILE.codes.mins:
+    if TILE.scale_after and TILE.format.has_minimum:
         sums = tl.load(at.sums + place.step * TILE.words)
     return Loaded(words, more, scale, d, x, x_second, sums)
 
@@ -385,7 +379,7 @@ def _load_by_tma(operands, place, left, TILE: tl.constexpr):
     x = tokens.x.load([tokens.token, step * (8 * TILE.words)])
     if TILE.parts == 2:
         x_second = tokens.x.load([tokens.token, step * (8 * TILE.words) + 4 * TILE.words])
-    if TILE.scale_after and TILE.codes.mins:
+    if TILE.scale_after and TILE.format.has_minimum:
         sums = tokens.sums.load([tokens.token, step * TILE.words])
     if s_by_tma(TILE):
         scale = matrix.s.load([matrix.expert, row, step * s_columns(TILE)])
@@ -407,7 +401,7 @@ def _load_by_tma(operands, place, left, TILE: tl.constexpr):
         more = _alternating(more, up_more, GATED)
     if s_by_tma(TILE):
         scale = _alternating(scale, up_scale, GATED)
-    elif TILE.codes.scales != "":
+    elif TILE.format.scale_code != "":
         scale = _load_scales(operands, place, TILE)
     if d_by_tma(TILE):
         d = _alternating(d, up_d, GATED)

@@ -30,7 +30,7 @@ from ferrum_triton.kernels.tensor_cores import settled
 @triton.jit
 def _every_other_pair(words, TILE: tl.constexpr):
     """Words whose high bits are in the low halves of a one-bit plane's bytes; the high halves'."""
-    if TILE.codes.bits == 5:
+    if TILE.format.bits == 5:
         pairs = tl.reshape(words, [words.shape[0], words.shape[1] // 4, 2, 2])
         even, odd = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
         even = tl.reshape(even, [words.shape[0], words.shape[1] // 2])
@@ -49,20 +49,16 @@ def _weights(words, more, scale, low, scales, W: tl.constexpr, TILE: tl.constexp
         low: mins of sub-blocks in the second byte of an int32.
         scales: d and m of the weights.
     """
-    BITS: tl.constexpr = TILE.codes.bits
-    OFFSET: tl.constexpr = TILE.codes.offset
-    SCALED: tl.constexpr = TILE.codes.scales != ""
-    MINS: tl.constexpr = TILE.codes.mins
+    FORMAT: tl.constexpr = TILE.format
     ASM: tl.constexpr = TILE.asm
-    CONSTRAINTS: tl.constexpr = TILE.codes.constraints
-    t = unpack(words, more, scale, BITS, OFFSET, SCALED, ASM, CONSTRAINTS)
+    t = unpack(words, more, scale, FORMAT, ASM)
     if not TILE.scale_after:
         mins, m = 0.0, scales.m
-        if MINS:
+        if FORMAT.has_minimum:
             m = spread(m, W)
-            if SCALED:
+            if FORMAT.scale_code != "":
                 mins = second_bytes(low, W, ASM)
-        t = times(t, mins, spread(scales.d, W), m, SCALED, MINS, ASM != "")
+        t = times(t, mins, spread(scales.d, W), m, FORMAT, ASM != "")
     return t
 
 
@@ -80,15 +76,15 @@ def add_step(acc, scales, operands, place, next_place, num_words, TILE: tl.const
     W: tl.constexpr = TILE.words
     ASM: tl.constexpr = TILE.asm
     step = load_step(operands, place, num_words - place.step * W, TILE)
-    scale = step.scale.to(tl.int32) if TILE.codes.scales != "" else step.scale
-    upper = upper_scales(operands, place, TILE) if TILE.codes.scales == "packed" else 0
+    scale = step.scale.to(tl.int32) if TILE.format.scale_code != "" else step.scale
+    upper = upper_scales(operands, place, TILE) if TILE.format.scale_code == "packed" else 0
     low = scale
-    if TILE.codes.scales == "power":
+    if TILE.format.scale_code == "power":
         # Loaded again: with d, which the loop carries, weights would go through shared memory.
         skipped = place.rows * operands.rows.d * d_unit(TILE)
         largest = tl.load(operands.at.d[:, None] + (skipped + place.step * W // 32))
         scale = relative_power(scale, largest.to(tl.int32))
-    if TILE.codes.scales == "nibbles":
+    if TILE.format.scale_code == "nibbles":
         scale, low = scale & 15, scale << 4  # a min as the low bits of the second byte
     # Here, not before: the loop's copies are asked for first.
     next_scales = block_scales(operands, next_place, TILE)
@@ -98,10 +94,10 @@ def add_step(acc, scales, operands, place, next_place, num_words, TILE: tl.const
         product = acc
         scales = weight_scales(operands, step, place, TILE)
 
-    if TILE.codes.bits == 5 or TILE.codes.bits == 3:
+    if TILE.format.bits == 5 or TILE.format.bits == 3:
         even, odd = _every_other_pair(step.words, TILE)
         even_scale, odd_scale = scale, scale
-        if TILE.codes.bits == 3:
+        if TILE.format.bits == 3:
             even_scale = scale & 15 | upper << 4 & 48
             odd_scale = scale >> 4 | upper << 2 & 48
         t = _weights(even, spread(step.more, W // 2), even_scale, low, scales, W // 2, TILE)
@@ -117,12 +113,12 @@ def add_step(acc, scales, operands, place, next_place, num_words, TILE: tl.const
             product = tl.dot(end_to_end(t, 4), tl.trans(step.x_second), product)
 
     if TILE.scale_after:
-        if TILE.codes.scales == "power":
+        if TILE.format.scale_code == "power":
             factor = largest_power(scales.d)
         else:
             factor = scales.d.to(tl.float32)
         acc += product * factor[:, None]
-        if TILE.codes.mins:
+        if TILE.format.has_minimum:
             mins = second_bytes(low, W, ASM)
             acc -= tl.dot(mins, tl.trans(step.sums)) * scales.m.to(tl.float32)[:, None]
     else:

@@ -10,13 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.quant.codebooks import value_of
 from ferrum_triton.kernels.quant.fragments import spread
-from ferrum_triton.kernels.quant.planes import fp16_pair, halved_power, row_sizes
-from ferrum_triton.kernels.quant.words import value_of
+from ferrum_triton.kernels.quant.planes import fp16_pair, halved_power, row_sizes, row_units
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.kinds import file_kind
-from ferrum_triton.quant.planes import ROW_ALIGN
 
 # Rows decoded at a time before a product: their bfloat16 weights, at 4096 columns, leave room in an
 # L2 of 50 MB for what else the product reads.
@@ -158,7 +157,6 @@ def decode_planes(
     An id of no row gives zeros.
     """
     num_rows, k = y.shape
-    sizes = row_sizes(planes, kind, k)
     block_n, block_k = 4, 512
     if y.numel():
         _decode_planes_kernel.launch(
@@ -167,11 +165,7 @@ def decode_planes(
             planes_ptr=planes,
             ids_ptr=ids,
             stride_y_row=y.stride(0),
-            q_row=sizes["Q"] // ROW_ALIGN,
-            h_row=sizes["H"] // ROW_ALIGN,
-            s_row=sizes["S"] // ROW_ALIGN,
-            t_row=sizes["T"] // ROW_ALIGN,
-            d_row=sizes["D"] // ROW_ALIGN,
+            **row_units(row_sizes(planes, kind, k)),
             table_rows=planes.shape[0],
             num_rows=num_rows,
             num_weights=k,

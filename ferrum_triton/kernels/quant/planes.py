@@ -1,7 +1,7 @@
-"""Reading planes (:mod:`ferrum_triton.quant.planes`): threads take groups of 32 weights as words.
+"""Reading a matrix in planes (:mod:`ferrum_triton.quant.planes`): threads take groups as words.
 
-A thread takes one group of a row at a time, or of Q2_K and Q3_K, whose groups have 8 bytes of low
-bits, a pair of neighbours: fewer instructions load and scale as many weights.
+A thread takes one group of 32 weights of a row at a time, or of Q2_K and Q3_K, whose groups have 8
+bytes of low bits, a pair of neighbours: fewer instructions load and scale as many weights.
 
 Every tensor here is [threads]: a thread loads 16, 8 or 4 bytes of each plane at once. PTX says so,
 as Triton's own loads can only in a layout that the activations would have to be moved to. Elsewhere
@@ -18,94 +18,249 @@ the bytes of two words::
     IQ4, MXFP4      table[w] each      the same           0, none
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
-from ferrum_triton.kernels.jit import can_overlap, capability
-from ferrum_triton.kernels.quant.loads import load_narrow, load_one, load_words
-from ferrum_triton.kernels.quant.words import looked_up
-from ferrum_triton.quant.formats import FORMATS
+from ferrum_triton.kernels.jit import capability
+from ferrum_triton.kernels.quant.codebooks import looked_up
+from ferrum_triton.quant.formats import FORMATS, BlockFormat
+from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
 # Groups in a row from more than which on rows are long.
 MANY_GROUPS = 256
-GROUP = tl.constexpr(32)  # weights
+# Weights are read once: they leave the first-level cache to the activations.
+STREAM = tl.constexpr(".L1::evict_first")
+_TWO, _FOUR = tl.constexpr((tl.int32,) * 2), tl.constexpr((tl.int32,) * 4)
 
 
-@triton.constexpr_function
-def described(kind):
-    """The description of a format, or of what a file calls it; of None, None.
+@dataclass(frozen=True)
+class Layout:
+    """A matrix in planes, as kernels know it.
 
-    A description is what to pass on: unlike a name it is part of Triton's cache keys.
+    Attributes:
+        format: the format's description.
+        q, h, s, t, d: bytes of a row of low bits, high bits, scales, their high bits, and block
+            scales; 0 of a plane that there is not.
+        span: groups of 32 weights a thread takes at a time.
     """
-    return FORMATS[kind] if isinstance(kind, str) else kind
+
+    format: BlockFormat
+    q: int
+    h: int
+    s: int
+    t: int
+    d: int
+    span: int
+
+
+class Matrix(NamedTuple):
+    """W [num_rows, k] in planes; ``ptr`` None where there is no such matrix."""
+
+    ptr: Any
+    num_rows: Any
 
 
 @triton.constexpr_function
-def shift_of(e, word, kind):
+def shift_of(e, word, fmt):
     """Bits below the integers in word 0 or 1 of eight ``e``."""
-    fmt = described(kind)
     if fmt.high_bits or has_bytes(fmt):
         return 0
     return 4 * word if fmt.low_bits == 4 else 4 * (e % 2) + 2 * word
 
 
 @triton.constexpr_function
-def bits_of(kind):
+def bits_of(fmt):
     """Bits of an integer that ``eight_words`` gives."""
-    return 8 if has_bytes(kind) else described(kind).bits
+    return 8 if has_bytes(fmt) else fmt.bits
 
 
 @triton.constexpr_function
-def has_bytes(kind):
+def has_bytes(fmt):
     """Whether ``eight_words`` gives whole bytes, signed if asked for."""
-    fmt = described(kind)
     return fmt.signed or fmt.values is not None
 
 
 @triton.constexpr_function
-def place_of(e, i, kind):
-    """Bits below integer ``i`` of eight ``e`` once those of byte 3 are moved down to byte 2."""
-    return 8 * min(i % 4, 2) + shift_of(e, i // 4, kind)
-
-
-@triton.constexpr_function
-def offset_of(kind):
+def offset_of(fmt):
     """What formats without a minimum take from every integer ``eight_words`` gives; else 1."""
-    fmt = described(kind)
     return 128 if fmt.signed else fmt.bias or fmt.offset or 1
 
 
 @triton.constexpr_function
-def has_halves(kind):
-    """Whether each half of a group has a scale of its own."""
-    return described(kind).has_halves
-
-
-@triton.constexpr_function
-def has_minimum(kind):
-    """Whether a block has a minimum beside d."""
-    return described(kind).has_minimum
-
-
-@triton.constexpr_function
-def span_of(kind, num_groups):
+def span_of(fmt, num_groups):
     """Groups that a thread takes at a time of a row of so many."""
     # Packed scales of two groups share a byte. Pairs of short rows of Q2_K would leave too few
     # threads for their loads.
-    code = described(kind).scale_code
+    code = fmt.scale_code
     return 2 if code == "packed" or (code == "nibbles" and num_groups > MANY_GROUPS) else 1
 
 
+@triton.jit
+def load_rows(matrix, row, at, mask, LAYOUT: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
+    """What a thread needs of ROWS rows from ``row`` on: [row] of words (low, high, scales).
+
+    Bytes of a row of each plane are constants: rows differ by an immediate of the load's address.
+
+    Args:
+        matrix: Matrix.
+        row: first row, int64.
+        at: parts of LAYOUT.span groups, [threads].
+        mask: parts that there are, [threads] or None.
+    """
+    FORMAT: tl.constexpr = LAYOUT.format
+    LOW: tl.constexpr = LAYOUT.span * FORMAT.low_bits  # words of a part
+    HIGH: tl.constexpr = LAYOUT.span * FORMAT.high_bits
+    num_rows = tl.full((), 1, tl.int64) * matrix.num_rows
+    plane = matrix.ptr
+    q_ptr = (plane + row * LAYOUT.q).to(tl.pointer_type(tl.int32)) + at * LOW
+    plane += num_rows * LAYOUT.q
+    h_ptr = (plane + row * LAYOUT.h).to(tl.pointer_type(tl.int32)) + at * HIGH
+    plane += num_rows * LAYOUT.h
+    s_ptr = plane + row * LAYOUT.s
+    plane += num_rows * LAYOUT.s
+    t_ptr = plane + row * LAYOUT.t
+    plane += num_rows * LAYOUT.t + row * LAYOUT.d  # not read where d is in s
+    D_BYTES: tl.constexpr = 4 if FORMAT.has_minimum else 2
+    if FORMAT.has_minimum:
+        d_ptr = plane.to(tl.pointer_type(tl.int32))
+    else:
+        d_ptr = plane.to(tl.pointer_type(tl.float16))
+    rows = ()
+    for r in tl.static_range(ROWS):
+        q_row, h_row = q_ptr + r * (LAYOUT.q // 4), h_ptr + r * (LAYOUT.h // 4)
+        q = load_words(q_row, mask, min(LOW, 4), PTX, STREAM)
+        if LOW == 8:
+            q += load_words(q_row + 4, mask, 4, PTX, STREAM)
+        h = ()
+        if HIGH > 1:
+            h = load_words(h_row, mask, HIGH, PTX, STREAM)
+        elif HIGH == 1:
+            h = (load_one(h_row, mask),)
+        d_row = d_ptr + r * (LAYOUT.d // D_BYTES)
+        s_row, t_row = s_ptr + r * LAYOUT.s, t_ptr + r * LAYOUT.t
+        rows += ((q, h, _load_scales(d_row, s_row, t_row, at, mask, LAYOUT, PTX)),)
+    return rows
+
+
+@triton.jit
+def _load_scales(d_ptr, s_ptr, t_ptr, at, mask, LAYOUT: tl.constexpr, PTX: tl.constexpr):
+    """The scales of a part, as they are stored: (d, s, t)."""
+    CODE: tl.constexpr = LAYOUT.format.scale_code
+    if CODE == "":
+        raw = (load_one(d_ptr + at, mask),)
+    elif CODE == "power":
+        raw = (load_one(s_ptr + at, mask),)
+    elif CODE == "byte32":
+        raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
+    elif CODE == "packed":
+        raw = (
+            _load_narrow(d_ptr.to(tl.pointer_type(tl.uint16)) + at // 4, mask, PTX),
+            _load_narrow(s_ptr.to(tl.pointer_type(tl.uint16)) + at, mask, PTX),
+            _load_narrow(t_ptr + at, mask, PTX),
+        )
+    elif CODE == "nibbles" and LAYOUT.span == 2:
+        s_ptr = s_ptr.to(tl.pointer_type(tl.int32))
+        raw = (load_one(d_ptr + at // 4, mask), load_one(s_ptr + at, mask))
+    elif CODE == "nibbles":
+        s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
+        raw = (load_one(d_ptr + at // 8, mask), _load_narrow(s_ptr + at, mask, PTX))
+    else:
+        s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
+        raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
+    return raw
+
+
 @triton.constexpr_function
-def words_of(plane, kind, span):
-    """Words that ``span`` groups have in the plane of low ("q") or high ("h") bits."""
-    fmt = described(kind)
-    return span * (fmt.high_bits if plane == "h" else fmt.low_bits)
+def _load_asm(count, hint, masked):
+    """PTX that loads ``count`` words at once, 0 where masked off."""
+    words = ", ".join(f"${i}" for i in range(count))
+    load = f"ld.global{hint}.v{count}.b32 {{{words}}}, [${count}];"
+    if not masked:
+        return load
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
+    return f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {load} }}"
+
+
+@triton.constexpr_function
+def _load_constraints(count, masked):
+    return ",".join(["=r"] * count + ["l"] + ["r"] * masked)
+
+
+@triton.jit
+def load_words(ptr, mask, COUNT: tl.constexpr, PTX: tl.constexpr, HINT: tl.constexpr):
+    """COUNT int32 words that follow each other, as a tuple; 0 where masked off.
+
+    Args:
+        ptr: int32 pointers [threads], for PTX at multiples of 4 COUNT bytes.
+        mask: [threads], or None.
+        PTX: load them at once, by PTX, where COUNT is 2 or 4.
+        HINT: of that PTX, to the caches.
+
+    Not pure, so that loads stay on their side of a wait for the launch before.
+    """
+    if PTX:
+        MASKED: tl.constexpr = mask is not None
+        args = [ptr.to(tl.int64)]
+        if MASKED:
+            args = [ptr.to(tl.int64), mask.to(tl.int32)]
+        asm: tl.constexpr = _load_asm(COUNT, HINT, MASKED)
+        constraints: tl.constexpr = _load_constraints(COUNT, MASKED)
+        dtypes: tl.constexpr = _TWO if COUNT == 2 else _FOUR
+        words = tl.inline_asm_elementwise(
+            asm, constraints, args, dtype=dtypes, is_pure=False, pack=1
+        )
+    else:
+        words = ()
+        for i in tl.static_range(COUNT):
+            words += (load_one(ptr + i, mask),)
+    return words
+
+
+@triton.jit
+def load_one(ptr, mask):
+    """What ``ptr`` points at, 0 where masked off."""
+    if mask is None:
+        x = tl.load(ptr)
+    else:
+        x = tl.load(ptr, mask=mask, other=0)
+    return x
+
+
+@triton.constexpr_function
+def _narrow_asm(bits, masked):
+    """PTX that loads an integer of fewer bits than its register has, 0 where masked off."""
+    load = f"ld.global.u{bits} $0, [$1];"
+    if not masked:
+        return load
+    return f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p {load} }}"
+
+
+@triton.jit
+def _load_narrow(ptr, mask, PTX: tl.constexpr):
+    """Unsigned integers as int32 [threads]; 0 where masked off.
+
+    By PTX in registers of 32 bits from the start: Triton packs what it takes for narrower where it
+    masks it or a loop carries it. Q3_K has three of them; kinds with fewer need more registers with
+    these loads, which keep their order, and may spill.
+    """
+    if PTX:
+        MASKED: tl.constexpr = mask is not None
+        args = [ptr.to(tl.int64)]
+        if MASKED:
+            args = [ptr.to(tl.int64), mask.to(tl.int32)]
+        asm: tl.constexpr = _narrow_asm(ptr.dtype.element_ty.primitive_bitwidth, MASKED)
+        constraints: tl.constexpr = _load_constraints(1, MASKED)
+        x = tl.inline_asm_elementwise(asm, constraints, args, dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        x = load_one(ptr, mask).to(tl.int32)
+    return x
 
 
 @triton.jit
@@ -136,31 +291,6 @@ def _bits(x):
 
 
 @triton.jit
-def load_group(
-    q_ptr, h_ptr, mask, KIND: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
-    HINT: tl.constexpr,
-):  # fmt: skip
-    """The words of SPAN groups: (those of the low bits, those of the high bits).
-
-    Args:
-        q_ptr: the first word in the plane of low bits, [threads].
-        h_ptr: likewise of high bits, where KIND has them.
-    """
-    LOW: tl.constexpr = words_of("q", KIND, SPAN)
-    HIGH: tl.constexpr = words_of("h", KIND, SPAN)
-    q = load_words(q_ptr, mask, min(LOW, 4), ASM, HINT)
-    if LOW == 8:
-        q += load_words(q_ptr + 4, mask, 4, ASM, HINT)
-    if HIGH > 1:
-        h = load_words(h_ptr, mask, HIGH, ASM, HINT)
-    elif HIGH == 1:
-        h = (load_one(h_ptr, mask),)
-    else:
-        h = ()
-    return q, h
-
-
-@triton.jit
 def _shifted(w, LEFT: tl.constexpr):
     """w << LEFT, or >> -LEFT: what comes in from above is masked off later."""
     if LEFT > 0:
@@ -172,51 +302,51 @@ def _shifted(w, LEFT: tl.constexpr):
 
 @triton.jit
 def eight_words(
-    q, h, E: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
+    q, h, E: tl.constexpr, FORMAT: tl.constexpr, SIGNED: tl.constexpr, PTX: tl.constexpr
+):
     """The integers of eight E, four a word; ``shift_of`` bits lie below and foreign bits above.
 
     Args:
         SIGNED: leave bytes as they are, two's complement. Else they are ``offset_of`` more.
     """
-    VALUES: tl.constexpr = described(KIND).values
-    LOW: tl.constexpr = described(KIND).low_bits
-    HIGH: tl.constexpr = described(KIND).high_bits
+    VALUES: tl.constexpr = FORMAT.values
+    LOW: tl.constexpr = FORMAT.low_bits
+    HIGH: tl.constexpr = FORMAT.high_bits
     if LOW == 8:
         first, second = q[2 * E], q[2 * E + 1]
         if not SIGNED:
             flip: tl.constexpr = -0x7F7F7F80  # 0x80808080
             first, second = first ^ flip, second ^ flip
     elif VALUES is not None:
-        BIAS: tl.constexpr = 0 if SIGNED else offset_of(KIND)
-        first, second = looked_up(q[E], VALUES, BIAS, ASM)
+        BIAS: tl.constexpr = 0 if SIGNED else offset_of(FORMAT)
+        first, second = looked_up(q[E], VALUES, BIAS, PTX)
     elif HIGH == 0:
         first = q[E * LOW // 4]
         second = first
     elif LOW == 2:
-        first = merged(_shifted(q[E // 2], -4 * (E % 2)), h[0], 0x03030303, 2 - 2 * E, ASM)
-        second = merged(_shifted(q[E // 2], -4 * (E % 2) - 2), h[0], 0x03030303, 1 - 2 * E, ASM)
+        first = merged(_shifted(q[E // 2], -4 * (E % 2)), h[0], 0x03030303, 2 - 2 * E, PTX)
+        second = merged(_shifted(q[E // 2], -4 * (E % 2) - 2), h[0], 0x03030303, 1 - 2 * E, PTX)
     elif HIGH == 2:
-        first = merged(q[E], h[E // 2], 0x0F0F0F0F, 4 - 4 * (E % 2), ASM)
-        second = merged(q[E] >> 4, h[E // 2], 0x0F0F0F0F, 2 - 4 * (E % 2), ASM)
+        first = merged(q[E], h[E // 2], 0x0F0F0F0F, 4 - 4 * (E % 2), PTX)
+        second = merged(q[E] >> 4, h[E // 2], 0x0F0F0F0F, 2 - 4 * (E % 2), PTX)
     else:
-        first = merged(q[E], h[0], 0x0F0F0F0F, 4 - 2 * E, ASM)
-        second = merged(q[E] >> 4, h[0], 0x0F0F0F0F, 3 - 2 * E, ASM)
+        first = merged(q[E], h[0], 0x0F0F0F0F, 4 - 2 * E, PTX)
+        second = merged(q[E] >> 4, h[0], 0x0F0F0F0F, 3 - 2 * E, PTX)
     return first, second
 
 
 @triton.constexpr_function
-def merge_asm(mask):
+def _merge_asm(mask):
     return f"lop3.b32 $0, $1, $2, {mask:#x}, 0xE4;"
 
 
 @triton.jit
-def merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr, ASM: tl.constexpr):
+def merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr, PTX: tl.constexpr):
     """Bits of ``low`` where LOW has them, above them those of ``high``, moved there."""
     high = _shifted(high, LEFT)
-    if ASM:  # in one instruction, which the compiler does not find
+    if PTX:  # in one instruction, which the compiler does not find
         word = tl.inline_asm_elementwise(
-            merge_asm(LOW), "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+            _merge_asm(LOW), "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
         word = (low & LOW) | (high & ~LOW)
@@ -224,38 +354,16 @@ def merged(low, high, LOW: tl.constexpr, LEFT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def load_scales(
-    d_ptr, s_ptr, t_ptr, at, mask, KIND: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr
-):
-    """The scales of SPAN groups from SPAN · at on, as they are stored: (d, s, t)."""
-    CODE: tl.constexpr = described(KIND).scale_code
-    if CODE == "":
-        raw = (load_one(d_ptr + at, mask),)
-    elif CODE == "power":
-        raw = (load_one(s_ptr + at, mask),)
-    elif CODE == "byte32":
-        raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
-    elif CODE == "packed":
-        raw = (
-            load_narrow(d_ptr.to(tl.pointer_type(tl.uint16)) + at // 4, mask, ASM),
-            load_narrow(s_ptr.to(tl.pointer_type(tl.uint16)) + at, mask, ASM),
-            load_narrow(t_ptr + at, mask, ASM),
-        )
-    elif CODE == "nibbles" and SPAN == 2:
-        s_ptr = s_ptr.to(tl.pointer_type(tl.int32))
-        raw = (load_one(d_ptr + at // 4, mask), load_one(s_ptr + at, mask))
-    elif CODE == "nibbles":
-        s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
-        raw = (load_one(d_ptr + at // 8, mask), load_narrow(s_ptr + at, mask, ASM))
-    else:
-        s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
-        raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
-    return raw
+def halves(word):
+    """The two float16 of a word."""
+    low = word.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low, high
 
 
 @triton.jit
 def fp16_pair(word):
-    """The two fp16 of an int32 as float32."""
+    """The two float16 of a word as float32."""
     low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return low, high
@@ -270,36 +378,9 @@ def halved_power(e):
 
 
 @triton.jit
-def group_of(row, AT: tl.constexpr, KIND: tl.constexpr, SPAN: tl.constexpr):
-    """Group AT of SPAN that were loaded of a row."""
-    q, h, raw = row
-    CODE: tl.constexpr = described(KIND).scale_code
-    if CODE == "nibbles" and SPAN == 2:
-        q, raw = (q[2 * AT], q[2 * AT + 1]), (raw[0], (raw[1] >> (16 * AT)) & 0xFFFF)
-    elif CODE == "packed":
-        raw = (raw[0], (raw[1] >> (8 * AT)) & 0xFF, raw[2] >> (4 * AT))
-        q, h = (q[2 * AT], q[2 * AT + 1]), (h[AT],)
-    return q, h, raw
-
-
-@triton.jit
-def half_scales(raw, KIND: tl.constexpr):
-    """Scales of halves of groups as bytes of a word, packed ones with their offset still."""
-    if described(KIND).scale_code == "nibbles":
-        word = raw[1] & 0x0F0F0F0F
-    else:
-        low = (raw[1] & 0xFF) | ((raw[1] & 0xFF00) << 8)
-        low = (low | (low << 4)) & 0x0F0F0F0F
-        # Two bits of each: copies of the byte where none reaches into what is kept of another.
-        high = (raw[2] * 0x1001) & 0x000F000F
-        word = low | ((high * 0x410) & 0x30303030)
-    return word
-
-
-@triton.jit
-def sub_scales(raw, KIND: tl.constexpr):
+def sub_scales(raw, FORMAT: tl.constexpr):
     """The integers of a group's sub-blocks: scales, then minimums where there are."""
-    CODE: tl.constexpr = described(KIND).scale_code
+    CODE: tl.constexpr = FORMAT.scale_code
     if CODE == "pair":
         s = raw[1].to(tl.int32)
         integers = (s & 0xFF, s >> 8)
@@ -323,69 +404,22 @@ def sub_scales(raw, KIND: tl.constexpr):
 
 
 @triton.jit
-def block_scales(raw, KIND: tl.constexpr):
+def block_scales(raw, FORMAT: tl.constexpr):
     """d, and the minimum where there is one, as float32."""
-    if has_minimum(KIND):
+    if FORMAT.has_minimum:
         d, m = fp16_pair(raw[0])
         scales = (d, m)
-    elif described(KIND).is_exponent:
+    elif FORMAT.is_exponent:
         scales = (halved_power(raw[0]),)
-    elif described(KIND).scale_code == "packed":
+    elif FORMAT.scale_code == "packed":
         scales = (raw[0].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
     else:
         scales = (raw[0].to(tl.float32),)
     return scales
 
 
-@triton.jit
-def load_rows(
-    planes_ptr, num_rows, first, at, mask,
-    Q: tl.constexpr, H: tl.constexpr, S: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
-    KIND: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
-    HINT: tl.constexpr,
-):  # fmt: skip
-    """What a thread needs of SPAN groups of each of ROWS rows: tuples (low, high, scales).
-
-    Bytes of a row of each plane are constants: rows differ by an immediate of the load's address.
-
-    Args:
-        planes_ptr: of a matrix of num_rows rows, int64.
-        first: of the rows, int64.
-        at: [threads]; groups from SPAN · at on.
-        Q, H, S, T, D: bytes of a row of each plane, 0 of one that KIND has not.
-    """
-    q_ptr = (planes_ptr + first * Q).to(tl.pointer_type(tl.int32))
-    q_ptr += at * words_of("q", KIND, SPAN)
-    planes_ptr += num_rows * Q
-    h_ptr = (planes_ptr + first * H).to(tl.pointer_type(tl.int32))
-    h_ptr += at * words_of("h", KIND, SPAN)
-    planes_ptr += num_rows * H
-    s_ptr = planes_ptr + first * S
-    planes_ptr += num_rows * S
-    t_ptr = planes_ptr + first * T
-    planes_ptr += num_rows * T + first * D  # not read where d is in s
-    D_BYTES: tl.constexpr = 4 if has_minimum(KIND) else 2
-    if has_minimum(KIND):
-        d_ptr = planes_ptr.to(tl.pointer_type(tl.int32))
-    else:
-        d_ptr = planes_ptr.to(tl.pointer_type(tl.float16))
-    rows = ()
-    for r in tl.static_range(ROWS):
-        q, h = load_group(q_ptr + r * (Q // 4), h_ptr + r * (H // 4), mask, KIND, SPAN, ASM, HINT)
-        raw = load_scales(
-            d_ptr + r * (D // D_BYTES), s_ptr + r * S, t_ptr + r * T, at, mask, KIND, SPAN, ASM
-        )
-        rows += ((q, h, raw),)
-    return rows
-
-
 def uses_ptx(x: Tensor) -> bool:
     return capability(x.device) >= (8, 0)
-
-
-def may_chain(x: Tensor) -> bool:
-    """Whether a launch on activations [..., K] can wait for the one before by itself."""
-    return x.shape[-1] > 0 and can_overlap(x.device)
 
 
 def is_aligned(x: Tensor) -> bool:
@@ -394,8 +428,14 @@ def is_aligned(x: Tensor) -> bool:
     return not apart and x.data_ptr() % 16 == 0
 
 
+def layout_of(planes: Tensor, kind: str, num_weights: int) -> Layout:
+    """The layout of a matrix whose rows have ``num_weights`` weights."""
+    fmt = FORMATS[file_kind(kind)]
+    return Layout(fmt, **row_sizes(planes, kind, num_weights), span=span_of(fmt, num_weights // 32))
+
+
 def row_sizes(planes: Tensor, kind: str, num_weights: int) -> dict[str, int]:
-    """Bytes of a row of each plane, as kernels name them: Q, H, S, T and D, 0 of one there is not.
+    """Bytes of a row of the planes q, h, s, t and d; 0 of one that there is not.
 
     Raises:
         InputError: a matrix is not contiguous, or starts between multiples of 16 bytes.
@@ -416,4 +456,9 @@ def row_sizes(planes: Tensor, kind: str, num_weights: int) -> dict[str, int]:
 @lru_cache(maxsize=4096)
 def _row_sizes(kind: str, num_weights: int) -> dict[str, int]:
     sizes = PLANE_FORMATS[kind].row_sizes(num_weights)
-    return {plane.upper(): sizes.get(plane, 0) for plane in "qhstd"}
+    return {plane: sizes.get(plane, 0) for plane in "qhstd"}
+
+
+def row_units(sizes: dict[str, int]) -> dict[str, int]:
+    """A kernel's units of 16 bytes of a row in each plane, of what ``row_sizes`` gives."""
+    return {f"{plane}_row": size // ROW_ALIGN for plane, size in sizes.items()}

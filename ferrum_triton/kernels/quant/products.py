@@ -1,4 +1,6 @@
-"""Products with weights in the repacked layout: which kernel takes how many activations.
+"""Products with packed weights: which kernel takes how many activations.
+
+Blocks as a file has them go to ``gemv`` and ``gemm``. By planes:
 
 * One or two tokens take as long as W is read: ``gemv_repacked``, plain or persistent. So do up to
   eight float32 ones, and what small-m mma does not take.
@@ -8,16 +10,16 @@
   activations, which are never rounded, go there from nine on.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_two
+from ferrum_triton.kernels.quant.gemm import gemm_blocks
+from ferrum_triton.kernels.quant.gemv import gemv_blocks
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv, persistent_threads
 from ferrum_triton.kernels.quant.integer_activations import int16_activations
-from ferrum_triton.kernels.quant.mma import mma_gate_up, mma_qkv, mma_quant
+from ferrum_triton.kernels.quant.mma import arrange_for, mma_products
 from ferrum_triton.kernels.quant.mma_config import (
     MmaConfig,
     mma_candidates,
@@ -31,12 +33,14 @@ from ferrum_triton.kernels.quant.small_m import (
     FEWEST_TOKENS,
     MOST_TOKENS,
     small_m_product,
-    takes_small_m,
 )
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 from ferrum_triton.kernels.tuning import Tunable
+from ferrum_triton.ops import quant as ops
 from ferrum_triton.ops.quant import MAX_GEMV_ROWS
+from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.kinds import file_kind
+from ferrum_triton.quant.planes import PLANE_FORMATS
 
 # Tokens up to which gemv is the way, and from which on W is decoded for cuBLAS.
 FEW, MANY = 2, 512
@@ -52,12 +56,11 @@ LEAST_FULL = {1: 0.7, 2: 0.85}
 
 
 def gemv_heuristic(
-    gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_groups: int, is_wide: bool = False
+    kind: str, num_tokens: int, num_rows: int, num_groups: int, is_wide: bool = False
 ) -> Config:
     """A plain launch: rows of a program by what its registers hold, warps by the length of a row.
 
     Args:
-        gpu: GPU.
         kind: format of the file, such as ``"Q4_K"``.
         num_tokens: rows of activations, up to 8.
         num_rows, num_groups: rows of W, and groups of 32 weights in one.
@@ -74,18 +77,16 @@ def gemv_heuristic(
         rows, warps = 16, 4
     else:
         rows, warps = 8, 4
-    parts = num_groups // span_of(kind, num_groups)
+    parts = num_groups // span_of(FORMATS[kind], num_groups)
     # Tall matrices wait for memory, short ones for the last of their few programs' steps.
     idle = 1 / 8 if num_rows >= MANY_ROWS else 1 / 2 if num_tokens == 1 else 1 / 4
-    return {
-        "path": "gemv",
-        "rows": min(rows, previous_power_of_2(num_rows)),
-        "warps": warps_for(parts, warps, idle),
-        "prefetch": False,
-        "late_trigger": num_rows < MANY_ROWS and num_tokens == 1,
-        "prepared": not is_wide
-        and (num_tokens > 2 or (num_tokens == 2 and num_rows * num_groups * 32 >= MANY_WEIGHTS)),
-    }
+    prepared = num_tokens > 2 or (num_tokens == 2 and num_rows * num_groups * 32 >= MANY_WEIGHTS)
+    return gemv(
+        min(rows, previous_power_of_2(num_rows)),
+        warps_for(parts, warps, idle),
+        late_trigger=num_rows < MANY_ROWS and num_tokens == 1,
+        prepared=prepared and not is_wide,
+    )
 
 
 def persistent_heuristic(kind: str, num_tokens: int, num_rows: int) -> Config | None:
@@ -131,14 +132,14 @@ def heuristic(
         ptx = gpu.capability >= (8, 0)
         if num_tokens >= FEWEST_TOKENS and num_groups % 8 == 0 and num_rows >= 16 and ptx:
             return small_m_heuristic(gpu, num_rows, num_groups // 8)
-        return gemv_heuristic(gpu, kind, num_tokens, num_rows, num_groups)
+        return gemv_heuristic(kind, num_tokens, num_rows, num_groups)
     if num_tokens <= FEW:
         config = persistent_heuristic(kind, num_tokens, num_rows)
         shape = (kind, bucket, num_tokens, num_rows, num_groups)
         is_short = num_groups <= LONG_GROUPS // 2 and gpu.capability[0] == 9
         if config is not None and is_short and not fits(gpu, config, *shape):
             return config
-        return gemv_heuristic(gpu, kind, num_tokens, num_rows, num_groups)
+        return gemv_heuristic(kind, num_tokens, num_rows, num_groups)
     if num_tokens >= MANY:
         return {"path": "decode"}
     return mma(mma_heuristic(gpu, kind, num_tokens, num_rows, 32 * num_groups))
@@ -260,7 +261,7 @@ def fits(
     if path == "gemv":
         return "" if num_tokens <= MAX_GEMV_ROWS else f"gemv takes {MAX_GEMV_ROWS} tokens at most"
     if path == "persistent":
-        parts = num_groups // span_of(kind, num_groups)
+        parts = num_groups // span_of(FORMATS[kind], num_groups)
         threads = persistent_threads(parts)
         if not ptx or num_tokens > FEW:
             return "persistent programs take one or two tokens on an NVIDIA GPU"
@@ -323,7 +324,7 @@ def pick(a: Tensor, kind: str, num_rows: int) -> Config:
     if a.dtype == torch.float32:
         if num_tokens > MAX_GEMV_ROWS:
             return {"path": "decode"}
-        return gemv_heuristic(None, name, num_tokens, num_rows, groups, is_wide=True)
+        return gemv_heuristic(name, num_tokens, num_rows, groups, is_wide=True)
     return products.pick(a.device, name, bucket_of(num_tokens), num_tokens, num_rows, groups)
 
 
@@ -339,67 +340,57 @@ def product(
     y = a.new_empty((a.shape[0], planes.shape[0])) if out is None else out
     if y.numel() == 0:
         return y
-    config, parts = pick(a, kind, planes.shape[0]), [(planes, kind)]
+    config = pick(a, kind, planes.shape[0])
     if config["path"] == "small_m":
+        parts = [(planes, kind)]
         return small_m_product(a, parts, config["warps"], y, bias=bias, residual=residual)
     if config["path"] in ("gemv", "persistent"):
         x = int16_activations(a) if config.get("prepared") else a
-        return launch_gemv(x, parts, config, y, bias=bias, residual=residual)
+        return launch_gemv(x, planes, kind, config, y, bias=bias, residual=residual)
     if config["path"] == "decode":
         if bias is None and residual is None:
             return product_by_torch(a, planes, kind, out=y)
         sums = torch.empty(y.shape, dtype=torch.float32, device=a.device)
         product_by_torch(a, planes, kind, out=sums)
         return add_partials(y, sums[None], bias, residual)
-    return mma_quant(a, planes, kind, mma_config(config), bias=bias, residual=residual, out=y)
+    tile = mma_config(config)
+    arranged = arrange_for(a, kind, tile)
+    return mma_products(y, arranged, [planes], kind, tile, a.shape[1], bias=bias, residual=residual)
 
 
-def side_by_side(a: Tensor, parts: Sequence[tuple[Tensor, str]], out: Tensor) -> bool:
-    """Try y = a · [W₁; W₂; W₃]ᵀ with ``a`` arranged once; False if it cannot be.
-
-    Matrices of one kind are one launch, and so are those of any kinds for up to eight tokens.
-    """
-    counts = [planes.shape[0] for planes, _ in parts]
-    if takes_small_m(a, min(count for count in counts if count)):
-        config = pick(a, parts[0][1], sum(counts))
-        small_m_product(a, parts, config.get("warps", 2), out)
-        return True
-    if a.shape[0] <= FEW:
-        config = _plain(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts))
-        launch_gemv(a, parts, config, out)
-        return True
-    kinds = [kind for _, kind in parts]
-    rows = [sum(counts)] * len(parts) if len(set(kinds)) == 1 else counts
-    configs = [pick(a, kind, max(n, 1)) for kind, n in zip(kinds, rows, strict=True)]
-    if any(config["path"] != "mma" for config in configs):
-        return False
-    mma_qkv(a, [planes for planes, _ in parts], kinds, [*map(mma_config, configs)], out=out)
-    return True
+@ops.gemv_quant.impl("triton")
+def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+    return gemm_quant(a, blocks, kind, out=out)
 
 
-def gate_up(a: Tensor, parts: Sequence[tuple[Tensor, str]], activation: str, out: Tensor) -> bool:
-    """Try y = act(a · Gᵀ) · (a · Uᵀ) in one launch; False if it cannot be."""
-    (gate, kind), (up, up_kind) = parts
-    num_rows = 2 * gate.shape[0]
-    config = pick(a, kind, num_rows)
-    if takes_small_m(a, num_rows):
-        small_m_product(a, parts, config.get("warps", 2), out, activation=activation)
-        return True
-    if a.shape[0] <= FEW:
-        config = _plain(config, a, parts, num_rows)
-        config = {**config, "rows": max(config["rows"] // 2, 1)}
-        launch_gemv(a, parts, config, out, activation=activation)
-        return True
-    if config["path"] != "mma" or kind != up_kind:
-        return False
-    mma_gate_up(a, gate, up, kind, mma_config(config), activation, out=out)
-    return True
+@ops.gemm_quant.impl("triton")
+def gemm_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+    if kind in PLANE_FORMATS:
+        return product(a, blocks, kind, out=out)
+    y = a.new_empty((a.shape[0], blocks.shape[0])) if out is None else out
+    if y.numel() == 0:
+        return y
+    launch = gemv_blocks if a.shape[0] <= MAX_GEMV_ROWS else gemm_blocks
+    return launch(a, blocks, kind, y)
 
 
-def _plain(config: Config, a: Tensor, parts: Sequence[tuple[Tensor, str]], num_rows: int) -> Config:
-    """``config``, or where that is of persistent programs, which take one matrix, a plain one."""
-    if config["path"] == "gemv":
-        return config
-    num_tokens, num_weights = a.shape
-    kind, is_wide = file_kind(parts[0][1]), a.dtype == torch.float32
-    return gemv_heuristic(None, kind, num_tokens, num_rows, num_weights // 32, is_wide)
+@ops.linear_quant.impl("triton")
+def linear_quant(
+    a: Tensor,
+    blocks: Tensor,
+    kind: str,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    if bias is None and residual is None:
+        return gemm_quant(a, blocks, kind, out=out)
+    bias = None if bias is None else bias.contiguous()
+    if kind in PLANE_FORMATS:
+        return product(a, blocks, kind, bias, residual, out)
+    y = a.new_empty((a.shape[0], blocks.shape[0])) if out is None else out
+    # Multiplied in float32 first, which a second launch finishes.
+    sums = torch.empty(y.shape, dtype=torch.float32, device=a.device)
+    gemm_quant(a, blocks, kind, out=sums)
+    return add_partials(y, sums[None], bias, residual)

@@ -67,11 +67,3 @@ def word_of_values(values, i, bias):
     """Values 4 i to 4 i + 3, plus bias, as the bytes of a word; 0 where there are none."""
     some = [(value + bias) % 256 for value in values[4 * i : 4 * i + 4]]
     return int.from_bytes(bytes(some), "little")
-
-
-@triton.constexpr_function
-def lookup_asm(values, bias):
-    """PTX: the eight codes of $2 looked up, to $0 and $1."""
-    asm = Asm()
-    asm.looked_up("$2", values, bias, to=("$0", "$1"))
-    return asm.text()

@@ -5,8 +5,11 @@ words of each plane. Pairs are those of :mod:`ferrum_triton.kernels.quant.fragme
 being eight of them; every tensor here is int32 [threads], with a pair in each.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ferrum_triton.kernels.quant.fragments import (
     PLUS,
@@ -14,32 +17,84 @@ from ferrum_triton.kernels.quant.fragments import (
     TIMES,
     TIMES_CONSTRAINTS,
     byte_asm,
+    constraints_of,
     largest_power,
     relative_power,
-    value,
+    unpacking_of,
+    value_at,
 )
-from ferrum_triton.kernels.quant.loads import load_one, load_words
-from ferrum_triton.kernels.quant.planes import fp16_pair
-from ferrum_triton.kernels.quant.words import permuted
+from ferrum_triton.kernels.quant.planes import (
+    STREAM,
+    fp16_pair,
+    load_one,
+    load_words,
+    row_sizes,
+    uses_ptx,
+)
+from ferrum_triton.kernels.quant.thread_products import permuted
+from ferrum_triton.quant.formats import FORMATS, BlockFormat
+from ferrum_triton.quant.kinds import file_kind
 
+# Weights a quad takes at a time.
+BLOCK = 256
 _EIGHT = tl.constexpr((tl.int32,) * 8)
 
 
+@dataclass(frozen=True)
+class QuadLayout:
+    """A matrix in planes as quads unpack it.
+
+    Attributes:
+        q, h, s, t, d: bytes of a row in each plane, 0 of one that there is not.
+        format: the format's description.
+        blocks: blocks of 256 weights in a row.
+        asm: PTX that unpacks 16 weights; "" where there is no PTX.
+    """
+
+    q: int
+    h: int
+    s: int
+    t: int
+    d: int
+    format: BlockFormat
+    blocks: int
+    asm: str
+
+    @property
+    def is_late(self) -> bool:
+        """Whether d is taken after the sum over a block."""
+        return self.format.scale_code != ""
+
+    @property
+    def sums_minimums(self) -> bool:
+        """Whether a block's minimums are a product of their own, with sums of activations."""
+        return self.is_late and self.format.has_minimum
+
+    @property
+    def ptx(self) -> bool:
+        return self.asm != ""
+
+
+def quad_layout(planes: Tensor, kind: str, num_weights: int) -> QuadLayout:
+    """The layout of a matrix whose rows have ``num_weights`` weights."""
+    fmt = FORMATS[file_kind(kind)]
+    asm = unpacking_of(fmt) if uses_ptx(planes) else ""
+    sizes = row_sizes(planes, kind, num_weights)
+    return QuadLayout(**sizes, format=fmt, blocks=num_weights // BLOCK, asm=asm)
+
+
 @triton.constexpr_function
-def thread_bytes(plane, bits, scales, mins):
+def thread_bytes(plane, fmt):
     """Bytes of 64 weights in a plane; of ``"d"`` those of all 256 where d is theirs."""
-    low = 8 if bits == 8 else 4 if bits >= 4 else 2
     if plane == "q":
-        return 8 * low
+        return 8 * fmt.low_bits
     if plane == "h":
-        return 8 * (bits - low)
+        return 8 * fmt.high_bits
     if plane == "s":
-        return {"": 0, "packed": 2, "byte32": 2, "power": 2}.get(scales, 4)
-    if plane == "t":
+        return {"": 0, "packed": 2, "byte32": 2, "power": 2}.get(fmt.scale_code, 4)
+    if fmt.scale_code == "power":
         return 1
-    if scales == "power":
-        return 1
-    return (4 if mins else 2) * (1 if scales else 2)
+    return (4 if fmt.has_minimum else 2) * (1 if fmt.scale_code else 2)
 
 
 @triton.jit
@@ -49,59 +104,58 @@ def _pointer(ptr, first, thread, block, ROW: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    planes_ptr, num_rows, row, thread, block, mask, Q: tl.constexpr, H: tl.constexpr,
-    S: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
-    MINS: tl.constexpr, PTX: tl.constexpr, HINT: tl.constexpr, ROWS: tl.constexpr = 2,
-):  # fmt: skip
+def load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, ROWS: tl.constexpr):
     """ROWS rows of a thread, eight apart: tuples of words (q, h, scales, d).
 
     Args:
-        planes_ptr: of a matrix of num_rows rows, int64.
+        matrix: Matrix.
         row: the first, int64 [threads].
         thread: of its quad, [threads].
         block: of 256 weights, [threads].
         mask: [threads]; words are 0 where it does not hold.
-        Q, H, S, T, D: bytes of a row of each plane, 0 of one that the format has not.
     """
-    Q_EACH: tl.constexpr = thread_bytes("q", BITS, SCALES, MINS)
-    H_EACH: tl.constexpr = thread_bytes("h", BITS, SCALES, MINS)
-    S_EACH: tl.constexpr = thread_bytes("s", BITS, SCALES, MINS)
-    D_EACH: tl.constexpr = thread_bytes("d", BITS, SCALES, MINS)
-    q_ptr = _pointer(planes_ptr, row, thread, block, Q, Q_EACH)
-    planes_ptr += num_rows * Q
-    h_ptr = _pointer(planes_ptr, row, thread, block, H, H_EACH)
-    planes_ptr += num_rows * H
-    s_ptr = _pointer(planes_ptr, row, thread, block, S, S_EACH)
-    planes_ptr += num_rows * S
-    t_ptr = _pointer(planes_ptr, row, thread, block, T, 1)
-    planes_ptr += num_rows * T
+    FORMAT: tl.constexpr = LAYOUT.format
+    SCALES: tl.constexpr = LAYOUT.format.scale_code
+    Q_EACH: tl.constexpr = thread_bytes("q", FORMAT)
+    H_EACH: tl.constexpr = thread_bytes("h", FORMAT)
+    S_EACH: tl.constexpr = thread_bytes("s", FORMAT)
+    D_EACH: tl.constexpr = thread_bytes("d", FORMAT)
+    num_rows = tl.full((), 1, tl.int64) * matrix.num_rows
+    planes_ptr = matrix.ptr
+    q_ptr = _pointer(planes_ptr, row, thread, block, LAYOUT.q, Q_EACH)
+    planes_ptr += num_rows * LAYOUT.q
+    h_ptr = _pointer(planes_ptr, row, thread, block, LAYOUT.h, H_EACH)
+    planes_ptr += num_rows * LAYOUT.h
+    s_ptr = _pointer(planes_ptr, row, thread, block, LAYOUT.s, S_EACH)
+    planes_ptr += num_rows * LAYOUT.s
+    t_ptr = _pointer(planes_ptr, row, thread, block, LAYOUT.t, 1)
+    planes_ptr += num_rows * LAYOUT.t
     if SCALES == "":
-        d_ptr = _pointer(planes_ptr, row, thread, block, D, D_EACH)
+        d_ptr = _pointer(planes_ptr, row, thread, block, LAYOUT.d, D_EACH)
     else:
-        d_ptr = planes_ptr + row * D + block * D_EACH
+        d_ptr = planes_ptr + row * LAYOUT.d + block * D_EACH
     rows = ()
     for r in tl.static_range(ROWS):
         q = ()
-        at = (q_ptr + 8 * r * Q).to(tl.pointer_type(tl.int32))
+        at = (q_ptr + 8 * r * LAYOUT.q).to(tl.pointer_type(tl.int32))
         for i in tl.static_range(Q_EACH // 16):
-            q += load_words(at + 4 * i, mask, 4, PTX, HINT)
+            q += load_words(at + 4 * i, mask, 4, LAYOUT.ptx, STREAM)
         h = ()
-        at = (h_ptr + 8 * r * H).to(tl.pointer_type(tl.int32))
+        at = (h_ptr + 8 * r * LAYOUT.h).to(tl.pointer_type(tl.int32))
         if H_EACH > 0:
-            h = load_words(at, mask, H_EACH // 4, PTX, HINT)
+            h = load_words(at, mask, H_EACH // 4, LAYOUT.ptx, STREAM)
         s = ()
         if SCALES == "packed":
-            low = load_one((s_ptr + 8 * r * S).to(tl.pointer_type(tl.uint16)), mask)
-            s = (low.to(tl.int32), load_one(t_ptr + 8 * r * T, mask).to(tl.int32))
+            low = load_one((s_ptr + 8 * r * LAYOUT.s).to(tl.pointer_type(tl.uint16)), mask)
+            s = (low.to(tl.int32), load_one(t_ptr + 8 * r * LAYOUT.t, mask).to(tl.int32))
         elif S_EACH == 2:
-            low = load_one((s_ptr + 8 * r * S).to(tl.pointer_type(tl.uint16)), mask)
+            low = load_one((s_ptr + 8 * r * LAYOUT.s).to(tl.pointer_type(tl.uint16)), mask)
             s = (low.to(tl.int32),)
         elif SCALES != "":
-            s = (load_one((s_ptr + 8 * r * S).to(tl.pointer_type(tl.int32)), mask),)
-        at = d_ptr + 8 * r * D
+            s = (load_one((s_ptr + 8 * r * LAYOUT.s).to(tl.pointer_type(tl.int32)), mask),)
+        at = d_ptr + 8 * r * LAYOUT.d
         if D_EACH == 8:
-            d = load_words(at.to(tl.pointer_type(tl.int32)), mask, 2, PTX, HINT)
+            d = load_words(at.to(tl.pointer_type(tl.int32)), mask, 2, LAYOUT.ptx, STREAM)
         elif D_EACH == 4:
             d = (load_one(at.to(tl.pointer_type(tl.int32)), mask),)
         elif D_EACH == 2:
@@ -148,35 +202,36 @@ def _packed(low, high):
 
 
 @triton.jit
-def _unpacked(words, more, scale, BITS: tl.constexpr, OFFSET: tl.constexpr, SCALES: tl.constexpr):
+def _unpacked(words, more, scale, FORMAT: tl.constexpr):
     """The eight pairs without PTX."""
-    if SCALES == "":
+    if FORMAT.scale_code == "":
         scale = 1
-    elif SCALES == "packed":
+    elif FORMAT.scale_code == "packed":
         scale -= 32
-    elif SCALES == "power":
+    elif FORMAT.scale_code == "power":
         scale, _ = fp16_pair(scale)
     else:
         scale = (scale << 24) >> 24
     pairs = ()
     for p in tl.static_range(8):
-        low = value(words, more, scale, p // 4, p // 2 % 2, p % 2 * 8, BITS, OFFSET)
-        high = value(words, more, scale, p // 4, p // 2 % 2, p % 2 * 8 + 16, BITS, OFFSET)
+        low = value_at(words, more, scale, p // 4, p // 2 % 2, p % 2 * 8, FORMAT)
+        high = value_at(words, more, scale, p // 4, p // 2 % 2, p % 2 * 8 + 16, FORMAT)
         pairs += (_packed(low, high),)
     return pairs
 
 
 @triton.jit
-def weights(
-    row, J: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, SCALES: tl.constexpr,
-    MINS: tl.constexpr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
-):  # fmt: skip
+def weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
     """The eight pairs of a thread's weights 16 J and on; where they have scales, up to d.
 
     Args:
         row: of :func:`load_rows`.
-        ASM, CONSTRAINTS: of :class:`ferrum_triton.kernels.quant.fragments.Codes`, or "".
     """
+    FORMAT: tl.constexpr = LAYOUT.format
+    BITS: tl.constexpr = LAYOUT.format.bits
+    SCALES: tl.constexpr = LAYOUT.format.scale_code
+    ASM: tl.constexpr = LAYOUT.asm
+    CONSTRAINTS: tl.constexpr = constraints_of(LAYOUT.format)
     q, h, s, d = row
     more = None
     if BITS == 8:
@@ -192,7 +247,7 @@ def weights(
     scale = None
     if SCALES != "":
         scale = _scale(s, d, J, SCALES)
-    if ASM != "":
+    if LAYOUT.ptx:
         args = words
         if more is not None:
             args += (more, more)
@@ -204,24 +259,25 @@ def weights(
             ASM, CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
         )
     else:
-        pairs = _unpacked(words, more, scale, BITS, OFFSET, SCALES)
-    if SCALES == "" and MINS:
-        pairs = _times(pairs, _twice(d[J // 2], 0, ASM != ""), _twice(d[J // 2], 1, ASM != ""), ASM)
+        pairs = _unpacked(words, more, scale, FORMAT)
+    if SCALES == "" and LAYOUT.format.has_minimum:
+        both = d[J // 2]
+        pairs = _times(pairs, _twice(both, 0, LAYOUT.ptx), _twice(both, 1, LAYOUT.ptx), LAYOUT.ptx)
     elif SCALES == "":
-        pairs = _times(pairs, _twice(d[0], J // 2, ASM != ""), None, ASM)
+        pairs = _times(pairs, _twice(d[0], J // 2, LAYOUT.ptx), None, LAYOUT.ptx)
     return pairs
 
 
 @triton.jit
-def _times(pairs, d, low, ASM: tl.constexpr):
+def _times(pairs, d, low, PTX: tl.constexpr):
     """pairs · d + low, which are pairs of the same number."""
-    if ASM != "" and low is not None:
+    if PTX and low is not None:
         args = pairs
         args += (d, low)
         pairs = tl.inline_asm_elementwise(
             PLUS, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
         )
-    elif ASM != "":
+    elif PTX:
         args = pairs
         args += (d,)
         pairs = tl.inline_asm_elementwise(
@@ -235,38 +291,40 @@ def _times(pairs, d, low, ASM: tl.constexpr):
         out = ()
         for p in tl.static_range(8):
             first, second = fp16_pair(pairs[p])
-            out += (
-                _packed(
-                    (first * factor + added).to(tl.float16),
-                    (second * factor + added).to(tl.float16),
-                ),
-            )
+            first, second = first * factor + added, second * factor + added
+            out += (_packed(first.to(tl.float16), second.to(tl.float16)),)
         pairs = out
     return pairs
 
 
 @triton.jit
-def block_scale(row, SCALES: tl.constexpr):
-    """d of a row's block, float32: of formats whose :func:`weights` are scaled up to it."""
-    if SCALES == "power":
+def late_scales(row, LAYOUT: tl.constexpr):
+    """d of a row's block, and m or 0, float32: of formats whose :func:`weights` are up to them."""
+    m = 0.0
+    if LAYOUT.format.has_minimum:
+        d, m = fp16_pair(row[3][0])
+    elif LAYOUT.format.scale_code == "power":
         d = largest_power(row[3][0])
     else:
         d, _ = fp16_pair(row[3][0])
-    return d
+    return d, m
 
 
 @triton.jit
-def minimum(row, J: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr):
-    """The integer minimum of a thread's weights 16 J and on, a pair of the same number."""
-    BYTE: tl.constexpr = 2 * (J // 2) + 1 if SCALES == "pair" else J
-    word = row[2][0]
-    if SCALES == "nibbles":
-        word = (word >> 4) & 0x0F0F0F0F
-    if PTX:
-        pair = tl.inline_asm_elementwise(
-            byte_asm(BYTE), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        )
+def minimum(row, J: tl.constexpr, LAYOUT: tl.constexpr):
+    """The integer minimum of a thread's weights 16 J and on, twice; 0 of a format without."""
+    if LAYOUT.sums_minimums:
+        BYTE: tl.constexpr = 2 * (J // 2) + 1 if LAYOUT.format.scale_code == "pair" else J
+        word = row[2][0]
+        if LAYOUT.format.scale_code == "nibbles":
+            word = (word >> 4) & 0x0F0F0F0F
+        if LAYOUT.ptx:
+            pair = tl.inline_asm_elementwise(
+                byte_asm(BYTE), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+            )
+        else:
+            half = ((word >> (8 * BYTE)) & 255).to(tl.float16)
+            pair = _packed(half, half)
     else:
-        half = ((word >> (8 * BYTE)) & 255).to(tl.float16)
-        pair = _packed(half, half)
+        pair = tl.zeros_like(row[0][0])
     return pair

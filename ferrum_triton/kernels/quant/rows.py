@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.decode import LAYOUTS, alignment, decode, first_weight, groups_of
+from ferrum_triton.kernels.quant.decode import block_layout, decode, first_weight, groups_of
 from ferrum_triton.kernels.quant.plane_rows import decode_planes
 from ferrum_triton.kernels.rows import as_rows, cdiv, next_power_of_2
 from ferrum_triton.ops import quant as ops
@@ -22,20 +22,18 @@ def _decode_rows_kernel(
     blocks_ptr,  # [table_rows, row_bytes]
     ids_ptr,  # [num_rows], the rows of blocks to decode; None for all in order
     stride_y_row,
-    stride_blocks_row,  # in units of ALIGN bytes
+    stride_blocks_row,  # in units of LAYOUT.align bytes
     table_rows,
     num_groups,
     num_rows,
-    KIND: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    PLANES: tl.constexpr,
-    ALIGN: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
+    FORMAT: tl.constexpr = LAYOUT.format
+    GROUPS: tl.constexpr = LAYOUT.groups
+    LANES: tl.constexpr = LAYOUT.lanes
+    PLANES: tl.constexpr = LAYOUT.planes
     tiles_per_row = tl.cdiv(num_groups, BLOCK_G)
     y_row = (tl.program_id(0) // tiles_per_row).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     y_row = y_row[:, None, None]
@@ -48,13 +46,13 @@ def _decode_rows_kernel(
         row = tl.load(ids_ptr + y_row, mask=y_row < num_rows, other=-1).to(tl.int64)
         known = mask & (row >= 0) & (row < table_rows)
 
-    block = blocks_ptr + row * stride_blocks_row * ALIGN + g // GROUPS * BLOCK_BYTES
-    y_block = y_ptr + y_row * stride_y_row + g // GROUPS * BLOCK_SIZE
+    block = blocks_ptr + row * stride_blocks_row * LAYOUT.align + g // GROUPS * LAYOUT.block_bytes
+    y_block = y_ptr + y_row * stride_y_row + g // GROUPS * LAYOUT.block_size
     for PLANE in tl.static_range(PLANES):
         # [BLOCK_R, BLOCK_G, LANES]
-        weights = decode(block, g % GROUPS, lane, known, PLANE, KIND, ALIGN)
+        weights = decode(block, g % GROUPS, lane, known, PLANE, FORMAT, LAYOUT.align)
         weights = tl.where(known, weights, 0.0)
-        at = y_block + first_weight(g % GROUPS, PLANE, KIND) + lane
+        at = y_block + first_weight(g % GROUPS, PLANE, FORMAT) + lane
         tl.store(at, weights.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -62,25 +60,23 @@ def _decode_rows(y: Tensor, blocks: Tensor, ids: Tensor | None, kind: str) -> No
     if kind in PLANE_FORMATS:
         decode_planes(y, blocks, ids, kind)
         return
-    layout = LAYOUTS[kind]
+    layout = block_layout(kind, blocks)
     num_rows, num_weights = y.shape
-    num_groups = groups_of(num_weights, kind)
-    tile = TILE_LANES // layout["LANES"]
+    num_groups = groups_of(num_weights, layout)
+    tile = TILE_LANES // layout.lanes
     block_g = min(next_power_of_2(num_groups), tile)
     block_r = min(next_power_of_2(num_rows), tile // block_g)
-    align = alignment(blocks)
     _decode_rows_kernel.launch(
         (cdiv(num_rows, block_r) * cdiv(num_groups, block_g),),
-        y,
-        blocks,
-        ids,
-        y.stride(0),
-        blocks.stride(0) // align,
-        blocks.shape[0],
-        num_groups,
-        num_rows,
-        **layout,
-        ALIGN=align,
+        y_ptr=y,
+        blocks_ptr=blocks,
+        ids_ptr=ids,
+        stride_y_row=y.stride(0),
+        stride_blocks_row=blocks.stride(0) // layout.align,
+        table_rows=blocks.shape[0],
+        num_groups=num_groups,
+        num_rows=num_rows,
+        LAYOUT=layout,
         BLOCK_R=block_r,
         BLOCK_G=block_g,
         num_warps=NUM_WARPS,

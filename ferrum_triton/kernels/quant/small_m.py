@@ -17,8 +17,6 @@ the sum; formats without integer scales are rounded to float16 once, like dequan
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,24 +26,21 @@ from torch import Tensor
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.activations import arrange
-from ferrum_triton.kernels.quant.gemv_repacked import (
-    Output,
-    Part,
-    launch_matrices,
-    part_of_grid,
-    store_each,
+from ferrum_triton.kernels.quant.activations import Arranged, arrange
+from ferrum_triton.kernels.quant.matrices import Part, launch_matrices, part_of_grid
+from ferrum_triton.kernels.quant.planes import Matrix, fp16_pair, load_words, uses_ptx
+from ferrum_triton.kernels.quant.quad_weights import (
+    BLOCK,
+    late_scales,
+    load_rows,
+    minimum,
+    quad_layout,
+    weights,
 )
-from ferrum_triton.kernels.quant.gemv_rows import STREAM, Matrix
-from ferrum_triton.kernels.quant.mma import codes_meta
-from ferrum_triton.kernels.quant.planes import fp16_pair, load_words, row_sizes, uses_ptx
-from ferrum_triton.kernels.quant.quad_weights import block_scale, load_rows, minimum, weights
-from ferrum_triton.kernels.quant.thread_sums import summed_over_warps
+from ferrum_triton.kernels.quant.thread_products import Output, store_each, summed_over_warps
 from ferrum_triton.kernels.rows import cdiv
 
 FEWEST_TOKENS, MOST_TOKENS = 3, 8
-# Weights a quad takes at a time.
-BLOCK = 256
 # Rows of W a program takes: of one matrix, or half of gate and half of up.
 ROWS = 16
 # Words of a token's arranged activations that lie beside the other tokens', and of all eight.
@@ -98,66 +93,6 @@ def _sums_of_quads(a, b):
     return total
 
 
-@dataclass(frozen=True)
-class SmallLayout:
-    """A matrix in the repacked layout as this kernel unpacks it.
-
-    Attributes:
-        q, h, s, t, d: bytes of a row in each plane, as in ``gemv_repacked.Layout``.
-        bits, offset, scales, mins, asm, constraints: the facts of ``fragments.Codes``; ``asm`` is
-            "" where there is no PTX.
-    """
-
-    q: int
-    h: int
-    s: int
-    t: int
-    d: int
-    bits: int
-    offset: int
-    scales: str
-    mins: bool
-    asm: str
-    constraints: str
-
-    @property
-    def is_late(self) -> bool:
-        """Whether d is taken after the sum over a block."""
-        return self.scales != ""
-
-    @property
-    def sums_minimums(self) -> bool:
-        """Whether a block's minimums are a product of their own, with sums of activations."""
-        return self.is_late and self.mins
-
-    @property
-    def ptx(self) -> bool:
-        return self.asm != ""
-
-
-class Arranged(NamedTuple):
-    """Activations in the fragments' order.
-
-    Attributes:
-        x_ptr: pairs of float16, int32 pointers of a thread.
-        sums_ptr: pairs of sums over words of eight, likewise.
-        factor_ptr: what a token's products are to be multiplied by, float32 [m].
-        num_tokens: tokens there are, at most 8.
-    """
-
-    x_ptr: Any
-    sums_ptr: Any
-    factor_ptr: Any
-    num_tokens: Any
-
-
-def small_layout(planes: Tensor, kind: str, num_weights: int) -> SmallLayout:
-    """The layout of a matrix whose rows have ``num_weights`` weights."""
-    sizes = {plane.lower(): size for plane, size in row_sizes(planes, kind, num_weights).items()}
-    codes = {name.lower(): value for name, value in codes_meta(kind, planes.device).items()}
-    return SmallLayout(**sizes, **codes)
-
-
 @triton.jit
 def _activations(x_ptr, block, PTX: tl.constexpr):
     """A thread's activations of a block, [J]: the eight pairs that ``weights`` J multiply."""
@@ -169,62 +104,13 @@ def _activations(x_ptr, block, PTX: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT rows of a thread, eight apart, in a block of each: words (q, h, scales, d)."""
-    SCALES: tl.constexpr = LAYOUT.scales
-    return load_rows(
-        matrix.ptr,
-        tl.full((), 1, tl.int64) * matrix.num_rows,
-        row,
-        thread,
-        block,
-        mask,
-        Q=LAYOUT.q,
-        H=LAYOUT.h,
-        S=LAYOUT.s,
-        T=LAYOUT.t,
-        D=LAYOUT.d,
-        BITS=LAYOUT.bits,
-        SCALES=SCALES,
-        MINS=LAYOUT.mins,
-        PTX=LAYOUT.ptx,
-        HINT=STREAM,
-        ROWS=COUNT,
-    )
-
-
-@triton.jit
-def _weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
-    """The eight pairs of a thread's weights 16 J and on."""
-    OFFSET: tl.constexpr = LAYOUT.offset
-    SCALES: tl.constexpr = LAYOUT.scales
-    ASM: tl.constexpr = LAYOUT.asm
-    CONSTRAINTS: tl.constexpr = LAYOUT.constraints
-    return weights(row, J, LAYOUT.bits, OFFSET, SCALES, LAYOUT.mins, ASM, CONSTRAINTS)
-
-
-@triton.jit
-def _minimum(row, J: tl.constexpr, LAYOUT: tl.constexpr):
-    """The integer minimum of a thread's weights 16 J and on, twice; 0 of a format without."""
-    SCALES: tl.constexpr = LAYOUT.scales
-    if LAYOUT.sums_minimums:
-        pair = minimum(row, J, SCALES, LAYOUT.ptx)
-    else:
-        pair = tl.zeros_like(row[0][0])
-    return pair
-
-
-@triton.jit
 def _scaled(acc, total, low, row, LAYOUT: tl.constexpr):
     """One row's sums of two tokens: acc + d · total - m · low, where d is taken late."""
-    SCALES: tl.constexpr = LAYOUT.scales
-    if LAYOUT.is_late and LAYOUT.mins:
-        d, m = fp16_pair(row[3][0])
+    if LAYOUT.is_late:
+        d, m = late_scales(row, LAYOUT)
         total = (tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]))
-        total = (tl.fma(-m, low[0], total[0]), tl.fma(-m, low[1], total[1]))
-    elif LAYOUT.is_late:
-        d = block_scale(row, SCALES)
-        total = (tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]))
+        if LAYOUT.sums_minimums:
+            total = (tl.fma(-m, low[0], total[0]), tl.fma(-m, low[1], total[1]))
     return total
 
 
@@ -235,8 +121,8 @@ def _add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
     start = (none, none) if FIRST.is_late else (acc[0], acc[1])
     total = start + ((none, none) if SECOND.is_late else (acc[2], acc[3]))
     for j in tl.static_range(4):
-        a = _weights(rows[0], j, FIRST)
-        b = _weights(rows[1], j, SECOND)
+        a = weights(rows[0], j, FIRST)
+        b = weights(rows[1], j, SECOND)
         for p in tl.static_range(4):
             pairs = (a[2 * p], b[2 * p], a[2 * p + 1], b[2 * p + 1])
             total = _mma(total, pairs, (x[j][2 * p], x[j][2 * p + 1]), FIRST.ptx)
@@ -244,10 +130,10 @@ def _add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
     if FIRST.sums_minimums or SECOND.sums_minimums:
         for j in tl.static_range(2):
             pairs = (
-                _minimum(rows[0], 2 * j, FIRST),
-                _minimum(rows[1], 2 * j, SECOND),
-                _minimum(rows[0], 2 * j + 1, FIRST),
-                _minimum(rows[1], 2 * j + 1, SECOND),
+                minimum(rows[0], 2 * j, FIRST),
+                minimum(rows[1], 2 * j, SECOND),
+                minimum(rows[0], 2 * j + 1, FIRST),
+                minimum(rows[1], 2 * j + 1, SECOND),
             )
             low = _mma(low, pairs, (sums[2 * j], sums[2 * j + 1]), FIRST.ptx)
     of_first = _scaled((acc[0], acc[1]), (total[0], total[1]), (low[0], low[1]), rows[0], FIRST)
@@ -259,22 +145,22 @@ def _add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
 def _two_rows(first, second, row, thread, block, mask, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """Two rows of a thread: of one matrix, eight apart; or the same one of two matrices."""
     if SECOND is None:
-        rows = _load_rows(first, row, thread, block, mask, FIRST, 2)
+        rows = load_rows(first, row, thread, block, mask, FIRST, 2)
     else:
-        rows = _load_rows(first, row, thread, block, mask, FIRST, 1)
-        rows += _load_rows(second, row, thread, block, mask, SECOND, 1)
+        rows = load_rows(first, row, thread, block, mask, FIRST, 1)
+        rows += load_rows(second, row, thread, block, mask, SECOND, 1)
     return rows
 
 
 @triton.jit
 def _sums_of_rows(
     x,
+    num_tokens,
     first,
     second,
     row,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
-    BLOCKS: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -284,22 +170,23 @@ def _sums_of_rows(
     i // 2 % 2 tells.
 
     Args:
-        x: Arranged.
+        x: Arranged pointers, interleaved.
+        num_tokens: tokens there are, at most 8.
         first, second: Matrix; the second is not read where SECOND is None.
         row: first row, int32.
         FIRST, SECOND: layouts.
-        BLOCKS: blocks of 256 in a row.
     """
     BOTH: tl.constexpr = FIRST if SECOND is None else SECOND
+    BLOCKS: tl.constexpr = FIRST.blocks
     i = tl.arange(0, 32 * WARPS)
     warp, quad, thread = i // 32, i // 4 % 8, i % 4
     row = (row + quad).to(tl.int64)
     # Weights past a row's end are 0, and multiplied by the last block's activations.
     rows = _two_rows(first, second, row, thread, warp, warp < BLOCKS, FIRST, SECOND)
     # Columns past the last token are its again, and not stored.
-    token = tl.minimum(quad, x.num_tokens - 1)
-    x_ptr = x.x_ptr.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
-    sums_ptr = x.sums_ptr.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
+    token = tl.minimum(quad, num_tokens - 1)
+    x_ptr = x.x.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
+    sums_ptr = x.sums.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
     none = tl.zeros([32 * WARPS], tl.float32)
     acc = (none, none, none, none)
     pdl_wait(PDL)
@@ -320,16 +207,22 @@ def _sums_of_rows(
 
 @triton.jit
 def _sixteen_rows(
-    out, x, part, LAYOUT: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr
+    out,
+    x,
+    num_tokens,
+    part,
+    LAYOUT: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """16 rows of one matrix."""
     # The last program starts early enough to have all its rows; some are done twice.
     first = tl.minimum(part.block * 16, part.matrix.num_rows - 16)
-    y = _sums_of_rows(x, part.matrix, part.matrix, first, LAYOUT, None, BLOCKS, WARPS, PDL)
+    y = _sums_of_rows(x, num_tokens, part.matrix, part.matrix, first, LAYOUT, None, WARPS, PDL)
     i = tl.arange(0, 128)
     token = i // 4 % 4 * 2 + i % 2
-    mask = token < x.num_tokens
-    y *= tl.load(x.factor_ptr + token, mask=mask, other=0.0)
+    mask = token < num_tokens
+    y *= tl.load(x.factor + token, mask=mask, other=0.0)
     row = part.column + first + i // 16 + i // 2 % 2 * 8
     store_each(y, out, token, row, mask)
 
@@ -338,25 +231,25 @@ def _sixteen_rows(
 def _gate_and_up(
     out,
     x,
+    num_tokens,
     gate,
     up,
     GATE: tl.constexpr,
     UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BLOCKS: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Eight rows of gate and the same of up: act(gate) · up."""
     first = tl.minimum(tl.program_id(0) * 8, gate.num_rows - 8)
-    sums = _sums_of_rows(x, gate, up, first, GATE, UP, BLOCKS, WARPS, PDL)
+    sums = _sums_of_rows(x, num_tokens, gate, up, first, GATE, UP, WARPS, PDL)
     # [row, pair of tokens, gate or up, token of the pair]
     sums = tl.permute(tl.reshape(sums, [8, 4, 2, 2]), (0, 1, 3, 2))
     gate_sums, up_sums = tl.split(tl.reshape(sums, [64, 2]))
     i = tl.arange(0, 64)
     token = i % 8
-    mask = token < x.num_tokens
-    factor = tl.load(x.factor_ptr + token, mask=mask, other=0.0)
+    mask = token < num_tokens
+    factor = tl.load(x.factor + token, mask=mask, other=0.0)
     y = activated(gate_sums * factor, ACTIVATION) * (up_sums * factor)
     store_each(y, out, token, first + i // 8, mask)
 
@@ -382,33 +275,32 @@ def _small_m_kernel(
     LAYOUT_2: tl.constexpr,  # None where there is one matrix
     LAYOUT_3: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of gate, the first matrix; "" for matrices side by side
-    BLOCKS: tl.constexpr,  # blocks of 256 in a row
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     out = Output(y_ptr, bias_ptr, residual_ptr, stride_y_token, stride_residual_token)
-    x = Arranged(x_ptr, sums_ptr, factor_ptr, num_tokens)
+    x = Arranged(x_ptr, sums_ptr, factor_ptr)
     matrix = Matrix(planes_ptr, num_rows)
     if ACTIVATION != "":
         up = Matrix(planes_2_ptr, num_rows)
-        _gate_and_up(out, x, matrix, up, LAYOUT, LAYOUT_2, ACTIVATION, BLOCKS, WARPS, PDL)
+        _gate_and_up(out, x, num_tokens, matrix, up, LAYOUT, LAYOUT_2, ACTIVATION, WARPS, PDL)
     elif LAYOUT_2 is None:
         part = Part(matrix, tl.program_id(0), 0, 0)
-        _sixteen_rows(out, x, part, LAYOUT, BLOCKS, WARPS, PDL)
+        _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
     else:
         matrices = (matrix, Matrix(planes_2_ptr, num_rows_2), Matrix(planes_3_ptr, num_rows_3))
         part = part_of_grid(matrices, 16)
         # Matrices of one layout share one copy of the code, which then compiles once.
         if LAYOUT == LAYOUT_2 and LAYOUT_2 == LAYOUT_3:
-            _sixteen_rows(out, x, part, LAYOUT, BLOCKS, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
         elif part.number == 0:
-            _sixteen_rows(out, x, part, LAYOUT, BLOCKS, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
         elif LAYOUT_2 == LAYOUT_3:
-            _sixteen_rows(out, x, part, LAYOUT_2, BLOCKS, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, WARPS, PDL)
         elif part.number == 1:
-            _sixteen_rows(out, x, part, LAYOUT_2, BLOCKS, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, WARPS, PDL)
         else:
-            _sixteen_rows(out, x, part, LAYOUT_3, BLOCKS, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_3, WARPS, PDL)
 
 
 def takes_small_m(a: Tensor, num_rows: int) -> bool:
@@ -447,7 +339,7 @@ def small_m_product(
     """
     num_tokens, k = a.shape
     x, sums, factor = arrange(a, BLOCK // 8, interleave=MOST_TOKENS)
-    layouts = [small_layout(planes, kind, k) for planes, kind in parts]
+    layouts = [quad_layout(planes, kind, k) for planes, kind in parts]
     counts = [planes.shape[0] for planes, _ in parts]
     if activation:
         programs = cdiv(counts[0], ROWS // 2)
@@ -466,7 +358,6 @@ def small_m_product(
         num_tokens=num_tokens,
         **launch_matrices(parts, layouts, bool(activation)),
         ACTIVATION=activation,
-        BLOCKS=k // BLOCK,
         WARPS=warps,
         num_warps=warps,
     )

@@ -11,20 +11,17 @@ group's sum of activations.
 import triton
 import triton.language as tl
 
-from ferrum_triton.kernels.quant.loads import load_one, load_words
 from ferrum_triton.kernels.quant.planes import (
-    GROUP,
     bits_of,
     block_scales,
-    described,
     eight_words,
-    fp16_pair,
-    has_halves,
-    has_minimum,
+    load_one,
+    load_words,
     offset_of,
-    place_of,
+    shift_of,
     sub_scales,
 )
+from ferrum_triton.kernels.quant.thread_products import GROUP
 
 # Sums are of a q 2^-63. Activations up to 2^41 stay finite, and what a product loses below
 # float32's smallest number is less than 2^-86.
@@ -33,60 +30,48 @@ SMALL, LARGE = tl.constexpr(2.0**-63), tl.constexpr(2.0**63)
 
 
 @triton.jit
-def float_pair(word, DTYPE: tl.constexpr):
-    """The two 16-bit floats of a word as float32."""
-    if DTYPE == tl.bfloat16:
-        low = (word << 16).to(tl.float32, bitcast=True)
-        high = (word & -65536).to(tl.float32, bitcast=True)
-    else:
-        low, high = fp16_pair(word)
-    return low, high
-
-
-@triton.jit
-def eight_activations(ptr, mask, VECTOR: tl.constexpr):
+def _eight_activations(ptr, mask, WIDE: tl.constexpr):
     """Eight activations in a row as a tuple of float32 [threads]."""
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    if VECTOR and dtype == tl.float32:
+    x = ()
+    if WIDE:
         ints = ptr.to(tl.pointer_type(tl.int32))
         words = load_words(ints, mask, 4, True, "") + load_words(ints + 4, mask, 4, True, "")
-        x = ()
         for i in tl.static_range(8):
             x += (words[i].to(tl.float32, bitcast=True),)
-    elif VECTOR:
-        words = load_words(ptr.to(tl.pointer_type(tl.int32)), mask, 4, True, "")
-        x = ()
-        for i in tl.static_range(4):
-            x += float_pair(words[i], dtype)
     else:
-        x = ()
         for i in tl.static_range(8):
-            x += (load_one(ptr + i, mask).to(tl.float32),)
+            x += (load_one(ptr + i, mask),)
     return x
 
 
 @triton.constexpr_function
-def power_of(e, i, kind):
-    return 2.0 ** (UNIT - place_of(e, i, kind))
+def _place_of(e, i, fmt):
+    """Bits below integer ``i`` of eight ``e`` once those of byte 3 are moved down to byte 2."""
+    return 8 * min(i % 4, 2) + shift_of(e, i // 4, fmt)
+
+
+@triton.constexpr_function
+def _power_of(e, i, fmt):
+    return 2.0 ** (UNIT - _place_of(e, i, fmt))
 
 
 @triton.jit
-def _scaled_eight(x, E: tl.constexpr, KIND: tl.constexpr):
+def _scaled_eight(x, E: tl.constexpr, FORMAT: tl.constexpr):
     """Each times the power of two that its weight's place in the word asks for."""
     y = ()
     for i in tl.static_range(8):
-        y += (x[i] * power_of(E, i, KIND),)
+        y += (x[i] * _power_of(E, i, FORMAT),)
     return y
 
 
 @triton.jit
-def _dot_eight(acc, x, words, E: tl.constexpr, KIND: tl.constexpr):
+def _dot_eight(acc, x, words, E: tl.constexpr, FORMAT: tl.constexpr):
     """acc + sum of x times the integers of eight E."""
     for i in tl.static_range(8):
         word = words[i // 4]
         if i % 4 == 3:
             word = word >> 8  # out of the exponent's bits
-        integer = word & (((1 << bits_of(KIND)) - 1) << place_of(E, i, KIND))
+        integer = word & (((1 << bits_of(FORMAT)) - 1) << _place_of(E, i, FORMAT))
         acc = tl.fma(integer.to(tl.float32, bitcast=True), x[i], acc)
     return acc
 
@@ -97,19 +82,19 @@ def _sum_eight(x):
 
 
 @triton.jit
-def _group_value(total, dots, sums, raw, M: tl.constexpr, KIND: tl.constexpr):
+def _group_value(total, dots, sums, raw, M: tl.constexpr, FORMAT: tl.constexpr):
     """total[m] plus the group's product, from the dots of its integers.
 
     Args:
         dots: of all the group, [m], or of its two halves, [2 m].
         sums: of the activations, likewise.
     """
-    scales = block_scales(raw, KIND)
-    factors = sub_scales(raw, KIND)
-    CODE: tl.constexpr = described(KIND).scale_code
+    scales = block_scales(raw, FORMAT)
+    factors = sub_scales(raw, FORMAT)
+    CODE: tl.constexpr = FORMAT.scale_code
     new = ()
     for m in tl.static_range(M):
-        if CODE == "" and has_minimum(KIND):
+        if CODE == "" and FORMAT.has_minimum:
             value = tl.fma(scales[1], sums[m], tl.fma(scales[0], dots[m], total[m]))
         elif CODE == "" or CODE == "power":
             # sums hold the offset as a factor.
@@ -136,14 +121,33 @@ def _group_value(total, dots, sums, raw, M: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def group_of(row, AT: tl.constexpr, FORMAT: tl.constexpr, SPAN: tl.constexpr):
+    """Group AT of SPAN that were loaded of a row."""
+    q, h, raw = row
+    CODE: tl.constexpr = FORMAT.scale_code
+    if CODE == "nibbles" and SPAN == 2:
+        q, raw = (q[2 * AT], q[2 * AT + 1]), (raw[0], (raw[1] >> (16 * AT)) & 0xFFFF)
+    elif CODE == "packed":
+        raw = (raw[0], (raw[1] >> (8 * AT)) & 0xFF, raw[2] >> (4 * AT))
+        q, h = (q[2 * AT], q[2 * AT + 1]), (h[AT],)
+    return q, h, raw
+
+
+@triton.jit
 def add_group(
-    totals, none, rows, a_ptr, stride_a_token, group, mask,
-    KIND: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, VECTOR: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """totals[r][m] plus the products of each row's group; ``none`` is a 0 to start sums at."""
-    HALVES: tl.constexpr = has_halves(KIND)
-    OFFSET: tl.constexpr = offset_of(KIND)
+    totals, none, rows, a, group, mask, FORMAT: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr
+):
+    """totals[row][token] plus the products of each row's group; ``none`` is a 0 to start sums at.
+
+    Args:
+        a: Activations, float32.
+        group: which of a row, [threads].
+        WIDE: rows start at multiples of 16 bytes, and there is PTX.
+    """
+    ROWS: tl.constexpr = len(totals)
+    M: tl.constexpr = len(totals[0])
+    HALVES: tl.constexpr = FORMAT.has_halves
+    OFFSET: tl.constexpr = offset_of(FORMAT)
     zero = none.to(tl.float32, bitcast=True)
     sums = ()  # of the halves, or of the group
     kept = ()  # [r]: dots of the first half, [m]
@@ -152,9 +156,9 @@ def add_group(
         scaled = ()
         eights = ()
         for m in tl.static_range(M):
-            at = a_ptr + m * stride_a_token + group * GROUP + 8 * e
-            x = eight_activations(at, mask, VECTOR)
-            scaled += (_scaled_eight(x, e, KIND),)
+            at = a.ptr + m * a.stride + group * GROUP + 8 * e
+            x = _eight_activations(at, mask, WIDE)
+            scaled += (_scaled_eight(x, e, FORMAT),)
             eights += (_sum_eight(x) * (OFFSET * SMALL),)
         if e == 0:
             sums = eights
@@ -172,19 +176,31 @@ def add_group(
             kept = dots
         new = ()
         for r in tl.static_range(ROWS):
-            words = eight_words(rows[r][0], rows[r][1], e, KIND, False, ASM)
+            words = eight_words(rows[r][0], rows[r][1], e, FORMAT, False, PTX)
             each = ()
             for m in tl.static_range(M):
                 if e == 0 or (HALVES and e == 2):
-                    each += (_dot_eight(zero, scaled[m], words, e, KIND),)
+                    each += (_dot_eight(zero, scaled[m], words, e, FORMAT),)
                 else:
-                    each += (_dot_eight(dots[r][m], scaled[m], words, e, KIND),)
+                    each += (_dot_eight(dots[r][m], scaled[m], words, e, FORMAT),)
             new += (each,)
         dots = new
     out = ()
     for r in tl.static_range(ROWS):
         if HALVES:
-            out += (_group_value(totals[r], kept[r] + dots[r], sums, rows[r][2], M, KIND),)
+            out += (_group_value(totals[r], kept[r] + dots[r], sums, rows[r][2], M, FORMAT),)
         else:
-            out += (_group_value(totals[r], dots[r], sums, rows[r][2], M, KIND),)
+            out += (_group_value(totals[r], dots[r], sums, rows[r][2], M, FORMAT),)
+    return out
+
+
+@triton.jit
+def whole_sums(totals):
+    """The sums of products, of what :func:`add_group` keeps of them."""
+    out = ()
+    for r in tl.static_range(len(totals)):
+        each = ()
+        for m in tl.static_range(len(totals[r])):
+            each += (totals[r][m] * LARGE,)
+        out += (each,)
     return out

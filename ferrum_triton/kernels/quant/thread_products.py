@@ -1,0 +1,440 @@
+"""What threads multiply: groups of 32 weights by activations as integers, and sums over threads.
+
+x = step · integer, the step a power of two with which the group's largest magnitude takes 15 bits.
+Activations down to 2^-7 of that keep all the bits a bfloat16 has, and down to 2^-4 a float16's;
+smaller ones are off by at most 2^-15 of the largest, the last bit of a float16 as large being 2^-10
+of it. Every thread makes the integers of the groups that it takes.
+
+Two such integers are a word, and four weights are the bytes of one. Their products are two
+instructions, :func:`dp2a`; weights' offsets start the integers' sum.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ferrum_triton.kernels.quant.planes import (
+    bits_of,
+    block_scales,
+    eight_words,
+    fp16_pair,
+    has_bytes,
+    load_one,
+    load_words,
+    shift_of,
+    sub_scales,
+)
+
+# Added to a float32 of less than 2^22, leaves the nearest integer in the lowest bits.
+ROUND = tl.constexpr(1.5 * 2**23)
+ONES = tl.constexpr(0x01010101)
+GROUP = tl.constexpr(32)  # weights
+
+
+class Activations(NamedTuple):
+    """Rows of activations in memory, [m, k].
+
+    Attributes:
+        ptr: the first; floats, or integers that a launch before this one made of them.
+        stride: elements from one token to the next.
+        scales_and_sums_ptr, scales_and_sums_stride: what stands beside integers; None of floats.
+    """
+
+    ptr: Any
+    stride: Any
+    scales_and_sums_ptr: Any
+    scales_and_sums_stride: Any
+
+
+class Output(NamedTuple):
+    """Where products go: y [m, n], and what is added to them where it is not None."""
+
+    ptr: Any
+    bias_ptr: Any
+    residual_ptr: Any
+    stride: Any
+    residual_stride: Any
+
+
+class IntegerGroup(NamedTuple):
+    """A group of 32 activations of each token, [m].
+
+    Attributes:
+        words: 16 words of two integers.
+        steps: what an integer is worth, float32.
+        lows, highs: sums of the first and the last 16 integers, int32.
+    """
+
+    words: Any
+    steps: Any
+    lows: Any
+    highs: Any
+
+
+@triton.jit
+def dp2a(low, high, b, acc, PTX: tl.constexpr):
+    """acc + the products of the int16 of low and high and the four int8 of b."""
+    if PTX:
+        asm: tl.constexpr = (
+            "{ .reg .s32 t; dp2a.lo.s32.s32 t, $1, $3, $4; dp2a.hi.s32.s32 $0, $2, $3, t; }"
+        )
+        words = [low, high, b, acc]
+        acc = tl.inline_asm_elementwise(
+            asm, "=r,r,r,r,r", words, dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        acc += ((low << 16) >> 16) * ((b << 24) >> 24) + (low >> 16) * ((b << 16) >> 24)
+        acc += ((high << 16) >> 16) * ((b << 8) >> 24) + (high >> 16) * (b >> 24)
+    return acc
+
+
+@triton.constexpr_function
+def _permute_asm(bytes_):
+    return f"prmt.b32 $0, $1, $2, {bytes_:#06x};"
+
+
+@triton.jit
+def permuted(a, b, BYTES: tl.constexpr, PTX: tl.constexpr):
+    """Four bytes of a and b, which have numbers 0 to 3 and 4 to 7: a digit of BYTES each."""
+    if PTX:
+        word = tl.inline_asm_elementwise(
+            _permute_asm(BYTES), "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        word = tl.zeros_like(a)
+        for i in tl.static_range(4):
+            source = b if (BYTES >> (4 * i)) & 4 else a
+            word |= ((source >> (8 * ((BYTES >> (4 * i)) & 3))) & 0xFF) << (8 * i)
+    return word
+
+
+@triton.jit
+def packed(low, high, PTX: tl.constexpr):
+    """The lower 16 bits of both, in a word."""
+    return permuted(low, high, 0x5410, PTX)
+
+
+@triton.jit
+def float_pair(word, DTYPE: tl.constexpr):
+    """The two 16-bit floats of a word as float32."""
+    if DTYPE == tl.bfloat16:
+        low = (word << 16).to(tl.float32, bitcast=True)
+        high = (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        low, high = fp16_pair(word)
+    return low, high
+
+
+@triton.jit
+def load_floats(a, part, mask, M: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr):
+    """SPAN groups of M tokens, [token]: words of two floats if WIDE, else float32 each.
+
+    Args:
+        a: Activations of 16 bits.
+        part: parts of SPAN groups, [threads].
+        mask: parts that there are, [threads] or None.
+        WIDE: rows start at multiples of 16 bytes, and there is PTX.
+    """
+    loaded = ()
+    for m in tl.static_range(M):
+        ptr = a.ptr + m * a.stride + part * (SPAN * GROUP)
+        x = ()
+        if WIDE:
+            for i in tl.static_range(4 * SPAN):
+                x += load_words((ptr + 8 * i).to(tl.pointer_type(tl.int32)), mask, 4, True, "")
+        else:
+            for i in tl.static_range(32 * SPAN):
+                x += (load_one(ptr + i, mask).to(tl.float32),)
+        loaded += (x,)
+    return loaded
+
+
+@triton.constexpr_function
+def _extreme_asm(which, dtype):
+    return f"{which}.NaN.{'f16x2' if dtype == tl.float16 else 'bf16x2'} $0, $1, $2;"
+
+
+@triton.jit
+def _extreme(x, y, WHICH: tl.constexpr, DTYPE: tl.constexpr):
+    """The larger ("max") or smaller ("min") of each of two words' two floats; NaN of a NaN."""
+    return tl.inline_asm_elementwise(
+        _extreme_asm(WHICH, DTYPE), "=r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _largest(raw, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """The bits of the largest magnitude, as float32, of activations as they were loaded."""
+    if WIDE:
+        most, least = raw[0], raw[0]
+        for i in tl.static_range(1, len(raw)):
+            most = _extreme(most, raw[i], "max", DTYPE)
+            least = _extreme(least, raw[i], "min", DTYPE)
+        x = float_pair(most, DTYPE) + float_pair(least, DTYPE)
+    else:
+        x = raw
+    largest = x[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    for i in tl.static_range(1, len(x)):
+        largest = tl.maximum(largest, x[i].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return largest
+
+
+@triton.jit
+def _integers(raw, DTYPE: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr):
+    """Activations as integers of 16 bits, two a word; their step, NaN of what is lost."""
+    # Of magnitudes below 2^-111, the step is that of those.
+    exponent = tl.maximum(_largest(raw, DTYPE, WIDE) >> 23, 16)
+    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    step = tl.where(exponent == 255, 0x7FC00000, (exponent - 14) << 23)
+    words = ()
+    for i in tl.static_range(len(raw) if WIDE else len(raw) // 2):
+        x = float_pair(raw[i], DTYPE) if WIDE else (raw[2 * i], raw[2 * i + 1])
+        low = tl.fma(x[0], factor, ROUND).to(tl.int32, bitcast=True)
+        high = tl.fma(x[1], factor, ROUND).to(tl.int32, bitcast=True)
+        words += (packed(low, high, PTX),)
+    return words, step.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def integers_of(
+    loaded, DTYPE: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr
+):
+    """:class:`IntegerGroup` of each of SPAN groups of :func:`load_floats`, with one step for all.
+
+    Args:
+        DTYPE: of the activations in memory.
+    """
+    words, steps = (), ()
+    for m in tl.static_range(len(loaded)):
+        integers, step = _integers(loaded[m], DTYPE, WIDE, PTX)
+        words += (integers,)
+        steps += (step,)
+    zero = tl.zeros_like(words[0][0])
+    ones = zero + ONES
+    groups = ()
+    for s in tl.static_range(SPAN):
+        x, lows, highs = (), (), ()
+        for m in tl.static_range(len(loaded)):
+            low, high = zero, zero
+            each = ()
+            for i in tl.static_range(16):
+                each += (words[m][16 * s + i],)
+            for i in tl.static_range(4):
+                low = dp2a(each[2 * i], each[2 * i + 1], ones, low, PTX)
+                high = dp2a(each[2 * i + 8], each[2 * i + 9], ones, high, PTX)
+            x += (each,)
+            lows += (low,)
+            highs += (high,)
+        groups += (IntegerGroup(x, steps, lows, highs),)
+    return groups
+
+
+@triton.jit
+def no_totals(THREADS: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr):
+    """Zeros [row][token], float32 [THREADS] each."""
+    totals = ()
+    for _r in tl.static_range(ROWS):
+        each = ()
+        for _m in tl.static_range(M):
+            each += (tl.zeros([THREADS], tl.float32),)
+        totals += (each,)
+    return totals
+
+
+@triton.jit
+def add_groups(totals, none, rows, activations, FORMAT: tl.constexpr, PTX: tl.constexpr):
+    """totals[row][token] plus the products of a group of each row, of what :func:`load_rows` gave.
+
+    Args:
+        none: a 0 to start sums at.
+        activations: :class:`IntegerGroup`.
+    """
+    x, _, lows, highs = activations
+    OFFSET: tl.constexpr = FORMAT.offset
+    out = ()
+    for r in tl.static_range(len(rows)):
+        first, dots = (), ()
+        for m in tl.static_range(len(x)):
+            start = lows[m]
+            if not FORMAT.has_halves:
+                start = lows[m] + highs[m]
+            dots += (start * -OFFSET + none,)
+        for e in tl.static_range(4):
+            words = eight_words(rows[r][0], rows[r][1], e, FORMAT, True, PTX)
+            if FORMAT.has_halves and e == 2:
+                first = dots
+                dots = ()
+                for m in tl.static_range(len(x)):
+                    dots += (highs[m] * -OFFSET + none,)
+            new = ()
+            for m in tl.static_range(len(x)):
+                new += (_dot_eight(dots[m], x[m], words, e, FORMAT, PTX),)
+            dots = new
+        out += (_group_value(totals[r], first, dots, activations, rows[r][2], FORMAT),)
+    return out
+
+
+@triton.jit
+def _dot_eight(acc, x, words, E: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr):
+    """acc + the products of a group's activations x with the integers of eight E."""
+    for i in tl.static_range(2):
+        word = words[i]
+        if not has_bytes(FORMAT):
+            word = (word >> shift_of(E, i, FORMAT)) & (((1 << bits_of(FORMAT)) - 1) * ONES)
+        acc = dp2a(x[4 * E + 2 * i], x[4 * E + 2 * i + 1], word, acc, PTX)
+    return acc
+
+
+@triton.jit
+def _group_value(total, first, dots, activations, raw, FORMAT: tl.constexpr):
+    """total[m] plus the group's product, from the dots of its integers or of its halves'."""
+    x, steps, lows, highs = activations
+    d = block_scales(raw, FORMAT)
+    factors = sub_scales(raw, FORMAT)
+    CODE: tl.constexpr = FORMAT.scale_code
+    out = ()
+    for m in tl.static_range(len(x)):
+        if CODE == "byte":  # beyond int32
+            dot = factors[1].to(tl.float32) * dots[m].to(tl.float32)
+            dot = tl.fma(factors[0].to(tl.float32), first[m].to(tl.float32), dot)
+        elif CODE == "byte32":
+            dot = factors[0].to(tl.float32) * dots[m].to(tl.float32)
+        elif CODE == "pair":
+            dot = (factors[0] * dots[m]).to(tl.float32)
+        else:
+            dot = dots[m].to(tl.float32)
+        if CODE == "power":
+            # By the powers first: their product is exact, and nothing between is beyond float32.
+            out += (tl.fma(steps[m] * d[0], dot, total[m]),)
+        else:
+            value = d[0] * dot
+            if CODE == "pair":
+                low = factors[1] * (lows[m] + highs[m])
+                value = tl.fma(-d[1], low.to(tl.float32), value)
+            elif FORMAT.has_minimum:
+                value = tl.fma(d[1], (lows[m] + highs[m]).to(tl.float32), value)
+            out += (tl.fma(steps[m], value, total[m]),)
+    return out
+
+
+@triton.jit
+def _filled_up(values, PADDED: tl.constexpr):
+    """A tuple of PADDED tensors: the values, then zeros."""
+    zero = tl.zeros_like(values[0])
+    out = values
+    for _ in tl.static_range(PADDED - len(values)):
+        out += (zero,)
+    return out
+
+
+@triton.jit
+def _side_by_side(parts, PADDED: tl.constexpr):
+    """Tensors [threads] laid beside each other in each thread: [threads, PADDED]."""
+    THREADS: tl.constexpr = parts[0].shape[0]
+    # The first half beside the second, so that the first new axis tells them apart; and so on.
+    for _ in tl.static_range(6):
+        if len(parts) > 1:
+            joined = ()
+            for i in tl.static_range(len(parts) // 2):
+                joined += (tl.join(parts[i], parts[i + len(parts) // 2]),)
+            parts = joined
+    return tl.reshape(parts[0], (THREADS, PADDED))
+
+
+@triton.constexpr_function
+def _swap_asm(lanes):
+    return f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
+
+
+@triton.jit
+def _halved(values, LANES: tl.constexpr):
+    """Sums of lanes LANES apart, half the values each: the second half where the lane has LANES."""
+    HALF: tl.constexpr = len(values) // 2
+    upper = (tl.arange(0, values[0].shape[0]) & LANES) != 0
+    out = ()
+    for i in tl.static_range(HALF):
+        low, high = values[i], values[i + HALF]
+        given = [tl.where(upper, low, high)]
+        other = tl.inline_asm_elementwise(
+            _swap_asm(LANES), "=f,f", given, dtype=tl.float32, is_pure=True, pack=1
+        )
+        out += (tl.where(upper, high, low) + other,)
+    return out
+
+
+@triton.jit
+def summed(values, PADDED: tl.constexpr, PTX: tl.constexpr, mask=None, WHOLE: tl.constexpr = False):
+    """The sum over threads, of those in the mask, of each tensor [threads]: [PADDED].
+
+    By PTX lanes exchange half of their values with each other, then a quarter, and so on.
+
+    Args:
+        values: of threads, a tuple.
+        PADDED: a power of two, at least as many.
+        PTX: use PTX.
+        mask: [threads] or None.
+        WHOLE: the mask is the same for all threads of a warp.
+    """
+    # Sums of a warp that is in the mask or out of it are masked, not values.
+    LATE: tl.constexpr = WHOLE and PTX and PADDED > 1 and PADDED <= 32
+    if mask is not None and not LATE:
+        masked = ()
+        for i in tl.static_range(len(values)):
+            masked += (tl.where(mask, values[i], 0.0),)
+        values = masked
+    parts = _filled_up(values, PADDED)
+    if PADDED == 1:
+        total = tl.sum(parts[0], axis=0, keep_dims=True)
+    elif PTX and PADDED <= 32:
+        WARPS: tl.constexpr = parts[0].shape[0] // 32
+        for i in tl.static_range(5):
+            if len(parts) > 1:
+                parts = _halved(parts, 16 >> i)
+        part = parts[0]
+        if mask is not None and LATE:
+            part = tl.where(mask, part, 0.0)
+        each = tl.reshape(part, (WARPS, PADDED, 32 // PADDED))
+        total = tl.sum(tl.sum(each, axis=2), axis=0)
+    else:
+        total = tl.sum(_side_by_side(parts, PADDED), axis=0)
+    return total
+
+
+@triton.jit
+def summed_over_warps(values, COUNT: tl.constexpr):
+    """The sum over warps of COUNT tensors [threads]: [32 COUNT], a lane's beside each other."""
+    WARPS: tl.constexpr = values[0].shape[0] // 32
+    each = tl.reshape(_side_by_side(values, COUNT), (WARPS, 32 * COUNT))
+    return tl.sum(each, axis=0)
+
+
+@triton.constexpr_function
+def padded(count):
+    """The power of two from ``count`` on."""
+    return triton.next_power_of_2(count)
+
+
+@triton.jit
+def store_rows(totals, out, first, PTX: tl.constexpr):
+    """Totals [row][token] added up over the threads, and stored to the rows from ``first`` on."""
+    M: tl.constexpr = len(totals[0])
+    SUMS: tl.constexpr = len(totals) * M
+    flat = ()
+    for r in tl.static_range(len(totals)):
+        flat += totals[r]
+    y = summed(flat, padded(SUMS), PTX)
+    i = tl.arange(0, padded(SUMS))
+    store_each(y, out, i % M, first + i // M, i < SUMS)
+
+
+@triton.jit
+def store_each(y, out, token, row, mask):
+    """out.ptr[token[i], row[i]] ← y[i] + bias + residual where the mask holds."""
+    token = token.to(tl.int64)
+    if out.bias_ptr is not None:
+        y += tl.load(out.bias_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    if out.residual_ptr is not None:
+        residual = out.residual_ptr + token * out.residual_stride + row
+        y += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out.ptr + token * out.stride + row, y.to(out.ptr.dtype.element_ty), mask=mask)
