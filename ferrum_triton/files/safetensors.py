@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ferrum_triton.errors import FileError
-from ferrum_triton.files.json_file import read_json
+from ferrum_triton.files.json_file import is_directory, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -85,7 +85,7 @@ def open_safetensors(path: str | Path) -> SafetensorsFiles:
             but plain files of its own directory.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not is_directory(path):
         shard = _open(path)
         return SafetensorsFiles(path, {path.name: shard}, dict.fromkeys(shard.keys(), path.name))
     if (path / INDEX).exists():
