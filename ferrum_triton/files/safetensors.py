@@ -64,7 +64,16 @@ class SafetensorsFiles(Mapping[str, Tensor]):
         Raises:
             KeyError: there is no such tensor.
         """
-        return tuple(self._shards[self._homes[name]].get_slice(name).get_shape())
+        return self.stored_as(name)[1]
+
+    def stored_as(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Element type, by the format's name, and shape of a tensor, without reading its data.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        header = self._shards[self._homes[name]].get_slice(name)
+        return header.get_dtype(), tuple(header.get_shape())
 
     def _file(self, shard: str) -> Path:
         return self.path / shard if self.path.is_dir() else self.path
