@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ferrum_triton.cli.terminal import (
     accept_any_text,
@@ -68,6 +68,10 @@ class _Parser(argparse.ArgumentParser):
         """One line, not the usage as well."""
         complain(f"{message}; see {self.prog} --help")
         sys.exit(2)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse's, which is silent where help or version cannot be written."""
+        print(message, end="", file=file)
 
 
 def _parser() -> argparse.ArgumentParser:

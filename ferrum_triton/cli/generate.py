@@ -156,6 +156,7 @@ class _Bar:
         self._disable = True if quiet else None  # None: shown on a terminal only
         self._bar: Any = None
         self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._draw, daemon=True)
 
     def __enter__(self) -> _Bar:
         return self
@@ -164,19 +165,21 @@ class _Bar:
         if self._bar is None:
             from tqdm import tqdm
 
-            # Its own drawing never comes: the thread's does.
+            # Never drawn by the calls: the thread does it, and from then on there is one to clear.
             options = {"leave": False, "delay": 1e9, "disable": self._disable}
             self._bar = tqdm(total=total, desc=self._title, unit=self._unit, **options)
-            threading.Thread(target=self._draw, daemon=True).start()
+            self._thread.start()
         self._bar.n = done
 
     def _draw(self) -> None:
         while not self._closed.wait(1.0) and not self._bar.disable:
+            self._bar.delay = 0
             self._bar.refresh()
 
     def close(self) -> None:
-        self._closed.set()
         if self._bar is not None:
+            self._closed.set()
+            self._thread.join()
             self._bar.close()
 
     def __exit__(self, *_: object) -> None:
