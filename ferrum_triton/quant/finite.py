@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
+from ferrum_triton.quant.layout import HalvedExponent
 from ferrum_triton.quant.tensor import QuantizedTensor
 
 # Above what the integers of any format multiply a scale by.
@@ -39,11 +42,20 @@ def count_out_of_range(weight: Tensor | QuantizedTensor, dtype: torch.dtype) -> 
 
 
 def _out_of_the_ordinary(blocks: Tensor, fmt: BlockFormat, limit: float) -> Tensor:
-    """Those of [blocks, block_bytes] that have a scale above ``limit``, or NaN."""
-    scales = [scale.read(blocks) for scale in (fmt.d, fmt.m) if scale is not None]
-    if all(_within(scale, limit) for scale in scales):
-        return blocks[:0]
-    return blocks[~torch.cat(scales, dim=-1).abs().le(limit).all(-1)]
+    """Those of [blocks, block_bytes] that have a scale of ``limit`` or above, or NaN.
+
+    By the byte of a scale that has its exponent, which as an integer orders as the scale does.
+    """
+    raw = blocks.cpu().numpy()
+    if isinstance(fmt.d, HalvedExponent):
+        odd = raw[:, fmt.d.at] >= 128 + int(math.log2(limit))
+    else:
+        with np.errstate(over="ignore"):  # infinity, which no scale may be, is above all others
+            above = int(np.float64(limit).astype(np.float16).view(np.uint16)) >> 8
+        odd = np.zeros(len(raw), dtype=bool)
+        for scale in filter(None, (fmt.d, fmt.m)):
+            odd |= raw[:, scale.at + 1] & 0x7F >= above
+    return blocks[torch.from_numpy(odd).to(blocks.device)] if odd.any() else blocks[:0]
 
 
 def _within(values: Tensor, limit: float) -> bool:
