@@ -463,3 +463,10 @@ def test_fuel_is_per_run():
     template = ChatTemplate("{% for i in range(90000) %}{{ i if i > 89998 }}{% endfor %}", "", "")
     for _ in range(4):
         assert template.render([]) == "89999"
+
+
+def test_half_a_surrogate_pair_is_refused_where_it_comes_from():
+    with pytest.raises(FileError, match="the chat template writes half a surrogate pair"):
+        ChatTemplate("{{ '\ud800' }}", "", "").render([])
+    with pytest.raises(InputError, match="render: messages is holding half a surrogate pair"):
+        ChatTemplate("", "", "").render([{"role": "user", "content": "a\udcff"}])

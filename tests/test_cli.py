@@ -1,13 +1,15 @@
 """The command line, run as users run it."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from ferrum_triton.cli import main
+from ferrum_triton import __version__
+from ferrum_triton.cli import doctor, is_this_process, main
 from ferrum_triton.cli.default_model import INSTALL, find_default_model
 from ferrum_triton.files.ggml_types import GGML_TYPES
 from ferrum_triton.quant import FORMATS
@@ -28,11 +30,32 @@ def run(*arguments, **options):
     )
 
 
-def test_help_is_quick_and_names_the_commands():
-    code = "import sys, ferrum_triton.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    for command in ("generate", "inspect", "doctor", "ops"):
-        assert command in result.stdout
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+def test_help_and_version_import_no_torch(arguments):
+    result = run(*arguments, env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})
+    assert result.returncode == 0, result.stderr
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "ferrum_triton.cli.generate" in imported
+    assert not {"torch", "numpy", "triton"} & imported
+    if arguments == ["--help"]:
+        for command in ("generate", "inspect", "doctor", "ops", "--version"):
+            assert command in result.stdout
+    if arguments == ["--version"]:
+        assert result.stdout == f"ferrum-triton {__version__}\n"
+
+
+def test_what_a_command_is():
+    assert not is_this_process()
+    for words, command in (
+        (["python", "/usr/bin/ferrum-triton", "ops"], True),
+        (["python", "-m", "ferrum_triton", "ops"], True),
+        (["python", "-m", "ferrum_triton.backends.stub"], False),
+        (["python", "-m", "pytest", "ferrum-triton"], False),
+        (["python"], False),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "orig_argv", words)
+            assert is_this_process() == command, words
 
 
 @needs_model
@@ -109,7 +132,7 @@ def test_absent_libraries_name_the_extra(library):
     code += "sys.exit(main(['generate', 'Hi', '--backend', 'cpu']))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 2, result.stderr
-    assert f"needs {library}: pip install 'ferrum-triton[cli]'" in result.stderr
+    assert f"needs {library}: pip install {library}\n" in result.stderr
 
 
 def test_hugging_face_directory(tmp_path, capsys):
@@ -162,7 +185,8 @@ def test_inspect_says_what_a_file_holds(tmp_path, capsys):
     assert max(map(len, lines[2:])) < 130
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  a.")}
     for t in GGML_TYPES.values():
-        runs = "plain" if t.dtype else "packed" if t.name in FORMATS else "refused"
+        plain = t.dtype is not None and t.dtype.is_floating_point
+        runs = "plain" if plain else "packed" if t.name in FORMATS else "refused"
         nbytes = 512 // t.block_size * t.block_bytes
         assert rows[f"a.{t.name}"] == [t.name, "2×256", f"{nbytes:,}", runs]
     assert "  type     tensors  bytes  runs" in lines
@@ -214,6 +238,43 @@ def test_inspect_of_a_malformed_file_is_one_error(tmp_path, data, message, capsy
     assert captured.out == ""
 
 
+@needs_model
+def test_inspect_as_json_is_the_whole_of_it(capsys):
+    assert main(["inspect", "--json", str(find_default_model())]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == "GGUF version 3"
+    assert len(found["metadata"]["tokenizer.ggml.tokens"]) == 49152
+    assert len(found["tensors"]) == 272
+    assert {"name": "output_norm.weight", "type": "F32", "shape": [576]}.items() <= {
+        t["name"]: t for t in found["tensors"]
+    }["output_norm.weight"].items()
+
+
+def test_inspect_of_a_directory(tmp_path, capsys):
+    pytest.importorskip("transformers", reason="transformers makes the tiny model")
+    from safetensors.torch import load_file, save_file
+
+    from tests.tiny_models import save_tiny
+
+    save_tiny(tmp_path, "llama")
+    capsys.readouterr()
+    lines = inspected(tmp_path, capsys)
+    assert lines[1] == "model: one that generate runs, by its metadata and types"
+    assert lines[-1].split()[::3] == ["F32", "plain"]
+    shards = tmp_path / "model.safetensors"
+    tensors = load_file(shards)
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    assert lines[0] == f"{tmp_path}: safetensors, {stored:,} bytes"
+    save_file(tensors | {"model.norm.weight": torch.ones(64).to(torch.complex64)}, shards)
+    assert "tensor 'model.norm.weight' is C64 of shape [64]" in inspected(tmp_path, capsys)[1]
+    assert "name the directory" in inspected(shards, capsys)[1]
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["inspect", "--json", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metadata"] == {}
+    assert "architecture None is not supported" in found["model"]
+
+
 def test_doctor(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
@@ -246,6 +307,12 @@ def test_doctor_needs_no_triton_and_survives_broken_probes():
     assert "pip install triton" in found["backends"]["interpret"]
     assert "driver mismatch" in found["backends"]["cuda"]
     assert "driver mismatch" in found["devices"]
+
+
+def test_doctor_says_what_is_absent(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: "absent" if name == "triton" else "1")
+    why = "the cuda and interpret backends need it"
+    assert doctor.report()["advice"] == [f"triton is absent, and {why}: pip install triton"]
 
 
 def test_doctor_warns_of_the_interpreter_variable(monkeypatch, capsys):

@@ -31,6 +31,9 @@ def tiny(tmp_path_factory):
     return get
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
 def packed(backend_name, dtype=torch.float32):
     backend = get_backend(backend_name)
     weights = load_weights(PackedSource(), PACKED, backend, dtype)
@@ -203,7 +206,22 @@ def test_ids_out_of_range_read_nothing_foreign(tiny):
         ({"num_hidden_layers": 4000}, "4000 layers"),
         ({"num_attention_heads": 3}, "heads"),
         ({"rms_norm_eps": 0}, "epsilon"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "embeddings is missing"),
+        ({"rope_parameters": YARN | {"beta_fast": 16}}, "'beta_fast' of 16 is not supported"),
+        ({"rope_parameters": {"mrope_section": [8, 8]}}, r"'mrope_section' of \[8, 8\] is not"),
+        ({"rope_parameters": {"full_attention": YARN, "rope_theta": 1e6}}, "'rope_theta' stands"),
+        (
+            {"rope_parameters": {"sliding_attention": YARN}, "layer_types": ["full_attention"] * 2},
+            "layer type 'full_attention' are missing",
+        ),
+        (
+            {"rope_parameters": {"full_attention": YARN, "sliding_attention": {}}},
+            "'full_attention' and 'sliding_attention' layers differ",
+        ),
+        ({"rope_parameters": [1]}, "no object"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full"),
         ({"use_sliding_window": True}, "some of the layers"),
         ({"rope_theta": 10**400, "rope_parameters": None}, "rope_theta is 1000"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
@@ -213,10 +231,10 @@ def test_ids_out_of_range_read_nothing_foreign(tiny):
         ({"quantization_config": {"quant_method": "fp8"}}, "GGUF files only"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"max_position_embeddings": 1 << 23}, "positions are over"),
-        ({"attention_bias": True}, "have no bias"),
+        ({"attention_bias": True}, r"model\.layers\.0\.self_attn\.q_proj\.bias, .* are missing"),
         ({"num_hidden_layers": 1}, "9 tensors have no place .* 'model.layers.1"),
         ({"vocab_size": 97}, "shape"),
-        ({"num_hidden_layers": 3}, "'blk.2.attn_norm.weight' is missing"),
+        ({"num_hidden_layers": 3}, "'model.layers.2.input_layernorm.weight' is"),
     ],
 )
 def test_bad_configs_are_refused(tiny, tmp_path, change, message):
@@ -227,6 +245,81 @@ def test_bad_configs_are_refused(tiny, tmp_path, change, message):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FileError, match=message):
         load_model(tmp_path, get_backend("cpu"))
+
+
+def test_every_spelling_of_the_rotary_embedding_is_read(tiny, tmp_path):
+    """transformers' own frequencies, of files as it writes them and as it wrote them."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    plain, flat = {"rope_type": "default"}, {"rope_theta": 5e5}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    spellings = [
+        flat | {"rope_scaling": None},
+        flat | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        flat | {"rope_scaling": llama3},
+        {"rope_parameters": plain | flat},
+        {"rope_parameters": llama3 | flat},
+        {"rope_parameters": YARN | flat},
+        {"rope_parameters": {"full_attention": plain | flat}},
+        {"rope_parameters": {"full_attention": llama3 | flat, "sliding_attention": None}},
+    ]
+    written = json.loads((tiny("qwen3")[0] / "config.json").read_text())
+    del written["rope_parameters"]
+    for spelling in spellings:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(written | spelling))
+        theirs = AutoConfig.from_pretrained(tmp_path)
+        nested = theirs.rope_parameters.get("full_attention")
+        theirs.rope_parameters = nested or theirs.rope_parameters
+        kind = theirs.rope_parameters["rope_type"]
+        if kind == "default":
+            want = 5e5 ** -(torch.arange(0, 24, 2) / 24)
+        else:
+            want, _ = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
+        config = LlamaConfig.from_hf(written | spelling, path)
+        assert (config.rope.kind, config.rope.theta) == (kind, 5e5), spelling
+        cos, sin = rope_tables(config.rope, 2)
+        torch.testing.assert_close(torch.atan2(sin[1], cos[1]), want, rtol=1e-5, atol=1e-7)
+
+
+def save_with(directory, theirs, name, change):
+    """The model's own directory with one weight replaced."""
+    from safetensors.torch import load_file, save_file
+
+    for file in theirs.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int8, torch.int64])
+def test_weights_that_are_no_floats_are_refused(tiny, tmp_path, dtype):
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_with(tmp_path, tiny("llama")[0], name, lambda weight: weight.to(dtype))
+    words = str(dtype).removeprefix("torch.")
+    with pytest.raises(FileError, match=f"'{name}' is of {words}; weights are of float64, "):
+        load_model(tmp_path, get_backend("cpu"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e5])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_weights_that_are_not_finite_are_refused(tiny, tmp_path, name, value):
+    def harm(weight):
+        weight.view(-1)[[1, 5]] = value
+        return weight
+
+    save_with(tmp_path, tiny("llama")[0], name, harm)
+    backend = get_backend("cpu")
+    # Norm weights stay in float32, where 1e5 is a number like another.
+    if value == 1e5:
+        load_model(tmp_path, backend)
+    if value != 1e5 or "norm" not in name:
+        with pytest.raises(FileError, match=f"'{name}' holds 2 weights not finite in float"):
+            load_model(tmp_path, backend, torch.float16)
+    load_model(tmp_path, backend, torch.float16, allow_non_finite=True)
 
 
 def test_gguf_metadata_is_checked():

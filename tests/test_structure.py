@@ -26,7 +26,7 @@ LAYERS = {
     "runtime": {"errors", "contract", "registry", "types", "quant", "ops", "backends"},
     "models": {"errors", "registry", "types", "quant", "ops", "backends", "files", "runtime"},
     "integrations": {"errors", "quant", "ops", "backends"},
-    "cli": {"errors", "registry", "quant", "backends", "files", "models", "runtime"},
+    "cli": {"errors", "registry", "quant", "ops", "backends", "files", "models", "runtime"},
 }
 
 

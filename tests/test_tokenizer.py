@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrum_triton.errors import FileError
+from ferrum_triton.errors import FileError, InputError
 from ferrum_triton.files.gguf import open_gguf
 from ferrum_triton.files.splits import SPLITS
 from ferrum_triton.files.tokenizer import Tokenizer
@@ -514,3 +514,143 @@ def test_bad_directories(tmp_path):
     (tmp_path / "generation_config.json").write_text("[1]")
     with pytest.raises(FileError, match="not a JSON object"):
         Tokenizer.from_directory(tmp_path)
+
+
+# Hostile files.
+
+
+def rewritten(directory, **parts):
+    """The tokenizer of a directory with parts of its ``tokenizer.json`` replaced."""
+    write_directory(directory)
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    return lambda: Tokenizer.from_directory(directory)
+
+
+def replace(old, new):
+    return {"type": "Replace", "pattern": old, "content": new}
+
+
+def split(regex):
+    """Cuts at matches, then spells bytes."""
+    cut = {"type": "Split", "pattern": {"Regex": regex}, "invert": False, "behavior": "Isolated"}
+    spelling = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    spelling["use_regex"] = False
+    return {"type": "Sequence", "pretokenizers": [cut, spelling]}
+
+
+HOSTILE = [
+    ({"pre_tokenizer": split("(a+)+$b")}, "repeats what repeats"),
+    ({"pre_tokenizer": split(r"x(?:[^(]|\(\w{2,}y?)*")}, "repeats what repeats"),
+    ({"pre_tokenizer": split("((a{9}){9}){9}")}, "repeats what repeats"),
+    ({"pre_tokenizer": split("a|" * 3000)}, "of 6000 characters; allowed: 4096"),
+    ({"normalizer": replace({"Regex": "(a*)*"}, "")}, "repeats what repeats"),
+    ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "not supported"),
+    (
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [replace({"String": "a"}, "aaaaaaaa")] * 8,
+            }
+        },
+        "normalizer makes more than 64 characters of one",
+    ),
+    (
+        {"decoder": {"type": "Sequence", "decoders": [replace({"Regex": ""}, "abcdefgh")] * 8}},
+        "decoder makes more than 64 characters of one",
+    ),
+    ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 99}}, "100 steps"),
+    ({"added_tokens": [{}] * 70_000}, "70000 added tokens; allowed: 65536"),
+]
+
+
+@pytest.mark.parametrize(("parts", "reason"), HOSTILE, ids=[reason for _, reason in HOSTILE])
+def test_hostile_directory_is_refused_before_it_runs(tmp_path, parts, reason, capfd):
+    with pytest.raises(FileError, match=reason):
+        rewritten(tmp_path, **parts)()
+    assert capfd.readouterr().err == ""  # the library writes of its panics
+
+
+def test_a_key_that_comes_twice_is_checked_as_it_is_built(tmp_path):
+    write_directory(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    hostile = json.dumps({"normalizer": replace({"Regex": "a"}, "b")})
+    path.write_text(hostile[:-1] + "," + path.read_text()[1:])
+    assert Tokenizer.from_directory(tmp_path).encode("ab") == [256]
+
+
+def test_patterns_in_use_are_taken(tmp_path):
+    digits = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+    for split_rule in SPLITS.values():
+        for pattern in (*split_rule.patterns, digits, r"\p{N}{1,3}+| ?[^\s\p{L}]++[\r\n]*+"):
+            assert rewritten(tmp_path, pre_tokenizer=split(pattern))().encode("ab 123")
+
+
+def test_a_slow_tokenizer_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("ferrum_triton.files.tokenizer_limits._SECONDS", 0.2)
+    monkeypatch.setattr("ferrum_triton.files.tokenizer_limits._CHARS_PER_SECOND", 1e9)
+    tokenizer = rewritten(tmp_path, pre_tokenizer=split("a*a*[^a]"))()
+    with pytest.raises(FileError, match="the tokenizer failed: it took more than 0 seconds"):
+        tokenizer.encode("a" * 1200)
+
+
+def test_panics_are_one_error(tmp_path):
+    """Ten million steps of one match are the library's own bound, at which it panics."""
+    tokenizer = rewritten(tmp_path, pre_tokenizer=split("(a|aa)*[^a]"))()
+    with pytest.raises(FileError, match=r"the tokenizer failed: .*retry-limit"):
+        tokenizer.encode("a" * 40)
+    strip = {"type": "Strip", "content": "a", "start": 0, "stop": 2**63}
+    tokenizer = rewritten(tmp_path, decoder=strip)()
+    ids = tokenizer.encode("aaa")
+    stream = tokenizer.stream()
+    for use in (lambda: tokenizer.decode(ids), lambda: stream.push(ids[0]), stream.finish):
+        with pytest.raises(FileError, match="the tokenizer failed"):
+            use()
+
+
+def test_dropout_is_for_training(tmp_path):
+    write_directory(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    description = json.loads(path.read_text())
+    description["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(description))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert all(tokenizer.encode("ab" * 9) == [256] * 9 for _ in range(9))
+
+
+@pytest.mark.parametrize("byte", ["e", "\n", "\u00e9"])
+def test_vocabularies_that_drop_text_are_refused(tmp_path, byte):
+    """In a byte-level vocabulary each byte needs a token, but for those of no character."""
+    spelled = SPELLING[byte.encode()[-1]]
+    pairs = gpt2()
+    tokens = ["<0>" if token == spelled else token for token in [*BYTES, "Ġa", "ab"]]
+    pairs["tokens"] = w.array("tokenizer.ggml.tokens", w.STRING, tokens)
+    pairs["token_type"] = w.array("tokenizer.ggml.token_type", w.I32, [NORMAL] * 258)
+    with pytest.raises(FileError, match=f"lacks '{spelled}', of 1 byte tokens"):
+        load(tmp_path, pairs)
+    vocab = {token: number for number, token in enumerate(tokens)}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    with pytest.raises(FileError, match="would drop parts of a text"):
+        rewritten(tmp_path, model=model)()
+    rewritten(tmp_path, model=model | {"unk_token": "<0>"})()
+
+
+def test_sentencepiece_without_bytes_needs_an_unknown_token(tmp_path):
+    rest = {"scores": (w.F32, [0.0] * 4)}
+    tokens = ["<s>", "</s>", "a", "<0x00>"]
+    with pytest.raises(FileError, match=r"lacks '<0x01>', .* of 255 byte tokens"):
+        load(tmp_path, vocabulary_pairs("llama", tokens, [3, 3, 1, 6], **rest))
+    load(tmp_path, vocabulary_pairs("llama", tokens, [3, UNKNOWN, 1, 6], **rest))
+
+
+def test_control_tokens_are_bounded(tmp_path):
+    tokens = [*BYTES, *(f"<{i}>" for i in range(70_000))]
+    types = [NORMAL] * 256 + [CONTROL] * 70_000
+    rest = {"pre": (w.STRING, "gpt-2"), "merges": (w.STRING, [])}
+    with pytest.raises(FileError, match="70000 control and user-defined tokens; allowed: 65536"):
+        load(tmp_path, vocabulary_pairs("gpt2", tokens, types, **rest))
+
+
+def test_half_a_surrogate_pair_is_no_text(ours):
+    with pytest.raises(InputError, match="encode: text is holding half a surrogate pair"):
+        ours.encode("a\udcff")

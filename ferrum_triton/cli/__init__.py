@@ -5,46 +5,84 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any, NoReturn
 
+from ferrum_triton.cli.terminal import (
+    accept_any_text,
+    complain,
+    drop_output,
+    flush_output,
+    note,
+)
 from ferrum_triton.errors import FerrumError
 
-# Libraries the commands use and the package itself does not: its extra ``cli``.
+# Libraries the commands use and the package itself does not.
 EXTRA = ("tokenizers", "jinja2", "tqdm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    0 is success, 1 what a check found wanting, 2 a wrong argument, file or machine, 130 Ctrl-C.
+    0 is success, 1 what a check found wanting, 2 a wrong argument, file or machine, or output that
+    cannot be written, 130 Ctrl-C.
     """
-    options = _parser().parse_args(argv)
     try:
-        return options.run(options)
+        accept_any_text()
+        try:
+            options = _parser().parse_args(argv)
+            return options.run(options)
+        finally:
+            flush_output()
     except FerrumError as error:
-        print(f"ferrum-triton: {error}", file=sys.stderr)
+        complain(error)
         return 2
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
-        print(
-            f"ferrum-triton: this command needs {error.name}: pip install 'ferrum-triton[cli]'",
-            file=sys.stderr,
-        )
+        complain(f"this command needs {error.name}: pip install {error.name}")
         return 2
     except BrokenPipeError:
+        drop_output()
         return 0  # whoever read the output has seen enough
+    except OSError as error:
+        drop_output()
+        complain(f"input or output failed: {error}")
+        return 2
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        note()
         return 130
 
 
+def is_this_process() -> bool:
+    """Whether Python was started to run the command line, not a program that imports the package.
+
+    It is told by how Python was started: as ``ferrum-triton`` or ``python -m ferrum_triton``.
+    """
+    words = sys.orig_argv[1:3]
+    return words == ["-m", "ferrum_triton"] or PurePath(*words[:1]).stem == "ferrum-triton"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, not the usage as well."""
+        complain(f"{message}; see {self.prog} --help")
+        sys.exit(2)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse's, which is silent where help or version cannot be written."""
+        print(message, end="", file=file)
+
+
 def _parser() -> argparse.ArgumentParser:
+    from ferrum_triton import __version__
     from ferrum_triton.cli import doctor, generate, inspect, ops
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ferrum-triton",
         description="Triton kernels for LLM inference in PyTorch: run a model, look at the ops.",
     )
+    parser.add_argument("--version", action="version", version=f"ferrum-triton {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in (generate, inspect, doctor, ops):
         name = command.__name__.rpartition(".")[2]

@@ -14,10 +14,10 @@ SUMMARY = "say what works on this machine and what to do about what does not"
 
 LIBRARIES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "tqdm")
 OPTIONAL = {
-    "triton": "the cuda and interpret backends need it: pip install triton",
-    "tokenizers": "`generate` needs it: pip install 'ferrum-triton[cli]'",
-    "jinja2": "chats need it: pip install 'ferrum-triton[cli]'",
-    "tqdm": "`generate` needs it: pip install 'ferrum-triton[cli]'",
+    "triton": "the cuda and interpret backends need it",
+    "tokenizers": "`generate` needs it",
+    "jinja2": "`generate` needs it for chats",
+    "tqdm": "`generate` needs it",
 }
 
 
@@ -82,6 +82,7 @@ def _backends() -> dict[str, str]:
     """Each backend with "works" or what keeps it from working, found by running an op."""
     import torch
 
+    import ferrum_triton.ops  # noqa: F401  declares what is run below
     from ferrum_triton.backends import NAMES, get_backend
 
     results = {}
@@ -106,7 +107,11 @@ def _default_model() -> str:
 
 
 def _advice() -> list[str]:
-    advice = [why for name, why in OPTIONAL.items() if _version(name) == "absent"]
+    advice = [
+        f"{name} is absent, and {why}: pip install {name}"
+        for name, why in OPTIONAL.items()
+        if _version(name) == "absent"
+    ]
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         advice.append(
             "TRITON_INTERPRET is set, which keeps kernels from being compiled: unset it; "

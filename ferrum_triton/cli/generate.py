@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ferrum_triton.cli.default_model import default_model
+from ferrum_triton.cli.terminal import note, printable
 from ferrum_triton.errors import FerrumError
+from ferrum_triton.files.text import is_text
 
 SUMMARY = "let a model answer a prompt"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -24,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     backends = ("auto", "cuda", "cpu", "interpret", "metal")
     parser.add_argument("--backend", default="auto", choices=backends)
     parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: by backend)")
-    parser.add_argument("--max-tokens", type=int, default=256, help="(default: 256)")
+    parser.add_argument("--max-tokens", type=_whole(0), default=256, help="(default: 256)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--chat",
@@ -37,20 +41,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", help="the chat's system message")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0, help="0 keeps all (default)")
+    parser.add_argument("--top-k", type=_whole(0), default=0, help="0 keeps all (default)")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=_count, help="CPU threads (default: torch's choice)")
+    parser.add_argument(
+        "--threads", type=_whole(1, 4096), help="CPU threads (default: torch's choice)"
+    )
+    parser.add_argument(
+        "--allow-non-finite",
+        action="store_true",
+        help="load weights that are NaN, infinite, or too large for their dtype",
+    )
     parser.add_argument("--quiet", action="store_true", help="the text alone: no bar, no speeds")
 
 
-def _count(text: str) -> int:
-    if not 1 <= int(text) <= 4096:
-        raise argparse.ArgumentTypeError(f"{text} is not in 1 to 4096")
-    return int(text)
+def _whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """A reader of whole numbers in a range."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            reason = f"{text!r} is no whole number from {least} to {most}"
+            raise argparse.ArgumentTypeError(reason)
+        return number
+
+    return read
 
 
 def run(options: argparse.Namespace) -> int:
+    prompt = _prompt(options)
+    if options.backend == "interpret" and not options.quiet:
+        note("[interpret runs kernels in Python: a model of 135M takes minutes for a token]")
     import torch
 
     from ferrum_triton.backends import get_backend
@@ -61,28 +85,49 @@ def run(options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     path = options.model or default_model()
-    prompt = sys.stdin.read() if options.prompt is None else options.prompt
     backend = get_backend(options.backend)
     sampler = Sampler(backend, options.temperature, options.top_k, options.top_p, options.seed)
     tokenizer = load_tokenizer(path)
     ids = _encode(tokenizer, prompt, options)
     # bfloat16 has float32's range, which not every model's activations can do without.
     dtype = options.dtype or ("bfloat16" if backend.device.type == "cuda" else "float32")
-    with _Bar(path, options.quiet) as bar:
-        model = load_model(path, backend, getattr(torch, dtype), bar)
+    with _Bar(path.name, "tensor", options.quiet) as bar:
+        model = load_model(
+            path,
+            backend,
+            getattr(torch, dtype),
+            bar,
+            allow_non_finite=options.allow_non_finite,
+        )
 
     stats = Stats()
-    for piece in generate_text(model, tokenizer, ids, sampler, options.max_tokens, stats):
-        print(piece, end="", flush=True)
+    with _Bar("prompt", "token", options.quiet) as bar:
+        for piece in generate_text(
+            model, tokenizer, ids, sampler, options.max_tokens, stats, progress=bar
+        ):
+            bar.close()
+            print(piece, end="", flush=True)
     print(flush=True)
     if not options.quiet:
-        print(
+        note(
             f"[{backend.name}, {dtype}: {stats.prompt_tokens} prompt tokens at "
             f"{stats.prefill_speed:.1f} tokens/s, {stats.new_tokens} new at "
-            f"{stats.decode_speed:.1f} tokens/s, stopped by {stats.stopped_by}]",
-            file=sys.stderr,
+            f"{stats.decode_speed:.1f} tokens/s, stopped by {stats.stopped_by}]"
         )
     return 0
+
+
+def _prompt(options: argparse.Namespace) -> str:
+    """The argument, or what standard input holds; both are UTF-8 whatever the locale."""
+    prompt = options.prompt
+    if prompt is None:
+        if sys.stdin is None:
+            raise FerrumError("standard input is closed; give the prompt as an argument")
+        prompt = sys.stdin.buffer.read().decode(errors="surrogateescape")
+    for name, text in (("the prompt", prompt), ("--system", options.system or "")):
+        if not is_text(text):
+            raise FerrumError(f"{name} is not UTF-8; convert it, for instance with iconv")
+    return prompt
 
 
 def _encode(tokenizer: Any, prompt: str, options: argparse.Namespace) -> list[int]:
@@ -101,25 +146,41 @@ def _encode(tokenizer: Any, prompt: str, options: argparse.Namespace) -> list[in
 
 
 class _Bar:
-    """A progress bar over the tensors loaded, where standard error is a terminal."""
+    """A progress bar, where standard error is a terminal and what it counts takes a second.
 
-    def __init__(self, path: Path, quiet: bool) -> None:
-        self._path, self._quiet = path, quiet
+    It is drawn each second, with the time taken, whether or not there is progress to tell.
+    """
+
+    def __init__(self, title: str, unit: str, quiet: bool) -> None:
+        self._title, self._unit = printable(title), unit
+        self._disable = True if quiet else None  # None: shown on a terminal only
         self._bar: Any = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._draw, daemon=True)
 
     def __enter__(self) -> _Bar:
         return self
 
-    def __call__(self, loaded: int, total: int) -> None:
+    def __call__(self, done: int, total: int) -> None:
         if self._bar is None:
             from tqdm import tqdm
 
-            # None: shown on a terminal only.
-            disable = True if self._quiet else None
-            name = self._path.name
-            self._bar = tqdm(total=total, desc=name, unit="tensor", leave=False, disable=disable)
-        self._bar.update(loaded - self._bar.n)
+            # Never drawn by the calls: the thread does it, and from then on there is one to clear.
+            options = {"leave": False, "delay": 1e9, "disable": self._disable}
+            self._bar = tqdm(total=total, desc=self._title, unit=self._unit, **options)
+            self._thread.start()
+        self._bar.n = done
+
+    def _draw(self) -> None:
+        while not self._closed.wait(1.0) and not self._bar.disable:
+            self._bar.delay = 0
+            self._bar.refresh()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._closed.set()
+            self._thread.join()
+            self._bar.close()
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self.close()

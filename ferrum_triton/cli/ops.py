@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
 
 def table() -> list[dict[str, Any]]:
     """One row an op: name, provider by backend, activation dtypes, first line of its docstring."""
+    import ferrum_triton.ops  # declares them
     from ferrum_triton.backends import PROVIDERS
     from ferrum_triton.backends.triton_provider import load_kernels
     from ferrum_triton.errors import BackendUnavailable

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrum_triton.errors import FileError, InputError
+from ferrum_triton.files.text import check_text, is_text
 
 if TYPE_CHECKING:
     from ferrum_triton.files.tokenizer import Tokenizer
@@ -90,7 +91,7 @@ class ChatTemplate:
             **variables: other names the template reads, e.g. ``tools`` or ``enable_thinking``.
 
         Raises:
-            InputError: messages or variables hold something JSON cannot.
+            InputError: messages or variables hold something JSON cannot, or half a surrogate pair.
             FileError: the template fails, refuses the conversation, or exceeds its limits.
         """
         variables = {name: _plain(value, name) for name, value in variables.items()}
@@ -102,9 +103,12 @@ class ChatTemplate:
         }
         with self._lock:
             try:
-                return self._environment.run(self._template, variables)
+                prompt = self._environment.run(self._template, variables)
             except Exception as error:
                 raise FileError(self.path, f"the chat template failed: {_words(error)}") from error
+        if not is_text(prompt):
+            raise FileError(self.path, "the chat template writes half a surrogate pair")
+        return prompt
 
 
 def _words(error: BaseException) -> str:
@@ -113,6 +117,8 @@ def _words(error: BaseException) -> str:
 
 def _plain(value: Any, name: str, depth: int = 0) -> Any:
     """A copy of ``value`` of exactly JSON's types, so that a template meets no methods of ours."""
+    if type(value) is str:
+        check_text("render", name, value)
     if value is None or type(value) in (bool, int, float, str):
         return value
     if depth < _MAX_DEPTH:

@@ -10,6 +10,18 @@ from ferrum_triton.errors import FileError
 MAX_JSON_BYTES = 16 << 20
 
 
+def is_directory(path: Path) -> bool:
+    """Whether a directory lies at ``path``; False where nothing does.
+
+    Raises:
+        FileError: the system takes no such path.
+    """
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise FileError(path, f"cannot be opened: {error.strerror or error}") from error
+
+
 def read_text(path: str | Path, max_bytes: int) -> str:
     """Read a UTF-8 file.
 

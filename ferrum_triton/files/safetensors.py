@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ferrum_triton.errors import FileError
-from ferrum_triton.files.json_file import read_json
+from ferrum_triton.files.json_file import is_directory, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -64,7 +64,16 @@ class SafetensorsFiles(Mapping[str, Tensor]):
         Raises:
             KeyError: there is no such tensor.
         """
-        return tuple(self._shards[self._homes[name]].get_slice(name).get_shape())
+        return self.stored_as(name)[1]
+
+    def stored_as(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Element type, by the format's name, and shape of a tensor, without reading its data.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        header = self._shards[self._homes[name]].get_slice(name)
+        return header.get_dtype(), tuple(header.get_shape())
 
     def _file(self, shard: str) -> Path:
         return self.path / shard if self.path.is_dir() else self.path
@@ -85,7 +94,7 @@ def open_safetensors(path: str | Path) -> SafetensorsFiles:
             but plain files of its own directory.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not is_directory(path):
         shard = _open(path)
         return SafetensorsFiles(path, {path.name: shard}, dict.fromkeys(shard.keys(), path.name))
     if (path / INDEX).exists():

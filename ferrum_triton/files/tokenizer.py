@@ -8,20 +8,21 @@ directories in ``tokenizer.json``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrum_triton.errors import FileError
 from ferrum_triton.files.gguf import GgufFile
 from ferrum_triton.files.json_file import read_json, read_text
+from ferrum_triton.files.text import check_text
+from ferrum_triton.files.tokenizer_json import read_tokenizer
+from ferrum_triton.files.tokenizer_limits import encode, failures, refuse_losses
 from ferrum_triton.files.vocabulary import Vocabulary, byte_level_bpe, sentencepiece_bpe
 
 if TYPE_CHECKING:
     import tokenizers
 
-MAX_TOKENIZER_BYTES = 128 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 
 # Ends of a turn that files do not always declare; counted only where marked as control tokens.
@@ -86,11 +87,10 @@ class Tokenizer:
             FileError: the file has no tokenizer, one of another kind, or an inconsistent one.
         """
         vocabulary = Vocabulary.from_gguf(file)
-        with _failures(file.path, "the tokenizer is inconsistent"):
-            if vocabulary.model == "gpt2":
-                backend = byte_level_bpe(vocabulary)
-            else:
-                backend = sentencepiece_bpe(vocabulary)
+        byte_level = vocabulary.model == "gpt2"
+        with failures(file.path, "the tokenizer is inconsistent"):
+            backend = (byte_level_bpe if byte_level else sentencepiece_bpe)(vocabulary)
+        refuse_losses(backend, file.path, byte_level=byte_level)
         template = file.metadata.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
             raise FileError(file.path, "tokenizer.chat_template is no string")
@@ -111,15 +111,11 @@ class Tokenizer:
         ``generation_config.json`` and ``chat_template.jinja``.
 
         Raises:
-            FileError: a file is missing, malformed or too large.
+            FileError: a file is missing, malformed or too large, or asks for more than a tokenizer
+                needs.
         """
-        import tokenizers
-
         directory = Path(directory)
-        path = directory / "tokenizer.json"
-        text = read_text(path, MAX_TOKENIZER_BYTES)
-        with _failures(path, "not a tokenizer"):
-            backend = tokenizers.Tokenizer.from_str(text)
+        backend = read_tokenizer(directory / "tokenizer.json")
         config = _read_if_present(directory / "tokenizer_config.json")
         generation = _read_if_present(directory / "generation_config.json")
         bos = backend.token_to_id(_token_text(config.get("bos_token")))
@@ -151,10 +147,15 @@ class Tokenizer:
                 for the output of a chat template, which writes it itself.
             parse_special: read the names of control tokens in the text as those tokens. False for
                 text that must not be able to end a turn or begin one.
+
+        Raises:
+            InputError: the text is none: it holds half a surrogate pair.
+            FileError: the tokenizer fails, or takes longer than one can need.
         """
-        with self._lock:
+        check_text("encode", "text", text)
+        with self._lock, failures(self.path, "the tokenizer failed"):
             self._backend.encode_special_tokens = not parse_special
-            return self._backend.encode(text, add_special_tokens=add_special).ids
+            return encode(self._backend, text, add_special)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD, unknown ids nothing.
@@ -163,11 +164,12 @@ class Tokenizer:
             ids: token ids.
             skip_special: leave control tokens out.
         """
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        with failures(self.path, "the tokenizer failed"):
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """A decoder that takes ids one by one."""
-        return TextStream(self._backend, skip_special=skip_special)
+        return TextStream(self._backend, self.path, skip_special=skip_special)
 
     def token(self, number: int) -> str | None:
         """The vocabulary's own spelling of a token, None for an unknown id."""
@@ -192,14 +194,24 @@ class TextStream:
     as long as the bytes of the tokens are UTF-8.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, skip_special: bool = True) -> None:
-        self._backend, self._skip_special = backend, skip_special
+    def __init__(
+        self, backend: tokenizers.Tokenizer, path: Path, *, skip_special: bool = True
+    ) -> None:
+        self._backend, self._path, self._skip_special = backend, path, skip_special
         self._stream = self._new_stream()
         self._ids: list[int] = []
         self._num_sent = 0  # characters given out
 
     def push(self, number: int) -> str:
-        """Take one id; returns the text that is certain now: none, a character or several."""
+        """Take one id; returns the text that is certain now: none, a character or several.
+
+        Raises:
+            FileError: the tokenizer fails.
+        """
+        with failures(self._path, "the tokenizer failed"):
+            return self._push(number)
+
+    def _push(self, number: int) -> str:
         self._ids.append(number)
         try:
             piece = self._stream.step(self._backend, number) or ""
@@ -222,7 +234,8 @@ class TextStream:
         return DecodeStream(skip_special_tokens=self._skip_special)
 
     def _rest(self) -> str:
-        text = self._backend.decode(self._ids, skip_special_tokens=self._skip_special)
+        with failures(self._path, "the tokenizer failed"):
+            text = self._backend.decode(self._ids, skip_special_tokens=self._skip_special)
         return text[self._num_sent :]
 
 
@@ -255,20 +268,3 @@ def _directory_template(directory: Path, config: Mapping[str, Any]) -> str | Non
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
-
-
-@contextmanager
-def _failures(path: Path, reason: str) -> Iterator[None]:
-    """Turn whatever the tokenizers library raises into FileError.
-
-    It raises plain ``Exception``; where its Rust code panics, a ``BaseException`` of a type that
-    cannot be imported.
-    """
-    try:
-        yield
-    except (FileError, ModuleNotFoundError):  # the latter: the library is not installed
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise FileError(path, f"{reason}: {error}") from error

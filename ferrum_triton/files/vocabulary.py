@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ferrum_triton.errors import FileError
 from ferrum_triton.files.gguf import GgufFile
 from ferrum_triton.files.splits import SPLITS, Split
+from ferrum_triton.files.tokenizer_limits import MAX_ADDED_TOKENS
 
 if TYPE_CHECKING:
     import tokenizers
@@ -197,6 +198,10 @@ def _finish(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> tokenizers
     """Add the tokens matched whole in the text, and what goes around a prompt."""
     from tokenizers import AddedToken, processors
 
+    added = sum(kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) for kind in vocabulary.types)
+    if added > MAX_ADDED_TOKENS:
+        reason = f"{added} control and user-defined tokens; allowed: {MAX_ADDED_TOKENS}"
+        raise FileError(vocabulary.path, reason)
     for special, kinds in ((True, (_UNKNOWN, _CONTROL)), (False, (_USER_DEFINED,))):
         backend.add_tokens(
             [

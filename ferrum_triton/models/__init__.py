@@ -8,12 +8,12 @@ import torch
 
 from ferrum_triton.backends import Backend
 from ferrum_triton.files.gguf import open_gguf
-from ferrum_triton.files.json_file import read_json
+from ferrum_triton.files.json_file import is_directory, read_json
 from ferrum_triton.files.safetensors import open_safetensors
 from ferrum_triton.files.tokenizer import Tokenizer
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.llama import Llama
-from ferrum_triton.models.weights import GgufSource, HfSource, Progress, load_weights
+from ferrum_triton.models.weights import GgufSource, HfSource, Progress, Source, load_weights
 
 __all__ = ["Llama", "LlamaConfig", "load_model", "load_tokenizer"]
 
@@ -23,6 +23,8 @@ def load_model(
     backend: Backend,
     dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
+    *,
+    allow_non_finite: bool = False,
 ) -> Llama:
     """Load a GGUF file, or a Hugging Face directory with ``config.json`` and safetensors.
 
@@ -31,19 +33,25 @@ def load_model(
         backend: the backend the model will run on.
         dtype: the dtype of activations and cache, and of weights that are not kept packed.
         progress: a function called with the numbers of tensors loaded and to load.
+        allow_non_finite: whether weights may be NaN, infinite, or too large for their dtype.
 
     Raises:
         FileError: the file is malformed, or of a model this package cannot run.
     """
+
+    def assemble(source: Source, config: LlamaConfig) -> Llama:
+        weights = load_weights(
+            source, config, backend, dtype, progress, allow_non_finite=allow_non_finite
+        )
+        return Llama(config, weights, backend, dtype)
+
     path = Path(path)
-    if path.is_dir():
+    if is_directory(path):
         config = LlamaConfig.from_hf(read_json(path / "config.json"), path / "config.json")
-        source = HfSource(open_safetensors(path))
-        return Llama(config, load_weights(source, config, backend, dtype, progress), backend, dtype)
+        return assemble(HfSource(open_safetensors(path)), config)
     with open_gguf(path) as file:
         config = LlamaConfig.from_gguf(file.metadata, file.tensors, path)
-        weights = load_weights(GgufSource(file), config, backend, dtype, progress)
-    return Llama(config, weights, backend, dtype)
+        return assemble(GgufSource(file), config)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -53,7 +61,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         FileError: there is none, or it is of an unknown kind.
     """
     path = Path(path)
-    if path.is_dir():
+    if is_directory(path):
         return Tokenizer.from_directory(path)
     with open_gguf(path) as file:
         return Tokenizer.from_gguf(file)

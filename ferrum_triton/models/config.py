@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ferrum_triton.errors import FileError
+from ferrum_triton.models.config_keys import Keys
+from ferrum_triton.models.config_rope import RopeConfig, hf_rope
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 HF_ARCHITECTURES = (
@@ -22,35 +24,9 @@ HF_ARCHITECTURES = (
 )
 
 # Larger than any model of the family; a hostile file could otherwise ask for any amount of memory.
-MAX_DIM = 1 << 24
 MAX_LAYERS = 1 << 10
 MAX_POSITIONS = 1 << 21
 MAX_HEAD_DIM = 256
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: angle = position · theta^(-2i/dim), then scaled.
-
-    Attributes:
-        theta: base of the wavelengths.
-        dim: dimensions rotated, at most head_dim.
-        interleaved: pairs are (2i, 2i + 1), as in GGUF's ``llama`` files, not (i, i + dim/2).
-        kind: ``"default"``, ``"linear"`` (angles divided by factor) or ``"llama3"`` (long
-            wavelengths divided by factor, medium ones in part).
-        factor: the scaling's factor.
-        low_freq_factor, high_freq_factor: bounds of llama3's ramp.
-        original_positions: context length before llama3's scaling.
-    """
-
-    theta: float
-    dim: int
-    interleaved: bool = False
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
 
 
 @dataclass(frozen=True)
@@ -93,7 +69,7 @@ class LlamaConfig:
         if architecture not in GGUF_ARCHITECTURES:
             known = ", ".join(GGUF_ARCHITECTURES)
             raise FileError(path, f"architecture {architecture!r} is not supported; known: {known}")
-        keys = _Keys(metadata, path, f"{architecture}.")
+        keys = Keys(metadata, path, f"{architecture}.")
         hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
         head_dim = keys.size("attention.key_length", hidden // heads)
         if keys.size("attention.value_length", head_dim) != head_dim:
@@ -142,9 +118,16 @@ class LlamaConfig:
         if name not in HF_ARCHITECTURES:
             known = ", ".join(HF_ARCHITECTURES)
             raise FileError(path, f"architecture {name!r} is not supported; known: {known}")
-        keys = _Keys(config, path)
+        keys = Keys(config, path)
         if config.get("use_sliding_window"):
             raise FileError(path, "sliding windows on some of the layers only are not supported")
+        layer_types = config.get("layer_types") or ["full_attention"]
+        if not isinstance(layer_types, list):
+            raise FileError(path, f"layer_types is {layer_types!r:.80}")
+        for kind in layer_types:
+            if kind != "full_attention":
+                known = "full_attention"
+                raise FileError(path, f"layer type {kind!r:.80} is not supported; known: {known}")
         if config.get("quantization_config"):
             raise FileError(path, "quantised weights are supported in GGUF files only")
         if (activation := keys.text("hidden_act", "silu")) not in ("silu", "swish"):
@@ -162,7 +145,7 @@ class LlamaConfig:
             head_dim=head_dim,
             rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
             max_positions=keys.size("max_position_embeddings", 2048),
-            rope=_hf_rope(config, head_dim, path),
+            rope=hf_rope(config, head_dim, path),
             sliding_window=keys.size("sliding_window", 0, least=0) if windowed else 0,
             qkv_bias=name == "Qwen2ForCausalLM" or keys.flag("attention_bias"),
             qk_norm=name == "Qwen3ForCausalLM",
@@ -190,66 +173,3 @@ class LlamaConfig:
             if present:
                 raise FileError(path, f"unusable hyperparameters: {problem}")
         return self
-
-
-def _hf_rope(config: Mapping[str, Any], head_dim: int, path: Path) -> RopeConfig:
-    """Both spellings: rope_theta with rope_scaling, and rope_parameters of newer files."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping):
-        raise FileError(path, f"rope parameters {parameters!r} are no object")
-    keys = _Keys({**config, **parameters}, path)
-    kind = keys.text("rope_type", keys.text("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        known = "default, linear, llama3"
-        raise FileError(path, f"rope scaling {kind!r} is not supported; known: {known}")
-    part = keys.number("partial_rotary_factor", 1.0)
-    if not 0 < part <= 1:
-        raise FileError(path, f"partial_rotary_factor is {part}, not above 0 and up to 1")
-    llama3 = kind == "llama3"
-    return RopeConfig(
-        theta=keys.number("rope_theta", 10000.0),
-        dim=int(head_dim * part),
-        kind=kind,
-        factor=keys.number("factor", 1.0 if kind == "default" else None),
-        low_freq_factor=keys.number("low_freq_factor", None if llama3 else 1.0),
-        high_freq_factor=keys.number("high_freq_factor", None if llama3 else 4.0),
-        original_positions=keys.size("original_max_position_embeddings", None if llama3 else 8192),
-    )
-
-
-class _Keys:
-    """Typed, bounded access to a mapping from outside; None in it counts as absent."""
-
-    def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "") -> None:
-        self._values, self._path, self._prefix = values, path, prefix
-
-    def _get(self, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
-        value = self._values.get(self._prefix + name)
-        value = default if value is None else value
-        if value is None:
-            raise FileError(self._path, f"{self._prefix}{name} is missing")
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            raise FileError(self._path, f"{self._prefix}{name} is {value!r:.80}")
-        return value
-
-    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        value = self._get(name, default, (int,))
-        if not least <= value <= MAX_DIM:
-            reason = f"{self._prefix}{name} is {value}, not in {least} to {MAX_DIM}"
-            raise FileError(self._path, reason)
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._get(name, default, (int, float))
-        if not -1e30 < value < 1e30:  # also false for NaN; an int may be too large for a float
-            raise FileError(self._path, f"{self._prefix}{name} is {value!r:.80}")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self._values.get(self._prefix + name)
-        if value is not None and not isinstance(value, bool):
-            raise FileError(self._path, f"{self._prefix}{name} is {value!r:.80}")
-        return bool(value)
-
-    def text(self, name: str, default: str) -> str:
-        return self._get(name, default, (str,))

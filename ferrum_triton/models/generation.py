@@ -11,6 +11,7 @@ import torch
 from ferrum_triton.errors import InputError
 from ferrum_triton.files.tokenizer import Tokenizer
 from ferrum_triton.models.llama import Llama
+from ferrum_triton.models.weights import Progress
 from ferrum_triton.runtime.sampling import Sampler
 
 # Tokens of a prompt that go through the model at once: bounds the memory of its activations.
@@ -45,6 +46,7 @@ def generate_ids(
     max_tokens: int,
     end_ids: frozenset[int] = frozenset(),
     stats: Stats | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[int]:
     """Yield new token ids, an end token excluded.
 
@@ -55,6 +57,8 @@ def generate_ids(
         max_tokens: the most tokens to yield; the context length may allow fewer.
         end_ids: the tokens that end the text.
         stats: the counts and times, filled in while running.
+        progress: a function called with the numbers of prompt tokens read and to read
+            before each part of the prompt.
 
     Raises:
         InputError: the prompt is empty, holds an unknown id or exceeds the context length.
@@ -70,6 +74,8 @@ def generate_ids(
 
     start = time.perf_counter()
     for chunk in ids.split(PREFILL_CHUNK):
+        if progress is not None:
+            progress(cache.length, len(prompt))
         logits = model.forward(chunk, cache)
     token = sampler.choose(logits)
     stats.prompt_tokens = len(prompt)
@@ -98,10 +104,12 @@ def generate_text(
     sampler: Sampler,
     max_tokens: int,
     stats: Stats | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[str]:
     """:func:`generate_ids` as pieces of text, each a run of whole characters."""
     stream = tokenizer.stream()
-    for token in generate_ids(model, prompt, sampler, max_tokens, tokenizer.eos_ids, stats):
+    ends = tokenizer.eos_ids
+    for token in generate_ids(model, prompt, sampler, max_tokens, ends, stats, progress):
         if piece := stream.push(token):
             yield piece
     if rest := stream.finish():

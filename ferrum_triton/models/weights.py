@@ -23,9 +23,13 @@ from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.linear import Linear, Matrix
 from ferrum_triton.quant import FORMATS, FusedTensor, QuantizedTensor
+from ferrum_triton.quant.finite import count_out_of_range
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the number of tensors loaded and the number there are."""
+
+# What plain weights may be stored as. Integers and complex numbers would be cast without a word.
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,10 @@ class Source(ABC):
     @abstractmethod
     def fetch(self, name: str) -> Matrix:
         """The tensor ``name`` on the CPU, as it is stored."""
+
+    def spelled(self, name: str) -> str:
+        """The source's own name of the tensor ``name``."""
+        return name
 
     def unread(self) -> list[str]:
         """Tensors never fetched, by the source's own names."""
@@ -134,11 +142,11 @@ class HfSource(Source):
         return len(self._files)
 
     def __contains__(self, name: str) -> bool:
-        return self._translate(name) in self._files
+        return self.spelled(name) in self._files
 
     def fetch(self, name: str) -> Matrix:
-        self._read.add(self._translate(name))
-        return self._files[self._translate(name)]
+        self._read.add(self.spelled(name))
+        return self._files[self.spelled(name)]
 
     def unread(self) -> list[str]:
         """Leaves out what older files hold in excess: frequencies, and a tied head's copy."""
@@ -150,7 +158,7 @@ class HfSource(Source):
             and not name.endswith("rotary_emb.inv_freq")
         ]
 
-    def _translate(self, name: str) -> str:
+    def spelled(self, name: str) -> str:
         block, _, rest = name.rpartition("blk.")[2].partition(".")
         layer = f"model.layers.{block}." if name.startswith("blk.") else ""
         stem, _, kind = (rest if layer else name).rpartition(".")
@@ -165,6 +173,7 @@ def load_weights(
     progress: Progress | None = None,
     *,
     planes: bool | None = None,
+    allow_non_finite: bool = False,
 ) -> LlamaWeights:
     """Read every weight a model of ``config`` has.
 
@@ -178,12 +187,15 @@ def load_weights(
         dtype: the dtype of weights that are not kept packed.
         progress: a function called with the numbers of tensors loaded and to load.
         planes: whether packed weights are laid out in planes; None does so on CUDA devices only.
+        allow_non_finite: whether weights may be NaN, infinite, or too large for their dtype.
 
     Raises:
-        FileError: a tensor is missing, has another shape than the hyperparameters say, or has no
-            place in a model of this family, so that leaving it out would change what is computed.
+        FileError: a tensor is missing, has another shape than the hyperparameters say, is of a type
+            that weights are not stored in, holds weights that are not finite, or has no place in a
+            model of this family, so that leaving it out would change what is computed.
     """
-    return _Loader(source, config, backend, dtype, progress, planes).load()
+    loader = _Loader(source, config, backend, dtype, progress, planes, allow_non_finite)
+    return loader.load()
 
 
 class _Loader:
@@ -195,7 +207,9 @@ class _Loader:
         dtype: torch.dtype,
         progress: Progress | None,
         planes: bool | None,
+        allow_non_finite: bool,
     ) -> None:
+        self.allow_non_finite = allow_non_finite
         self.source, self.config, self.dtype = source, config, dtype
         self.backend, self.device = backend, backend.device
         self.in_planes = backend.provider_of("gemm_quant") != "reference" and (
@@ -260,7 +274,8 @@ class _Loader:
         bias = None
         if biased or any(biases):
             if not all(biases):
-                raise FileError(self.source.path, f"some of {', '.join(names)} have no bias")
+                spelled = ", ".join(self.source.spelled(f"{name}.bias") for name in names)
+                raise FileError(self.source.path, f"some of {spelled} are missing")
             pairs = zip(names, sizes.values(), strict=True)
             bias = torch.cat([self.vector(f"{name}.bias", size) for name, size in pairs])
         have_planes = all(isinstance(part, QuantizedTensor) and part.has_planes for part in parts)
@@ -278,7 +293,7 @@ class _Loader:
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """As it is stored, on the device, or decoded where packed weights are not kept."""
-        stored = self.fetch(name, shape)
+        stored = self.fetch(name, shape, self.dtype)
         if isinstance(stored, QuantizedTensor):
             if self.backend.has_kernel("gemm_quant", stored.kind):
                 return stored.to(self.device)
@@ -286,19 +301,34 @@ class _Loader:
         return stored.to(self.device, self.dtype)
 
     def vector(self, name: str, size: int) -> Tensor:
-        stored = self.fetch(name, (size,))
+        stored = self.fetch(name, (size,), torch.float32)
         if isinstance(stored, QuantizedTensor):
-            raise FileError(self.source.path, f"tensor {name!r} is packed; expected plain numbers")
+            raise self.error(name, "is packed; expected plain numbers")
         return stored.to(self.device, torch.float32)
 
-    def fetch(self, name: str, shape: tuple[int, ...]) -> Matrix:
+    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
+        """The tensor ``name`` on the CPU as it is stored, checked to be weights of ``dtype``."""
         if name not in self.source:
-            raise FileError(self.source.path, f"tensor {name!r} is missing")
+            raise self.error(name, "is missing")
         stored = self.source.fetch(name)
         if tuple(stored.shape) != shape:
-            reason = f"tensor {name!r} has shape {list(stored.shape)}, expected {list(shape)}"
-            raise FileError(self.source.path, reason)
+            raise self.error(name, f"has shape {list(stored.shape)}, expected {list(shape)}")
+        if isinstance(stored, Tensor) and stored.dtype not in PLAIN_DTYPES:
+            known = ", ".join(map(_name_of, PLAIN_DTYPES))
+            raise self.error(name, f"is of {_name_of(stored.dtype)}; weights are of {known}")
+        if not self.allow_non_finite and (count := count_out_of_range(stored, dtype)):
+            advice = "allow_non_finite=True (--allow-non-finite) loads them"
+            raise self.error(
+                name, f"holds {count} weights not finite in {_name_of(dtype)}; {advice}"
+            )
         self.loaded += 1
         if self.progress is not None:
             self.progress(self.loaded, len(self.source))
         return stored
+
+    def error(self, name: str, reason: str) -> FileError:
+        return FileError(self.source.path, f"tensor {self.source.spelled(name)!r} {reason}")
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

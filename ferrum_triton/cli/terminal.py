@@ -1,0 +1,52 @@
+"""What goes to the terminal: text of files and arguments that are not trusted, and failures."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+
+_MAX_CHARACTERS = 1000
+
+
+def printable(text: str) -> str:
+    """``text`` on one line, what would steer a terminal written as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def complain(message: object) -> None:
+    """Write one line to standard error, if there is one."""
+    text = printable(str(message))
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[: _MAX_CHARACTERS // 2]} … {text[-_MAX_CHARACTERS // 2 :]}"
+    note(f"ferrum-triton: {text}")
+
+
+def note(line: str = "") -> None:
+    """The same, of words of our own."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
+
+
+def accept_any_text() -> None:
+    """Let standard output write escapes for characters that its encoding has not."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def flush_output() -> None:
+    """Write what is left, while a failure can still be told."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def drop_output() -> None:
+    """Lose what could not be written, which Python would try once more as it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

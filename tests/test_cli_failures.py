@@ -1,0 +1,168 @@
+"""Whatever is wrong around the command line: one line on standard error, and an exit status."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+import torch
+
+from ferrum_triton.cli import generate, main
+from ferrum_triton.cli.default_model import INSTALL, find_default_model
+from ferrum_triton.cli.terminal import printable
+
+COMMAND = [sys.executable, "-m", "ferrum_triton"]
+needs_model = pytest.mark.skipif(
+    find_default_model() is None, reason=f"the real model is absent: {INSTALL}"
+)
+
+
+def failure(arguments, status=2, **options):
+    """The one line that a command ends with."""
+    # Buffered output is written as the process ends; unbuffered at once. Both can fail.
+    for unbuffered in ("", "1"):
+        environment = os.environ | {"PYTHONUNBUFFERED": unbuffered} | options.get("env", {})
+        result = subprocess.run(
+            [*COMMAND, *arguments], stderr=subprocess.PIPE, **options | {"env": environment}
+        )
+        assert result.returncode == status, result.stderr
+        assert result.stderr.count(b"\n") == 1
+        assert result.stderr.startswith(b"ferrum-triton: ")
+    return result.stderr.decode()
+
+
+def test_prompts_that_are_no_text():
+    assert "the prompt is not UTF-8" in failure(["generate", b"caf\xe9"])
+    assert "--system is not UTF-8" in failure(["generate", "Hi", "--system", b"caf\xe9"])
+    with subprocess.Popen(["printf", "caf\\351"], stdout=subprocess.PIPE) as source:
+        result = subprocess.run([*COMMAND, "generate"], stdin=source.stdout, capture_output=True)
+    assert (result.returncode, result.stderr.count(b"\n")) == (2, 1)
+    assert b"the prompt is not UTF-8" in result.stderr
+
+
+def test_closed_input():
+    command = f"exec '{sys.executable}' -m ferrum_triton generate <&-"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == (
+        "ferrum-triton: standard input is closed; give the prompt as an argument\n"
+    )
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ops"]], ids=" ".join)
+def test_output_that_cannot_be_written(arguments):
+    with open("/dev/full", "wb") as full:  # noqa: PTH123
+        assert "No space left on device" in failure(arguments, stdout=full)
+
+
+def test_a_terminal_of_ascii_gets_escapes(tmp_path):
+    path = tmp_path / "é.gguf"
+    path.write_bytes(b"GGML")
+    environment = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    assert r"\xe9.gguf" in failure(["inspect", str(path)], status=1, env=environment)
+    code = "import sys; from ferrum_triton.cli.terminal import accept_any_text as accept; "
+    code += r"accept(); print('caf\xe9')"
+    argv, environment = [sys.executable, "-c", code], os.environ | environment
+    assert subprocess.run(argv, env=environment, stdout=subprocess.PIPE).stdout == b"caf\\xe9\n"
+
+
+@pytest.mark.parametrize("delay", [0.3, 1.2])
+def test_interrupts_during_imports(delay):
+    process = subprocess.Popen([*COMMAND, "doctor"], stdout=-1, stderr=-1, text=True)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert "Traceback" not in err
+    assert process.returncode in (130, 0)  # 0: a library's import took it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cuda:7"], "unrecognized arguments: --device cuda:7; see "),
+        (["--backend", "cuda:7"], "invalid choice: 'cuda:7'"),
+        (["--threads", "two"], "--threads: 'two' is no whole number from 1 to 4096"),
+        (["--max-tokens", "-1"], "--max-tokens: '-1' is no whole number from 0 to"),
+        (["--top-k", "1.5"], "--top-k: '1.5' is no whole number"),
+        (["--\x1b[2J"], r"--\x1b[2J"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", "Hi", *arguments])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert (captured.err.count("\n"), captured.out) == (1, "")
+    assert "\x1b" not in captured.err
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["generate", "Hi", "--model"]], ids=" ".join)
+@pytest.mark.parametrize("path", ["a" * 100_000, "a\0b", "a\x1b[2J\n", "\udcff", "."])
+def test_paths_that_cannot_be_opened_are_one_short_line(command, path, tmp_path, capsys):
+    path = str(tmp_path) if path == "." else path
+    assert main([*command, path]) == (1 if command == ["inspect"] else 2)
+    captured = capsys.readouterr()
+    assert captured.err.startswith("ferrum-triton: ")
+    assert captured.err.count("\n") == 1
+    assert captured.err[:-1].isprintable()
+    assert len(captured.err) < 1100
+    assert captured.out == ""
+
+
+def test_printable_text_is_one_line_and_left_alone():
+    assert printable("naïve ▁ 日本") == "naïve ▁ 日本"
+    assert printable("a\n\x1b\x9b\u202e\udcff") == r"a\n\x1b\x9b\u202e\udcff"
+
+
+@needs_model
+def test_interpreting_says_that_it_takes_long(monkeypatch, capsys):
+    def loaded(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ferrum_triton.models.load_model", loaded)
+    for quiet, words in (([], "minutes for a token"), (["--quiet"], "")):
+        assert main(["generate", "Hi", "--backend", "interpret", *quiet]) == 130
+        assert words in capsys.readouterr().err
+
+
+def test_progress_is_drawn_on_a_terminal_while_nothing_is_done():
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, 80))
+    with os.fdopen(follower, "w") as terminal, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        with generate._Bar("prompt\x1b", "token", quiet=False) as bar:
+            bar(0, 4925)
+            time.sleep(1.2)
+        with generate._Bar("quick", "token", quiet=False) as bar:
+            bar(0, 5)
+        with generate._Bar("quiet", "token", quiet=True) as bar:
+            bar(0, 5)
+        drawn = os.read(leader, 10_000).decode()
+    os.close(leader)
+    assert r"prompt\x1b:   0%" in drawn
+    assert "0/4925 [00:01" in drawn
+    assert drawn.endswith(" \r"), "the line is cleared"
+    assert "qui" not in drawn
+
+
+@needs_model
+def test_progress_of_a_prompt_comes_before_each_part(monkeypatch):
+    from ferrum_triton import get_backend
+    from ferrum_triton.models import generation, load_model
+    from ferrum_triton.runtime.sampling import Sampler
+
+    monkeypatch.setattr(generation, "PREFILL_CHUNK", 4)
+    model = load_model(find_default_model(), get_backend("cpu"))
+    seen = []
+    prompt = torch.arange(10).tolist()
+    tokens = generation.generate_ids(
+        model, prompt, Sampler(model.backend), 1, progress=lambda *counts: seen.append(counts)
+    )
+    assert len(list(tokens)) == 1
+    assert seen == [(0, 10), (4, 10), (8, 10)]
