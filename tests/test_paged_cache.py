@@ -305,9 +305,9 @@ def test_more_sequences_than_one_load_of_them(backend_name):
 def test_a_contiguous_cache_is_a_pool_of_one_page(backend_name):
     backend = get_backend(backend_name)
     device = backend.device
-    caches = torch.randn(2, 2, 3, 11, 16, device=device)  # keys and values of two caches
+    caches = torch.randn(2, 2, 3, 16, 16, device=device)  # keys and values of two caches
     k, v = torch.randn(2, 4, 3, 16, device=device)
-    slots = torch.tensor([5, 0, 12, 10], device=device)  # the third is outside
+    slots = torch.tensor([5, 0, 17, 15], device=device)  # the third is outside
     one = caches.clone()
     backend.kv_cache_append_head_major(
         one[0, 0], one[1, 0], k.transpose(0, 1), v.transpose(0, 1), slots=slots
