@@ -34,6 +34,35 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
+# What may be skipped where CI runs, and how often: more is something that CI could have run.
+ABSENT_IN_CI = ("needs a CUDA device", "needs a Mac with Apple silicon", "needs two GPUs")
+MOST_SKIPPED = 2200
+
+
+def wrongly_skipped(reasons):
+    """What is wrong with a run whose tests were skipped for these reasons, a line each."""
+    others = sorted({reason for reason in reasons if reason not in ABSENT_IN_CI})
+    found = [
+        f"skipped where CI runs: {reason!r}; install it, or leave the case out" for reason in others
+    ]
+    if len(reasons) > MOST_SKIPPED:
+        found.append(f"{len(reasons)} tests are skipped, of at most {MOST_SKIPPED}")
+    return found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if "CI" not in os.environ or reporter is None or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    skipped = reporter.stats.get("skipped", [])
+    found = wrongly_skipped([report.longrepr[2].removeprefix("Skipped: ") for report in skipped])
+    for line in found:
+        reporter.write_line(line, red=True)
+    if found and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture
 def monkeypatch(monkeypatch):
     """pytest's; what it replaces may be what launches were chosen by, so replays are forgotten."""

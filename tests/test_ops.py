@@ -7,6 +7,7 @@ from hypothesis import given
 from torch import Tensor
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.registry import OPS
 from tests.harness import (
     ALL_OPS,
     BACKENDS,
@@ -24,9 +25,25 @@ from tests.harness import (
     typical_axes,
 )
 
-pytestmark = pytest.mark.parametrize("op", ALL_OPS)
+EACH = pytest.mark.parametrize("op", ALL_OPS)
 
 
+def each(chosen):
+    """The ops of a property that not all have."""
+    return pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in chosen])
+
+
+def row_axis(op):
+    return next(
+        (axis for axis in ("num_tokens", "num_rows", "batch", "m") if axis in op.axes), None
+    )
+
+
+# Not those whose tensors are one row of elements, and not the one that takes ids as a list.
+ROWED = [op for op in OPS.values() if row_axis(op) and op.name != "embedding_lookup"]
+
+
+@EACH
 @pytest.mark.parametrize("backend_name", BACKENDS)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_matches_reference(op, backend_name, data, seed):
@@ -34,6 +51,7 @@ def test_matches_reference(op, backend_name, data, seed):
     check_matches_reference(get_backend(backend_name), op, data, seed)
 
 
+@EACH
 @pytest.mark.parametrize("backend_name", BACKENDS)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_edge_values(op, backend_name, data, seed):
@@ -41,13 +59,12 @@ def test_edge_values(op, backend_name, data, seed):
     check_edge_values(get_backend(backend_name), op, data, seed)
 
 
+@each(ROWED)
 @pytest.mark.parametrize("backend_name", BACKENDS)
 def test_rows_are_independent(op, backend_name):
     """What one row holds cannot change another row's result, not by a bit."""
     backend = get_backend(backend_name)
-    axis = next((a for a in ("num_tokens", "num_rows", "batch", "m") if a in op.axes), None)
-    if axis is None:
-        pytest.skip(f"{op.name} has no rows: its tensors are one row of elements")
+    axis = row_axis(op)
     axes = typical_axes(op) | {axis: 3}
     row_dims = _row_dims(op, axis, axes)
     first = sample(op, torch.float32, backend.device, 1, **axes)
@@ -56,8 +73,7 @@ def test_rows_are_independent(op, backend_name):
     for name, dim in row_dims.items():
         second[name] = other[name].clone()
         second[name].select(dim, 1).copy_(first[name].select(dim, 1))
-    if not row_dims:
-        pytest.skip(f"{op.name} takes its rows as a list of ids, not as a tensor")
+    assert row_dims
     results = [as_tuple(getattr(backend, op.name)(**arguments)) for arguments in (first, second)]
     results = [
         (*outs, *(a[name] for name in op.mutates if name in row_dims))
@@ -89,11 +105,10 @@ def _row_dims(op, axis, axes):
     return {n: d for n, d in dims.items() if n in present and n not in ("slots", "positions")}
 
 
+@each(op for name, op in OPS.items() if name not in CONTIGUOUS_ONLY)
 @pytest.mark.parametrize("backend_name", ["cpu", "interpret"])
 def test_offsets_past_int32(op, backend_name):
     """Rows more than 2^31 elements apart: any 32-bit offset would read or write elsewhere."""
-    if op.name in CONTIGUOUS_ONLY:
-        pytest.skip(f"{op.name} {CONTIGUOUS_ONLY[op.name]}, which cannot be spread out")
     backend = get_backend(backend_name)
     axes = typical_axes(op)
     near = sample(op, torch.float16, backend.device, 3, **axes)
@@ -119,6 +134,7 @@ def test_offsets_past_int32(op, backend_name):
             assert_call_matches(op, tuple(outs), arguments, want, left)
 
 
+@EACH
 @pytest.mark.parametrize("backend_name", BACKENDS)
 def test_bad_tensors_are_refused(op, backend_name):
     """A wrong dtype, rank, size, stride or type raises InputError, and nothing is written."""
@@ -167,6 +183,7 @@ def test_bad_tensors_are_refused(op, backend_name):
     assert refused
 
 
+@EACH
 def test_dispatcher_agrees(op):
     """torch.ops.ferrum runs the same function, and its fake has the same shapes and strides."""
     arguments = sample(op, torch.float32, "cpu", 7, **typical_axes(op))
@@ -187,6 +204,7 @@ def test_dispatcher_agrees(op):
         torch.library.opcheck(overload, (), clone(arguments) | outs)
 
 
+@EACH
 def test_traced_whole(op):
     """torch.compile(fullgraph=True) and torch.export take the op without a break."""
     torch.compiler.reset()  # else every op counts as a recompilation of the same forward
@@ -214,11 +232,10 @@ def test_traced_whole(op):
         assert torch.equal(g, w)
 
 
+@each(op for name, op in OPS.items() if name != "embedding_lookup")  # ids of the host
 @pytest.mark.gpu
 def test_graph_replay_sees_new_inputs(op):
     """A captured call replays on what its input buffers hold by then."""
-    if op.name == "embedding_lookup":
-        pytest.skip("takes ids from the host and refuses capture, which has its own test")
     backend = get_backend("cuda")
     door = getattr(backend, op.name)
     axes = typical_axes(op)

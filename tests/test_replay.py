@@ -357,8 +357,10 @@ def test_replays_hand_the_c_launcher_what_ordinary_calls_do(op, case, fake_gpu):
         door = make_door(op, op.impls["triton"], "cuda")
         for _ in range(4):  # two more where the launcher looks at integers
             door(**fake_gpu.arguments(made))
-    except NotReplayable:
-        pytest.skip("torch multiplies")
+    except NotReplayable:  # torch multiplies by decoded weights
+        assert op.name == "gemm_quant"
+        assert case.axes["m"] == 4096
+        return
     assert kinds_of(door) == [True]
 
     arguments = fake_gpu.arguments(made)

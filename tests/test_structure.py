@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import MOST_SKIPPED, wrongly_skipped
+
 PACKAGE = Path(__file__).parent.parent / "ferrum_triton"
 
 # What the modules of each layer may import from the package; a layer may always import itself.
@@ -103,3 +105,10 @@ def test_import_brings_no_optional_library():
     )
     # Not triton, jinja2 or tqdm: torch may import those itself.
     assert out.strip() == "[]"
+
+
+def test_ci_skips_nothing_that_it_could_run():
+    absent = ["needs a CUDA device"] * MOST_SKIPPED
+    assert wrongly_skipped(absent) == []
+    assert "of at most" in wrongly_skipped([*absent, absent[0]])[0]
+    assert "needs clang" in wrongly_skipped(["needs clang", absent[0]])[0]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -30,6 +31,9 @@ SHIM = Path(__file__).parent / "shim"
 CLANG = next(
     (found for name in ("clang++", "clang++-19", "clang++-14") if (found := shutil.which(name))),
     None,
+)
+needs_clang = pytest.mark.skipif(
+    CLANG is None, reason="needs clang (Debian: apt install clang libclang-rt-14-dev)"
 )
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],

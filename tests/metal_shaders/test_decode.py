@@ -11,11 +11,11 @@ from ferrum_triton.cli.default_model import INSTALL, find_default_model
 from ferrum_triton.models import load_model, load_tokenizer
 from ferrum_triton.quant import QuantizedTensor
 from ferrum_triton.testing import assert_close
-from tests.metal_shaders.emulator import CLANG, emulated
+from tests.metal_shaders.emulator import emulated, needs_clang
 
 MODEL = find_default_model()
 pytestmark = [
-    pytest.mark.skipif(CLANG is None, reason="needs clang (Debian: apt install clang)"),
+    needs_clang,
     pytest.mark.skipif(MODEL is None, reason=f"the real model is absent: {INSTALL}"),
 ]
 

@@ -25,15 +25,15 @@ from tests.harness import (
 from tests.metal_shaders import emulator
 from tests.metal_shaders.calls import SHADED, kinds_of, with_shader
 from tests.metal_shaders.emulator import (
-    CLANG,
     MOST_TOLD_APART,
     emulated,
+    needs_clang,
     recorded,
     run_alone,
     run_backwards,
 )
 
-pytestmark = pytest.mark.skipif(CLANG is None, reason="needs clang (Debian: apt install clang)")
+pytestmark = needs_clang
 
 # Axes of the launches that sanitizers see, where an op's own reach no barrier a second time.
 WIDER = {"compute_ids_tpe": {"routed_tokens": 40}, "route_topk_softmax": {"num_experts": 128}}
