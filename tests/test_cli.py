@@ -64,6 +64,7 @@ def test_generate_answers():
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
     assert "tokens/s" in result.stderr
+    assert "packed weights take 538 MB as float32" in result.stderr
     assert result.stdout.count("tokens/s") == 0
 
 

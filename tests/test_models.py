@@ -7,7 +7,7 @@ import torch
 
 from ferrum_triton import FileError, InputError, get_backend
 from ferrum_triton.files.gguf import open_gguf
-from ferrum_triton.models import Llama, LlamaConfig, load_model
+from ferrum_triton.models import Llama, LlamaConfig, load_model, weights
 from ferrum_triton.models.config import RopeConfig
 from ferrum_triton.models.rope import rope_tables
 from ferrum_triton.models.weights import GgufSource, load_weights
@@ -116,6 +116,40 @@ def test_packed_weights_stay_packed_where_kernels_read_them():
     assert layer.qkv.weight.parts[0].shape == (96, 64)
     assert isinstance(model.weights.embedding, QuantizedTensor)
     assert isinstance(packed("cpu").weights.embedding, torch.Tensor)
+
+
+def test_what_decoding_takes_is_told_before_it_is_done(monkeypatch, caplog):
+    """The source refuses to be read, so what is told was told before."""
+
+    def load(backend_name, dtype):
+        caplog.clear()
+        with (
+            caplog.at_level("INFO", logger="ferrum_triton.models"),
+            pytest.raises(AssertionError, match="read"),
+        ):
+            load_weights(source, PACKED, get_backend(backend_name), dtype)
+        return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+    source = PackedSource()
+    sizes = source.packed()
+    numel, nbytes = sum(p.numel for p in sizes), sum(p.nbytes for p in sizes)
+    monkeypatch.setattr(weights, "_megabytes", lambda count: f"{count} bytes")
+    monkeypatch.setattr(PackedSource, "fetch", unread)
+    took = f"{nbytes} bytes of packed weights take {2 * numel} bytes as bfloat16, which the cpu"
+    assert load("interpret", torch.bfloat16) == []
+    [(level, line)] = load("cpu", torch.bfloat16)
+    assert level == "INFO"
+    assert took in line
+    monkeypatch.setattr(weights, "_physical_memory", lambda: 4 * numel - 1)
+    assert load("cpu", torch.bfloat16)[0][0] == "INFO"
+    [(level, line)] = load("cpu", torch.float32)
+    assert level == "WARNING"
+    assert f"{4 * numel} bytes as float32" in line
+    assert "less memory" in line
+
+
+def unread(source, name):
+    raise AssertionError(f"{name} is read")
 
 
 def test_every_block_format_of_a_file_is_fetched_packed(tmp_path):

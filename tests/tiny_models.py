@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from ferrum_triton.models.config import LlamaConfig, RopeConfig
-from ferrum_triton.models.weights import Matrix, Source
+from ferrum_triton.models.weights import Matrix, Packed, Source
 from ferrum_triton.quant import FORMATS, QuantizedTensor, quantize_blocks
 
 SHAPE = {
@@ -130,6 +131,13 @@ class PackedSource(Source):
             matrix(f"{prefix}ffn_gate", inner, hidden)
             matrix(f"{prefix}ffn_up", inner, hidden)
             matrix(f"{prefix}ffn_down", hidden, inner)
+
+    def packed(self) -> list[Packed]:
+        return [
+            Packed(tensor.kind, tensor.blocks.nbytes, math.prod(tensor.shape))
+            for tensor in self._tensors.values()
+            if isinstance(tensor, QuantizedTensor)
+        ]
 
     def __len__(self) -> int:
         return len(self._tensors)

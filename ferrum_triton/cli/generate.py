@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ferrum_triton.cli.default_model import default_model
-from ferrum_triton.cli.terminal import note, printable
+from ferrum_triton.cli.terminal import note, noted, printable
 from ferrum_triton.errors import FerrumError
 from ferrum_triton.files.text import is_text
 
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     ids = _encode(tokenizer, prompt, options)
     # bfloat16 has float32's range, which not every model's activations can do without.
     dtype = options.dtype or ("bfloat16" if backend.device.type == "cuda" else "float32")
-    with _Bar(path.name, "tensor", options.quiet) as bar:
+    with noted(options.quiet), _Bar(path.name, "tensor", options.quiet) as bar:
         model = load_model(
             path,
             backend,

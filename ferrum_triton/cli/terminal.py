@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import sys
+from collections.abc import Iterator
 
 _MAX_CHARACTERS = 1000
 
@@ -30,6 +32,29 @@ def note(line: str = "") -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(line, file=sys.stderr, flush=True)
+
+
+class _Notes(logging.Handler):
+    """A logger's lines as notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(f"[{printable(record.getMessage())}]")
+
+
+@contextlib.contextmanager
+def noted(quiet: bool) -> Iterator[None]:
+    """While it lasts, what the package logs is written as notes; of a quiet command, warnings."""
+    log, notes = logging.getLogger("ferrum_triton"), _Notes()
+    level, propagate = log.level, log.propagate
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    log.addHandler(notes)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(notes)
+        log.setLevel(level)
+        log.propagate = propagate
 
 
 def accept_any_text() -> None:

@@ -28,6 +28,10 @@ def load_model(
 ) -> Llama:
     """Load a GGUF file, or a Hugging Face directory with ``config.json`` and safetensors.
 
+    On the CPU backend packed weights are decoded as they are loaded: a file of 4.5 bits a weight
+    takes seven times its size as float32 and half of that as bfloat16. The logger of
+    ``ferrum_triton.models`` says how much before the first is read.
+
     Args:
         path: the file or directory.
         backend: the backend the model will run on.

@@ -7,11 +7,14 @@ more bits than Q and K) stay apart in a :class:`~ferrum_triton.quant.FusedTensor
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +30,8 @@ from ferrum_triton.quant.finite import count_out_of_range
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the number of tensors loaded and the number there are."""
+
+_log = logging.getLogger(__name__)
 
 # What plain weights may be stored as. Integers and complex numbers would be cast without a word.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -57,6 +62,14 @@ class LlamaWeights:
     freq_factors: Tensor | None = None  # [rope.dim / 2]
 
 
+class Packed(NamedTuple):
+    """The size of a packed tensor."""
+
+    kind: str
+    nbytes: int
+    numel: int
+
+
 class Source(ABC):
     """Where tensors come from, by GGUF's names."""
 
@@ -75,6 +88,10 @@ class Source(ABC):
     def spelled(self, name: str) -> str:
         """The source's own name of the tensor ``name``."""
         return name
+
+    def packed(self) -> list[Packed]:
+        """The sizes of all packed tensors, none of which is fetched."""
+        return []
 
     def unread(self) -> list[str]:
         """Tensors never fetched, by the source's own names."""
@@ -107,6 +124,13 @@ class GgufSource(Source):
             )
             raise FileError(self.path, reason, tensor.offset)
         return QuantizedTensor(tensor.data(), tensor.type.name)
+
+    def packed(self) -> list[Packed]:
+        return [
+            Packed(tensor.type.name, tensor.nbytes, math.prod(tensor.shape))
+            for tensor in self._file.tensors.values()
+            if tensor.type.dtype is None
+        ]
 
     def unread(self) -> list[str]:
         return [name for name in self._file.tensors if name not in self._read]
@@ -178,7 +202,8 @@ def load_weights(
     """Read every weight a model of ``config`` has.
 
     Packed weights stay packed where the backend multiplies by their kind in kernels; others are
-    decoded to ``dtype`` once, as all are on the CPU backend, where torch multiplies.
+    decoded to ``dtype`` once, as all are on the CPU backend, where torch multiplies. What they take
+    then is logged before they are read: as a warning if the machine has less memory.
 
     Args:
         source: the files that hold the weights.
@@ -194,8 +219,40 @@ def load_weights(
             that weights are not stored in, holds weights that are not finite, or has no place in a
             model of this family, so that leaving it out would change what is computed.
     """
+    _tell_what_decoding_takes(source, backend, dtype)
     loader = _Loader(source, config, backend, dtype, progress, planes, allow_non_finite)
     return loader.load()
+
+
+def _tell_what_decoding_takes(source: Source, backend: Backend, dtype: torch.dtype) -> None:
+    """Log what weights that cannot stay packed take, before any is read."""
+    decoded = [p for p in source.packed() if not backend.has_kernel("gemm_quant", p.kind)]
+    if not decoded:
+        return
+    needed = sum(p.numel for p in decoded) * dtype.itemsize
+    short = backend.device.type == "cpu" and needed > _physical_memory()
+    _log.log(
+        logging.WARNING if short else logging.INFO,
+        "%s: %s of packed weights take %s as %s, which the %s backend multiplies by%s",
+        source.path.name,
+        _megabytes(sum(p.nbytes for p in decoded)),
+        _megabytes(needed),
+        _name_of(dtype),
+        backend.name,
+        "; this machine has less memory than that" if short else "",
+    )
+
+
+def _physical_memory() -> float:
+    """This machine's memory in bytes; infinite where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return math.inf
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.0f} MB"
 
 
 class _Loader:
