@@ -139,6 +139,9 @@ def test_ids_of_the_host_are_integers(backend):
     for wrong in (3.0, "3", None, True, 5, -1):
         with pytest.raises(InputError, match="ids"):
             backend.embedding_lookup(table, [0, wrong])
+    for wrong in (None, 3, {0}, iter([0])):
+        with pytest.raises(InputError, match="a list of integers"):
+            backend.embedding_lookup(table, wrong)
 
 
 @EACH

@@ -349,3 +349,16 @@ def test_prefill_with_odd_scales(backend_name, scale):
     got = backend.paged_varlen_attention(**call)
     assert_close(got, OPS["paged_varlen_attention"].reference(**fresh))
     assert_close(call["lse"], fresh["lse"])
+
+
+@pytest.mark.parametrize("backend_name", ["cpu", "interpret"])
+def test_a_bound_below_a_sequence_is_refused_where_the_host_sees_it(backend_name):
+    backend = get_backend(backend_name)
+    call = varlen(backend, q_lens=(1, 5, 3)) | {"lse": None}
+    want = backend.paged_varlen_attention(**call)
+    for bound in (5, 6, 100):
+        assert_close(backend.paged_varlen_attention(**call | {"max_q_len": bound}), want.double())
+    for bound in (4, 1, 0, -1):
+        with pytest.raises(InputError, match="allowed: 5 or more") as error:
+            backend.paged_varlen_attention(**call | {"max_q_len": bound})
+        assert error.value.argument == "max_q_len"

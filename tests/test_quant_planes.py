@@ -27,6 +27,7 @@ from ferrum_triton.quant import (
     BlockFormat,
     QuantizedTensor,
     dequantize_blocks,
+    dequantize_rows,
     from_planes,
     quantize_blocks,
     to_planes,
@@ -137,6 +138,14 @@ def test_a_packed_tensor_in_planes_and_back(kind):
     assert planes.in_planes() is planes and weight.as_in_file() is weight
     assert torch.equal(planes.as_in_file().blocks, weight.blocks)
     assert torch.equal(planes.dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "IQ4_NL"])
+def test_every_matrix_of_a_stack_is_in_planes_of_its_own(kind, device):
+    blocks = quantize_blocks(torch.randn(2, 3, 4, 512), FORMATS[kind])
+    want = dequantize_rows(blocks, kind).half()
+    planes = to_planes(blocks, kind).to(device)
+    assert torch.equal(dequantize(planes, f"{kind}:planes", torch.float16).cpu(), want)
 
 
 def test_planes_that_lie_apart_or_between_words_are_refused():

@@ -23,21 +23,6 @@ from tests.harness import (
 
 load_kernels("interpret")
 
-# What backends disagree on, to be mended: {case: {argument: why}}. An argument they agree on must
-# go.
-DISAGREEMENTS = {
-    "dequantize": {
-        "blocks": "the kernel takes one row stride",
-        "out": "the kernel takes one row stride",
-    },
-    "dequantize-planes": {
-        "blocks": "the kernel decodes [experts, n, row_bytes] as one matrix, the reference as many",
-        "out": "as blocks",
-    },
-    "embedding_lookup_quant": {"out": "the kernel takes one row stride"},
-    "embedding_lookup_quant-planes": {"out": "the kernel takes one row stride"},
-}
-
 LAYOUTS = ("misaligned", "slice", "reversed", "first expanded", "second expanded")
 ROW_AXES = ("num_tokens", "num_rows", "batch", "m")
 
@@ -125,7 +110,7 @@ def disagreement(op, arguments, names, layout):
     return ""
 
 
-def disagreements(op, arguments, known):
+def disagreements(op, arguments):
     """{argument: how the backends differ, by layout}"""
     found = {}
     values = tensors(arguments)
@@ -140,11 +125,8 @@ def disagreements(op, arguments, known):
             and not ("expanded" in layout and name in own_rows)
         ]
         # All at once, and one by one where they disagree or one refusal may hide another.
-        together = [name for name in names if name not in known]
-        alone = [name for name in names if name in known]
-        if together and disagreement(op, arguments, together, layout):
-            alone = names
-        for name in alone:
+        together = names and disagreement(op, arguments, names, layout)
+        for name in names if together else ():
             how = disagreement(op, arguments, [name], layout)
             if how not in ("", REFUSED):
                 found.setdefault(name, {})[layout] = how
@@ -165,8 +147,5 @@ def drawn():
 
 
 @pytest.mark.parametrize(("op", "narrowed"), drawn())
-def test_backends_take_the_same_strides(op, narrowed, request):
-    known = DISAGREEMENTS.get(request.node.callspec.id, {})
-    found = disagreements(op, draw(op, **narrowed), known)
-    assert {name: how for name, how in found.items() if name not in known} == {}
-    assert found.keys() == known.keys(), "the backends agree now: take it off the list"
+def test_backends_take_the_same_strides(op, narrowed):
+    assert disagreements(op, draw(op, **narrowed)) == {}

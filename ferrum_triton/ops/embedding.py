@@ -117,6 +117,8 @@ def embedding_lookup(table: Tensor, ids: Sequence[int]) -> Tensor:
 @embedding_lookup.call_rule
 def _(table, ids):
     num_rows = table.shape[0]
+    if not isinstance(ids, Sequence):
+        embedding_lookup.reject("ids", f"a {type(ids).__name__}", "a list of integers")
     for i in ids:
         if type(i) is not int or not 0 <= i < num_rows:
             embedding_lookup.reject("ids", f"holding {i!r}", f"integers in [0, {num_rows})")

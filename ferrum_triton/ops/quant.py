@@ -180,7 +180,8 @@ def embedding_lookup_quant(blocks: Tensor, ids: Tensor, kind: str, dtype: torch.
     """
     known = (ids >= 0) & (ids < blocks.shape[0])
     stored = take_rows(blocks, torch.where(known, ids, 0).long().flatten(), kind)
-    rows = dequantize_rows(stored, kind).unflatten(0, ids.shape)
+    rows = dequantize_rows(stored, kind)
+    rows = rows.view(*ids.shape, rows.shape[-1])
     return torch.where(known[..., None], rows, 0.0).to(dtype)
 
 

@@ -1,5 +1,7 @@
 """Decoding rows of packed weights: one program per tile of some rows and some groups."""
 
+from collections.abc import Iterator
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.decode import block_layout, decode, first_weight, groups_of
 from ferrum_triton.kernels.quant.plane_rows import decode_planes
-from ferrum_triton.kernels.rows import as_rows, cdiv, next_power_of_2
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2, row_views
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant.kinds import format_of
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -93,8 +95,12 @@ def dequantize(
     y = torch.empty(shape, dtype=dtype, device=blocks.device) if out is None else out
     if y.numel() == 0:
         return y
-    rows = as_rows("dequantize", "blocks", blocks)
-    _decode_rows(as_rows("dequantize", "out", y), rows, None, kind)
+    if blocks.dim() > 2 and kind in PLANE_FORMATS:
+        for matrix, weights in zip(blocks, y, strict=True):
+            dequantize(matrix, kind, dtype, out=weights)
+        return y
+    for weights, rows in _stretches(y, blocks):
+        _decode_rows(weights, rows, None, kind)
     return y
 
 
@@ -107,6 +113,23 @@ def embedding_lookup_quant(
     y = torch.empty(shape, dtype=dtype, device=blocks.device) if out is None else out
     if y.numel() == 0:
         return y
-    flat_ids = ids if ids.dim() == 1 and ids.is_contiguous() else ids.reshape(-1)
-    _decode_rows(as_rows("embedding_lookup_quant", "out", y), blocks, flat_ids, kind)
+    if ids.dim() == 1 and ids.is_contiguous():
+        _decode_rows(y, blocks, ids, kind)
+        return y
+    flat_ids = ids.reshape(-1)
+    if y.is_contiguous():
+        _decode_rows(y.view(-1, num_weights), blocks, flat_ids, kind)
+        return y
+    # Ids are few and y is the caller's: a copy of the ids goes with each stretch of y.
+    for weights, rows in _stretches(y, flat_ids.view(*ids.shape, 1)):
+        _decode_rows(weights, blocks, rows.reshape(-1), kind)
     return y
+
+
+def _stretches(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of several tensors as [num_rows, n], of one row stride each."""
+    for views in row_views(*tensors):
+        if views[0].dim() == 2:
+            yield views
+        else:
+            yield from zip(*views, strict=True)

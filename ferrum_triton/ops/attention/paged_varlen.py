@@ -91,7 +91,9 @@ def paged_varlen_attention(
         sinks: [num_heads], or None.
         lse: [num_tokens, num_heads] float32, written if given, as in
             :func:`paged_decode_attention`.
-        max_q_len: a bound on the tokens of any sequence, if known: 8 or less spares a launch.
+        max_q_len: a bound on the tokens of any sequence, if known: 8 or less spares a launch. Where
+            ``cu_seqlens_q`` lies on the host it is checked; on a GPU a sequence of more tokens than
+            a bound of 8 or less is left out, its rows of the result unwritten.
         softmax_scale: None means 1 / sqrt(head_dim).
         sliding_window: keys a query sees, itself included; 0 means all.
         softcap: 0 means none.
@@ -133,6 +135,21 @@ def _(
     if cu_seqlens_q.shape[0] != num_seqs + 1:
         got = f"of {cu_seqlens_q.shape[0]} elements"
         this.reject("cu_seqlens_q", got, f"num_seqs + 1 = {num_seqs + 1}")
+
+
+@paged_varlen_attention.call_rule
+def _(
+    q, k_cache, v_cache, cu_seqlens_q, pos_offsets, block_tables, k_scales, v_scales, sinks, lse,
+    max_q_len, softmax_scale, sliding_window, softcap, layout,
+):  # fmt: skip
+    if max_q_len is None:
+        return
+    least = min(q.shape[0], 1)
+    if cu_seqlens_q.device.type == "cpu" and cu_seqlens_q.shape[0] > 1:
+        least = max(least, int(cu_seqlens_q.diff().max()))
+    if max_q_len < least:
+        allowed = f"{least} or more: cu_seqlens_q has a sequence of so many tokens"
+        paged_varlen_attention.reject("max_q_len", str(max_q_len), allowed)
 
 
 @paged_varlen_attention.sample
