@@ -63,8 +63,11 @@ def check_kind(
     if not fmt.is_row(blocks.shape[-1]):
         allowed = f"rows of whole {kind} blocks, {fmt.block_bytes} bytes each"
         op.reject(blocks_name, f"of shape {list(blocks.shape)}", allowed)
-    if kind in PLANE_FORMATS and blocks.numel():
-        _check_planes(op, blocks, blocks_name)
+    if kind in PLANE_FORMATS:
+        if blocks.dim() < 2:
+            op.reject(blocks_name, f"of shape {list(blocks.shape)}", "a matrix in planes")
+        if blocks.numel():
+            _check_planes(op, blocks, blocks_name)
 
 
 def _check_planes(op: Op, blocks: Tensor, name: str) -> None:
