@@ -19,7 +19,7 @@ from torch import Tensor
 from bench.results import Row, add_options, print_rows, save_rows
 from ferrum_triton import get_backend
 from ferrum_triton.cli.default_model import default_model
-from ferrum_triton.models import Llama, load_model, load_tokenizer
+from ferrum_triton.models import Decoder, load_model, load_tokenizer
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "alice.txt"
 NUM_TOKENS = 512
@@ -33,7 +33,7 @@ class Agreement:
     mean_kl: float
 
 
-def log_probabilities(model: Llama, ids: Tensor, chunk: int) -> Tensor:
+def log_probabilities(model: Decoder, ids: Tensor, chunk: int) -> Tensor:
     """[num_tokens, vocab_size] float64 on the CPU, the tokens fed ``chunk`` at a time."""
     cache = model.new_cache(len(ids))
     chunks = ids.to(model.backend.device).split(chunk)
@@ -41,7 +41,7 @@ def log_probabilities(model: Llama, ids: Tensor, chunk: int) -> Tensor:
     return torch.log_softmax(logits.cpu().double(), dim=-1)
 
 
-def compare(model: Llama, want: Tensor, ids: Tensor, chunk: int) -> Agreement:
+def compare(model: Decoder, want: Tensor, ids: Tensor, chunk: int) -> Agreement:
     """Hold ``model`` against log-probabilities of a reference."""
     got = log_probabilities(model, ids, chunk)
     same = (got.argmax(-1) == want.argmax(-1)).double().mean().item()

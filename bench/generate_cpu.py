@@ -22,7 +22,7 @@ from torch import Tensor
 from bench.results import Row, add_options, print_rows, save_rows
 from ferrum_triton import get_backend
 from ferrum_triton.cli.default_model import default_model
-from ferrum_triton.models import Llama, load_model
+from ferrum_triton.models import Decoder, load_model
 
 Run = Callable[[Tensor, int], tuple[float, float, list[int]]]
 """Prompt and number of steps to prefill seconds, decode seconds and the ids chosen."""
@@ -45,7 +45,7 @@ def load_transformers(path: Path) -> Any:
     return model.eval()
 
 
-def run_ours(model: Llama) -> Run:
+def run_ours(model: Decoder) -> Run:
     def run(ids: Tensor, steps: int) -> tuple[float, float, list[int]]:
         start = time.perf_counter()
         cache = model.new_cache(len(ids) + steps)

@@ -85,7 +85,7 @@ def test_later_tokens_cannot_change_earlier_logits(tiny):
     assert not torch.equal(run(model, first)[7:], run(model, second)[7:])
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "mistral", "packed"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "mistral", "gemma3", "packed"])
 def test_interpreted_kernels_equal_the_cpu(tiny, variant, interpreted):
     """A prefill of 8 tokens and two decode steps, every kernel of the path interpreted."""
     models = [
@@ -97,13 +97,15 @@ def test_interpreted_kernels_equal_the_cpu(tiny, variant, interpreted):
     ids = tokens(prefill + 2, seed=5)
     want, got = (run(model, *ids.split([prefill, 1, 1])) for model in models)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    assert {
-        "_fused_add_rms_norm_kernel",
+    shared = {
         "_qkv_norm_rope_kernel",
         "_flash_attention_kernel",
         "_gated_split_kernel",
         "_transpose_kernel",
-    } <= interpreted
+    }
+    sandwich = {"_rms_norm_kernel", "_rms_norm_add_kernel"}
+    norms = sandwich if variant == "gemma3" else {"_fused_add_rms_norm_kernel"}
+    assert shared | norms <= interpreted
     if variant == "packed":
         assert {"_gemv_quant_kernel", "_gemm_quant_kernel"} <= interpreted
 
@@ -192,7 +194,7 @@ def test_tied_embeddings_share_memory(tiny):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "mistral", "packed"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "mistral", "gemma3", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_cuda_equals_the_cpu(tiny, variant, dtype):
     ids = tokens(14, seed=6)

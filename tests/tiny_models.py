@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,18 +42,38 @@ VARIANTS = {
     ),
     "mistral": ("MistralConfig", {"sliding_window": 5}),
     "qwen2": ("Qwen2Config", {}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "qwen3": ("Qwen3Config", {"head_dim": 24, "tie_word_embeddings": True}),
 }
 
 
-def save_tiny(directory: Path, variant: str):
-    """A random model of ``variant``, saved to ``directory`` and returned as transformers has it."""
+def save_tiny(directory: Path, variant: str, **changed: Any):
+    """A random model of ``variant``, saved to ``directory`` and returned as transformers has it.
+
+    ``changed`` is what its configuration has in place of the variant's own.
+    """
     import transformers
 
     name, extra = VARIANTS[variant]
-    config = getattr(transformers, name)(**SHAPE, **extra)
+    config = getattr(transformers, name)(**SHAPE | extra | changed)
     torch.manual_seed(sum(variant.encode()))
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # Away from the initial ones and zeros, which would hide a swapped norm or a lost bias.

@@ -58,7 +58,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 def _describe_gguf(path: Path) -> dict[str, Any]:
     from ferrum_triton.files.gguf import open_gguf
-    from ferrum_triton.models import LlamaConfig
+    from ferrum_triton.models.families import family_of_gguf
     from ferrum_triton.models.weights import PLAIN_DTYPES
     from ferrum_triton.quant import FORMATS
 
@@ -70,7 +70,8 @@ def _describe_gguf(path: Path) -> dict[str, Any]:
             runs = "plain" if plain else "packed" if packed else "refused"
             tensors.append(_row(tensor.name, tensor.type.name, tensor.shape, tensor.nbytes, runs))
         try:
-            LlamaConfig.from_gguf(file.metadata, file.tensors, path)
+            config = family_of_gguf(file.metadata, path).config
+            config.from_gguf(file.metadata, file.tensors, path)
             problem = None
         except FileError as error:
             problem = error.reason
@@ -88,7 +89,7 @@ def _describe_gguf(path: Path) -> dict[str, Any]:
 def _describe_safetensors(path: Path) -> dict[str, Any]:
     from ferrum_triton.files.json_file import is_directory, read_json
     from ferrum_triton.files.safetensors import open_safetensors
-    from ferrum_triton.models import LlamaConfig
+    from ferrum_triton.models.families import family_of_hf
 
     files = open_safetensors(path)
     tensors = []
@@ -104,7 +105,7 @@ def _describe_safetensors(path: Path) -> dict[str, Any]:
     if is_directory(path):
         try:
             config = read_json(path / "config.json")
-            LlamaConfig.from_hf(config, path / "config.json")
+            family_of_hf(config, path).config.from_hf(config, path / "config.json")
             problem = None
         except FileError as error:
             problem = str(error)

@@ -1,4 +1,4 @@
-"""Models of the Llama family: :func:`load_model` takes a file or a directory to a running model."""
+"""Decoders: :func:`load_model` takes a file or a directory to a running model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from ferrum_triton.files.json_file import is_directory, read_json
 from ferrum_triton.files.safetensors import open_safetensors
 from ferrum_triton.files.tokenizer import Tokenizer
 from ferrum_triton.models.config import LlamaConfig
+from ferrum_triton.models.decoder import Decoder
+from ferrum_triton.models.families import Family, family_of_gguf, family_of_hf
 from ferrum_triton.models.llama import Llama
 from ferrum_triton.models.weights import GgufSource, HfSource, Progress, Source, load_weights
 
-__all__ = ["Llama", "LlamaConfig", "load_model", "load_tokenizer"]
+__all__ = ["Decoder", "Llama", "LlamaConfig", "load_model", "load_tokenizer"]
 
 
 def load_model(
@@ -25,7 +27,7 @@ def load_model(
     progress: Progress | None = None,
     *,
     allow_non_finite: bool = False,
-) -> Llama:
+) -> Decoder:
     """Load a GGUF file, or a Hugging Face directory with ``config.json`` and safetensors.
 
     On the CPU backend packed weights are decoded as they are loaded: a file of 4.5 bits a weight
@@ -43,19 +45,23 @@ def load_model(
         FileError: the file is malformed, or of a model this package cannot run.
     """
 
-    def assemble(source: Source, config: LlamaConfig) -> Llama:
+    def assemble(family: Family, source: Source, config: LlamaConfig) -> Decoder:
         weights = load_weights(
             source, config, backend, dtype, progress, allow_non_finite=allow_non_finite
         )
-        return Llama(config, weights, backend, dtype)
+        return family.model(config, weights, backend, dtype)
 
     path = Path(path)
     if is_directory(path):
-        config = LlamaConfig.from_hf(read_json(path / "config.json"), path / "config.json")
-        return assemble(HfSource(open_safetensors(path)), config)
+        values = read_json(path / "config.json")
+        family = family_of_hf(values, path / "config.json")
+        config = family.config.from_hf(values, path / "config.json")
+        source = HfSource(open_safetensors(path), family.hf_names, family.hf_norm_offset)
+        return assemble(family, source, config)
     with open_gguf(path) as file:
-        config = LlamaConfig.from_gguf(file.metadata, file.tensors, path)
-        return assemble(GgufSource(file), config)
+        family = family_of_gguf(file.metadata, path)
+        config = family.config.from_gguf(file.metadata, file.tensors, path)
+        return assemble(family, GgufSource(file), config)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

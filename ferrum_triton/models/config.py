@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ferrum_triton.errors import FileError
 from ferrum_triton.models.config_keys import Keys
-from ferrum_triton.models.config_rope import RopeConfig, hf_rope
+from ferrum_triton.models.config_rope import RopeConfig, gguf_rope, hf_rope
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 HF_ARCHITECTURES = (
@@ -49,6 +49,16 @@ class LlamaConfig:
     tie_embeddings: bool = False
 
     @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings of its layers, each of which has one of them."""
+        return (self.rope,)
+
+    @property
+    def sandwich_norms(self) -> bool:
+        """Whether attention and MLP are normed behind as well, before they are added."""
+        return False
+
+    @property
     def q_dim(self) -> int:
         return self.num_heads * self.head_dim
 
@@ -70,41 +80,41 @@ class LlamaConfig:
             known = ", ".join(GGUF_ARCHITECTURES)
             raise FileError(path, f"architecture {architecture!r} is not supported; known: {known}")
         keys = Keys(metadata, path, f"{architecture}.")
+        sizes = cls.gguf_sizes(keys, metadata, path)
+        config = cls(
+            **sizes,
+            rope=gguf_rope(
+                keys, sizes["head_dim"], 10000.0, path, interleaved=architecture == "llama"
+            ),
+            sliding_window=keys.size("attention.sliding_window", 0, least=0),
+            qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in tensor_names,
+            qk_norm=architecture == "qwen3" or "blk.0.attn_q_norm.weight" in tensor_names,
+            tie_embeddings="output.weight" not in tensor_names,
+        )
+        return config.checked(path)
+
+    @staticmethod
+    def gguf_sizes(keys: Keys, metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        """The hyperparameters that every architecture's keys hold under the same names."""
+        if keys.size("expert_count", 0, least=0):
+            raise FileError(path, "mixtures of experts are not supported")
         hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
         head_dim = keys.size("attention.key_length", hidden // heads)
         if keys.size("attention.value_length", head_dim) != head_dim:
             raise FileError(path, "keys and values of different head sizes are not supported")
         tokens = metadata.get("tokenizer.ggml.tokens")
         vocabulary = len(tokens) if isinstance(tokens, list) else None
-        kind = keys.text("rope.scaling.type", "none")
-        if kind not in ("none", "linear"):
-            raise FileError(path, f"rope scaling {kind!r} is not supported; known: none, linear")
-        if keys.size("expert_count", 0, least=0):
-            raise FileError(path, "mixtures of experts are not supported")
-        rope = RopeConfig(
-            theta=keys.number("rope.freq_base", 10000.0),
-            dim=keys.size("rope.dimension_count", head_dim),
-            interleaved=architecture == "llama",
-            kind="linear" if kind == "linear" else "default",
-            factor=keys.number("rope.scaling.factor", None if kind == "linear" else 1.0),
-        )
-        config = cls(
-            vocab_size=keys.size("vocab_size", vocabulary),
-            hidden_size=hidden,
-            intermediate_size=keys.size("feed_forward_length"),
-            num_layers=keys.size("block_count"),
-            num_heads=heads,
-            num_kv_heads=keys.size("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-            max_positions=keys.size("context_length"),
-            rope=rope,
-            sliding_window=keys.size("attention.sliding_window", 0, least=0),
-            qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in tensor_names,
-            qk_norm=architecture == "qwen3" or "blk.0.attn_q_norm.weight" in tensor_names,
-            tie_embeddings="output.weight" not in tensor_names,
-        )
-        return config._checked(path)
+        return {
+            "vocab_size": keys.size("vocab_size", vocabulary),
+            "hidden_size": hidden,
+            "intermediate_size": keys.size("feed_forward_length"),
+            "num_layers": keys.size("block_count"),
+            "num_heads": heads,
+            "num_kv_heads": keys.size("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+            "max_positions": keys.size("context_length"),
+        }
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], path: Path) -> LlamaConfig:
@@ -128,8 +138,7 @@ class LlamaConfig:
             if kind != "full_attention":
                 known = "full_attention"
                 raise FileError(path, f"layer type {kind!r:.80} is not supported; known: {known}")
-        if config.get("quantization_config"):
-            raise FileError(path, "quantised weights are supported in GGUF files only")
+        refuse_quantised(config, path)
         if (activation := keys.text("hidden_act", "silu")) not in ("silu", "swish"):
             raise FileError(path, f"activation {activation!r} is not supported; known: silu")
         hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
@@ -151,25 +160,38 @@ class LlamaConfig:
             qk_norm=name == "Qwen3ForCausalLM",
             tie_embeddings=keys.flag("tie_word_embeddings"),
         )
-        return result._checked(path)
+        return result.checked(path)
 
-    def _checked(self, path: Path) -> LlamaConfig:
+    def checked(self, path: Path) -> Self:
+        """This, if a model can be built of it.
+
+        Raises:
+            FileError: a hyperparameter is out of range.
+        """
         problems = {
             "heads are no multiple of KV heads": self.num_heads % self.num_kv_heads,
             f"head size {self.head_dim} is over {MAX_HEAD_DIM}": self.head_dim > MAX_HEAD_DIM,
             f"{self.num_layers} layers are over {MAX_LAYERS}": self.num_layers > MAX_LAYERS,
             f"{self.max_positions} positions are over {MAX_POSITIONS}": self.max_positions
             > MAX_POSITIONS,
-            f"{self.rope.dim} rotary dimensions": self.rope.dim % 2
-            or self.rope.dim > self.head_dim,
-            f"rope theta {self.rope.theta}": not 0 < self.rope.theta < 1e12,
-            f"rope scaling factor {self.rope.factor}": not 0 < self.rope.factor < 1e6,
-            "the ramp of llama3's rope scaling is empty": not 0
-            < self.rope.low_freq_factor
-            < self.rope.high_freq_factor,
             f"norm epsilon {self.rms_norm_eps}": not 0 < self.rms_norm_eps < 1,
         }
+        for rope in self.ropes:
+            problems |= {
+                f"{rope.dim} rotary dimensions": rope.dim % 2 or rope.dim > self.head_dim,
+                f"rope theta {rope.theta}": not 0 < rope.theta < 1e12,
+                f"rope scaling factor {rope.factor}": not 0 < rope.factor < 1e6,
+                "the ramp of llama3's rope scaling is empty": not 0
+                < rope.low_freq_factor
+                < rope.high_freq_factor,
+            }
         for problem, present in problems.items():
             if present:
                 raise FileError(path, f"unusable hyperparameters: {problem}")
         return self
+
+
+def refuse_quantised(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a Hugging Face model whose weights are packed."""
+    if config.get("quantization_config"):
+        raise FileError(path, "quantised weights are supported in GGUF files only")

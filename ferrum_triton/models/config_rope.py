@@ -53,11 +53,29 @@ class RopeConfig:
     original_positions: int = 8192
 
 
-def hf_rope(config: Mapping[str, Any], head_dim: int, path: Path) -> RopeConfig:
+def gguf_rope(
+    keys: Keys, head_dim: int, theta: float, path: Path, interleaved: bool = False
+) -> RopeConfig:
+    """The rotary embedding of a GGUF file; ``theta`` is its base where the file has none."""
+    kind = keys.text("rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise FileError(path, f"rope scaling {kind!r} is not supported; known: none, linear")
+    return RopeConfig(
+        theta=keys.number("rope.freq_base", theta),
+        dim=keys.size("rope.dimension_count", head_dim),
+        interleaved=interleaved,
+        kind="linear" if kind == "linear" else "default",
+        factor=keys.number("rope.scaling.factor", None if kind == "linear" else 1.0),
+    )
+
+
+def hf_rope(
+    config: Mapping[str, Any], head_dim: int, path: Path, layer_type: str | None = None
+) -> RopeConfig:
     """The rotary embedding of a Hugging Face ``config.json``, in each spelling there is.
 
     Older files have ``rope_theta`` and ``rope_scaling``, newer ones ``rope_parameters`` with both,
-    or one such object for each type of layer.
+    or one such object for each type of layer: ``layer_type``'s is taken, or that of all layers.
 
     Raises:
         FileError: a parameter is unknown, unusable or not supported, or layers differ.
@@ -65,7 +83,8 @@ def hf_rope(config: Mapping[str, Any], head_dim: int, path: Path) -> RopeConfig:
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
         raise FileError(path, f"rope parameters {scaling!r:.80} are no object")
-    scaling = _of_all_layers(scaling, config.get("layer_types"), path)
+    types = config.get("layer_types") if layer_type is None else [layer_type]
+    scaling = _of_all_layers(scaling, types, path)
     for name, value in scaling.items():
         if name not in _READ and value not in (None, _FIXED.get(name)):
             raise FileError(path, f"rope parameter {name!r} of {value!r:.80} is not supported")

@@ -10,7 +10,7 @@ import torch
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.files.tokenizer import Tokenizer
-from ferrum_triton.models.llama import Llama
+from ferrum_triton.models.decoder import Decoder
 from ferrum_triton.models.weights import Progress
 from ferrum_triton.runtime.sampling import Sampler
 
@@ -40,7 +40,7 @@ class Stats:
 
 
 def generate_ids(
-    model: Llama,
+    model: Decoder,
     prompt: Sequence[int],
     sampler: Sampler,
     max_tokens: int,
@@ -98,7 +98,7 @@ def generate_ids(
 
 
 def generate_text(
-    model: Llama,
+    model: Decoder,
     tokenizer: Tokenizer,
     prompt: Sequence[int],
     sampler: Sampler,
@@ -116,7 +116,7 @@ def generate_text(
         yield rest
 
 
-def _check_prompt(model: Llama, prompt: Sequence[int], max_tokens: int) -> None:
+def _check_prompt(model: Decoder, prompt: Sequence[int], max_tokens: int) -> None:
     context, vocabulary = model.config.max_positions, model.config.vocab_size
     if not 1 <= len(prompt) <= context:
         allowed = f"1 to the context length of {context}"

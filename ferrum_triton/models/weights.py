@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -49,6 +49,8 @@ class LayerWeights:
     mlp_norm: Tensor  # [hidden_size]
     gate_up: Linear
     down: Linear
+    attn_post_norm: Tensor | None = None  # [hidden_size], as mlp_post_norm: of sandwich norms
+    mlp_post_norm: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Source(ABC):
     """Where tensors come from, by GGUF's names."""
 
     path: Path
+    norm_offset = 0.0
+    """What is added to norms' weights as they are stored."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -136,6 +140,8 @@ class GgufSource(Source):
         return [name for name in self._file.tensors if name not in self._read]
 
 
+POST_NORMS = {"attn_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
+
 # GGUF's names of tensors, without prefix and suffix, in Hugging Face's words.
 HF_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -158,8 +164,14 @@ HF_NAMES = {
 class HfSource(Source):
     """A Hugging Face directory, whose names are translated."""
 
-    def __init__(self, files: SafetensorsFiles) -> None:
-        self.path, self._files = files.path, files
+    def __init__(
+        self,
+        files: SafetensorsFiles,
+        names: Mapping[str, str] = HF_NAMES,
+        norm_offset: float = 0.0,
+    ) -> None:
+        self.path, self._files, self._names = files.path, files, names
+        self.norm_offset = norm_offset
         self._read: set[str] = set()
 
     def __len__(self) -> int:
@@ -186,7 +198,7 @@ class HfSource(Source):
         block, _, rest = name.rpartition("blk.")[2].partition(".")
         layer = f"model.layers.{block}." if name.startswith("blk.") else ""
         stem, _, kind = (rest if layer else name).rpartition(".")
-        return f"{layer}{HF_NAMES.get(stem, stem)}.{kind}"
+        return f"{layer}{self._names.get(stem, stem)}.{kind}"
 
 
 def load_weights(
@@ -311,6 +323,11 @@ class _Loader:
             # In planes one launch takes both, and their activation, as matrices of their own.
             gate_up=self.linear(prefix, {"ffn_gate": inner, "ffn_up": inner}, hidden, apart=True),
             down=self.linear(prefix, {"ffn_down": hidden}, inner),
+            **{
+                field: self.vector(f"{prefix}{name}.weight", hidden)
+                for field, name in POST_NORMS.items()
+                if config.sandwich_norms
+            },
         )
 
     def linear(
@@ -361,7 +378,8 @@ class _Loader:
         stored = self.fetch(name, (size,), torch.float32)
         if isinstance(stored, QuantizedTensor):
             raise self.error(name, "is packed; expected plain numbers")
-        return stored.to(self.device, torch.float32)
+        vector = stored.to(self.device, torch.float32)
+        return vector + self.source.norm_offset if "_norm." in name else vector
 
     def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
         """The tensor ``name`` on the CPU as it is stored, checked to be weights of ``dtype``."""
