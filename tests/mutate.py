@@ -30,43 +30,59 @@ ROOT = Path(__file__).parent.parent
 
 # Tests that stand for a part of the tree; a path takes the longest prefix. What follows a name is
 # pytest's -k.
+K = "ferrum_triton/kernels/"
 FAMILIES = {
-    "ferrum_triton/kernels/attention": (
-        "interpret and (attention or kv_cache)",
-        "test_merge test_paged_attention test_flash_laws test_paged_cache test_mla",
+    K: ("", "test_launch test_rows test_replay test_pdl test_norm_laws"),
+    K + "norm": ("interpret and norm", "test_norm_laws"),
+    K + "shadow": ("interpret and (rms_norm_to or rms_norm_add)", "test_norm_laws"),
+    K + "rope": ("interpret and (rope or split_qkv)", "test_rope_laws"),
+    K + "heads": ("interpret and (rope or split_qkv)", "test_rope_laws test_paged_cache"),
+    K + "elementwise": ("interpret and (lu or add or scale or slice)", "test_elementwise_laws"),
+    K + "embedding": ("interpret and embedding", "test_launch"),
+    K + "softmax": ("interpret and softmax", "test_sampling_ops"),
+    K + "kv_": ("interpret and cache", "test_paged_cache"),
+    K + "paged_cache": ("interpret and cache", "test_paged_cache"),
+    K + "sampl": ("interpret and (rows or penalty)", "test_sampling_ops"),
+    K + "tuning": ("", "test_tuning test_tune test_shipped"),
+    K + "tables": ("", "test_tuning test_shipped"),
+    K + "attention/": (
+        "interpret and (attention or merge)",
+        "test_merge test_paged_attention test_flash_laws",
     ),
-    "ferrum_triton/kernels/attention/flash": ("interpret and flash", "test_flash_laws"),
-    "ferrum_triton/kernels/attention/mla": ("interpret and mla", "test_mla"),
-    "ferrum_triton/kernels/quant": (
+    K + "attention/flash": ("interpret and flash", "test_flash_laws"),
+    K + "attention/mla": ("interpret and mla", "test_mla"),
+    K + "attention/paged": ("interpret and paged", "test_paged_attention"),
+    K + "quant/": (
         "interpret and quant and not moe",
-        "test_quant_planes test_quant_mma test_gemv_repacked test_small_m test_quant_fused "
-        "test_quant_ops",
+        "test_quant_planes test_quant_mma test_gemv_repacked test_small_m test_quant_fused",
     ),
-    "ferrum_triton/kernels/moe": (
-        "interpret and (moe or topk or weighted)",
-        "test_moe test_moe_planes test_moe_quant",
+    K + "quant/rows": ("interpret and (dequantize or lookup_quant)", "test_quant_planes"),
+    K + "moe/": ("interpret and (moe or topk or weighted or ids_tpe)", "test_moe test_moe_quant"),
+    K + "moe/plane": ("interpret and quant_moe", "test_moe_planes"),
+    K + "moe/routing": ("interpret and topk", "test_moe"),
+    K + "moe/combine": ("interpret and (combine or weighted)", "test_moe"),
+    "ferrum_triton/ops/": ("cpu", "test_registry test_costs test_door test_strides"),
+    "ferrum_triton/backends/": ("rms_norm", "test_door test_backends test_replay"),
+    "ferrum_triton/backends/metal": ("", "metal_shaders"),
+    "ferrum_triton/contract": ("refused", "test_door test_agreement test_registry"),
+    "ferrum_triton/overlap": ("", "test_door"),
+    "ferrum_triton/registry": ("rms_norm", "test_registry test_door test_costs"),
+    "ferrum_triton/testing": ("", "test_contributing"),
+    "ferrum_triton/quant/": (
+        "cpu and quantize",
+        "test_quant_formats test_quant_load test_finite test_quant_planes",
     ),
-    "ferrum_triton/kernels": (
-        "interpret and (norm or rope or silu or gelu or cache or rows or split)",
-        "test_norm_laws test_rope_laws test_elementwise_laws test_sampling_ops test_launch "
-        "test_rows test_replay test_pdl test_paged_cache",
-    ),
-    "ferrum_triton/kernels/tuning.py": ("", "test_tuning test_tune test_shipped"),
-    "ferrum_triton/kernels/tables.py": ("", "test_tuning test_shipped"),
-    "ferrum_triton/ops": ("cpu", "test_registry test_costs test_door test_strides"),
-    "ferrum_triton/backends": ("rms_norm or gemv_quant", "test_door test_backends test_replay"),
-    "ferrum_triton/contract.py": ("refused", "test_door test_registry test_backends"),
-    "ferrum_triton/overlap.py": ("", "test_door"),
-    "ferrum_triton/registry.py": ("dispatcher or traced", "test_registry test_door"),
-    "ferrum_triton/quant": ("quantize", "test_quant_formats test_quant_load test_quant_planes"),
-    "ferrum_triton/files": (
+    "ferrum_triton/files/": (
         "",
         "test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat",
     ),
-    "ferrum_triton/models": ("", "test_models test_packed_models test_generate"),
-    "ferrum_triton/runtime": ("", "test_runtime test_runtime_kv_cache test_sampling test_graph"),
-    "ferrum_triton/cli": ("", "test_cli"),
-    "ferrum_triton": ("rms_norm", "test_registry test_backends test_structure"),
+    "ferrum_triton/models/": ("", "test_models test_gemma3 test_packed_models test_generate"),
+    "ferrum_triton/runtime/": (
+        "",
+        "test_runtime test_runtime_kv_cache test_sampling test_graph test_collective",
+    ),
+    "ferrum_triton/cli/": ("", "test_cli test_cli_failures"),
+    "ferrum_triton/": ("rms_norm", "test_registry test_backends test_structure"),
 }
 
 COMPARISONS = {
@@ -166,7 +182,9 @@ def applied(text: str, mutation: Mutation) -> str:
 def tests_of(file: str) -> tuple[str, ...]:
     """pytest's arguments for the family of a file."""
     words, names = FAMILIES[max((f for f in FAMILIES if file.startswith(f)), key=len)]
-    paths = [f"tests/{name}.py" for name in names.split()]
+    paths = [
+        f"tests/{name}" if name == "metal_shaders" else f"tests/{name}.py" for name in names.split()
+    ]
     return (*paths, *([f"tests/test_ops.py@{words}"] if words else []))
 
 
