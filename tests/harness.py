@@ -120,23 +120,25 @@ def layouts_of(arguments: dict[str, Any], name: str, layout: st.SearchStrategy[s
     return st.just("plain") if in_planes(arguments, name) else layout
 
 
-def place_far_apart(value: Tensor, dim: int) -> Tensor:
-    """``value`` with its last index along ``dim`` 2^31 elements away, on a CPU in virtual memory.
+def place_far_apart(value: Tensor, dim: int, apart: int = 2**31) -> Tensor:
+    """``value`` with its last index along ``dim`` so far away, on a CPU in virtual memory.
 
     From three indices on the stride itself still fits an int32, so that a kernel which multiplies
-    before it widens wraps around.
+    before it widens wraps around: on a CPU into the memory in front, which reads as zeros.
     """
-    stride = (2**31 // (value.shape[dim] - 1) + 32) // 16 * 16
+    stride = (apart // (value.shape[dim] - 1) + 32) // 16 * 16
     strides = list(value.contiguous().stride())
     strides[dim] = stride
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, strides, strict=True))
+    before = 0
     if value.is_cuda:
         memory = torch.empty(extent, dtype=value.dtype, device=value.device)
     else:
+        before = 2**31
         lazily = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        pages = mmap.mmap(-1, extent * value.element_size(), flags=lazily)
+        pages = mmap.mmap(-1, (before + extent) * value.element_size(), flags=lazily)
         memory = torch.frombuffer(pages, dtype=value.dtype)
-    far = memory.as_strided(value.shape, strides)
+    far = memory.as_strided(value.shape, strides, before)
     far.copy_(value)
     return far
 

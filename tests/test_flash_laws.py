@@ -9,11 +9,13 @@ from torch.nn import functional as F
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.attention import flash, flash_plan
 from ferrum_triton.kernels.attention.tensor_maps import can_describe
+from ferrum_triton.kernels.gpu import gpu_of
+from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
 from tests.compiling import compiled, launches_of
-from tests.harness import BACKENDS
+from tests.harness import BACKENDS, place_far_apart
 
 on_backends = pytest.mark.parametrize("backend_name", BACKENDS)
 KERNELS = ["interpret", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -137,6 +139,19 @@ def test_soft_caps_of_large_scores_stay_finite(backend_name, size):
 
 
 @on_backends
+def test_a_cap_far_above_the_scores_keeps_their_bits(backend_name):
+    """It takes a millionth of them; tanh as a difference of numbers near 1 would round more."""
+    backend = get_backend(backend_name)
+    q, k, v = draw(backend, 18, 33)
+    lse = new_lse(q)
+    got = backend.flash_attention(q, k, v, softcap=1000.0, causal=False, lse=lse)
+    k, v = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
+    scores = 1000.0 * torch.tanh(q.double() @ k.transpose(-1, -2) * 32**-0.5 / 1000.0)
+    assert_close(got, torch.softmax(scores, dim=-1) @ v)
+    assert_close(lse, torch.logsumexp(scores, dim=-1))
+
+
+@on_backends
 @pytest.mark.parametrize(("q_len", "window"), [(1, 0), (18, 0), (18, 9)])
 def test_lse_is_the_log_of_the_sum(backend_name, q_len, window):
     backend = get_backend(backend_name)
@@ -226,6 +241,39 @@ def test_every_way_to_read_the_cache_agrees(backend_name, dtype, device_lens, fo
             assert_close(got, want[window])
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_offsets_past_int32(dim, forced):
+    """Of all tensors at once, where no tensor map stands for their strides."""
+    backend = get_backend("interpret")
+    forced(use_tma=False)
+    q, k, v = draw(backend, 3, 20, heads=3, kv_heads=3, batch=3, head_dim=16, dtype=torch.float16)
+    near = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), "lse": new_lse(q)}
+    far = {
+        name: place_far_apart(tensor, dim) if dim < tensor.dim() - 1 else tensor.clone()
+        for name, tensor in near.items()
+    }
+    for call in (near, far):
+        backend.flash_attention(**call)
+    assert torch.equal(far["out"], near["out"])
+    assert torch.equal(far["lse"], near["lse"])
+
+
+@pytest.mark.parametrize("capacity", [1, 100, 1000, 5000, 8192, 70_001])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 8), (1, 3), (7, 4), (64, 8)])
+def test_splits_are_as_few_as_share_the_keys_alike(capacity, batch, kv_heads):
+    """Found by trying every number of them: the least that leaves none more than the most would."""
+    q = torch.empty(batch, 4 * kv_heads, 1, 128, dtype=torch.float16, device="meta")
+    k = torch.empty(batch, kv_heads, capacity, 128, dtype=torch.float16, device="meta")
+    with record_launches((9, 0)):
+        plan = flash_plan.choose_plan(q, k, k, q, capacity, None, 0)
+        programs_at_once = 4 * gpu_of(q.device).num_sms
+    most = min(max(programs_at_once // (batch * kv_heads), 1), flash_plan.MAX_SPLITS)
+    tiles = -(-capacity // plan.tile["BLOCK_N"])
+    shares = [max(-(-tiles // splits), plan.min_tiles) for splits in range(1, most + 1)]
+    assert plan.splits == 1 + shares.index(min(shares))
+    assert plan.min_tiles * plan.tile["BLOCK_N"] >= flash_plan.MIN_KEYS
+
+
 def test_descriptors_want_aligned_tensors():
     aligned = torch.empty(2, 3, 50, 64, dtype=torch.float16)
     assert can_describe(aligned)
@@ -272,9 +320,11 @@ def test_error_is_at_most_twice_that_of_torch(backend_name, dtype, scale):
 
 
 @on_backends
-def test_negative_and_zero_scales(backend_name):
+@pytest.mark.parametrize("head_dim", [32, 48])
+def test_negative_and_zero_scales(backend_name, head_dim):
+    """48 columns are products of 32 and of 16."""
     backend = get_backend(backend_name)
-    q, k, v = draw(backend, 18, 33)
+    q, k, v = draw(backend, 18, 33, head_dim=head_dim)
     turned = backend.flash_attention(q, k, v, softmax_scale=-0.3)
     assert_close(turned, backend.flash_attention(-q, k, v, softmax_scale=0.3).double(), scale=2)
     even = backend.flash_attention(q, k, v, softmax_scale=0.0, causal=False)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.attention.merge import merge_candidates, merge_config
+from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
@@ -104,6 +106,30 @@ def test_only_empty_parts_are_empty(backend, num_parts):
     out, lse = backend.merge_attention_states(outs, lses)
     assert torch.equal(out, torch.zeros(2, 3, 16, device=backend.device))
     assert torch.equal(lse, torch.full((2, 3), -INF, device=backend.device))
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS[1:])
+def test_every_candidate_computes_the_same(backend_name):
+    """Few parts at a time or all of them, with maxima that rise from part to part and fall."""
+    backend = get_backend(backend_name)
+    outs, lses = normal(backend, 9, 5, 3, 40), normal(backend, 9, 5, 3, seed=1)
+    lses[:, :2] += torch.arange(9.0, device=lses.device)[:, None, None]
+    lses[:, 3:] -= torch.arange(9.0, device=lses.device)[:, None, None]
+    want = lses.double().logsumexp(dim=0)
+    weights = (lses.double() - want).exp()[..., None]
+    for config in merge_candidates(gpu_of(torch.device(backend.device)), 15, 9, 40):
+        with merge_config.forced(config):
+            out, lse = backend.merge_attention_states(outs, lses)
+        assert_close(out, (weights * outs).sum(dim=0))
+        assert_close(lse, want)
+
+
+def test_more_parts_than_a_program_loads_at_once(backend):
+    outs, lses = normal(backend, 150, 2, 1, 16), 3 * normal(backend, 150, 2, 1, seed=1)
+    out, lse = backend.merge_attention_states(outs, lses)
+    want = lses.double().logsumexp(dim=0)
+    assert_close(out, ((lses.double() - want).exp()[..., None] * outs).sum(dim=0))
+    assert_close(lse, want)
 
 
 def test_a_common_factor_of_the_denominators_cancels(backend):

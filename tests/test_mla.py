@@ -199,19 +199,19 @@ def test_a_block_that_does_not_exist_holds_no_keys(
 ):
     """Its keys drop out of the softmax, as if the sequence were made of the others."""
     use_tiles(monkeypatch, 16, 16, use_tma=use_tma)
-    q, rows = normal(backend, 1, 1, 4, WIDTH), normal(backend, 1, 96, WIDTH, seed=1)
+    q, rows = normal(backend, 1, 1, 4, WIDTH), normal(backend, 1, 128, WIDTH, seed=1)
     pool, tables = paged(backend, rows, block_size)
     tables = tables.to(dtype)
-    keep = torch.ones(96, dtype=torch.bool)
+    keep = torch.ones(128, dtype=torch.bool)
     for column, entry in ((0, -1), (2, len(pool)), (tables.shape[1] - 1, 2_000_000_000)):
         tables[0, column] = entry
         keep[column * block_size : (column + 1) * block_size] = False
-    got = attend(backend, q, pool, [96], tables)
+    got = attend(backend, q, pool, [128], tables)
     want = attend(backend, q, rows[:, keep.to(rows.device)], [int(keep.sum())])
     for g, w in zip(got, want, strict=True):
         assert_close(g, w)
     tables[:] = -1
-    out, lse = attend(backend, q, pool, [96], tables)
+    out, lse = attend(backend, q, pool, [128], tables)
     assert (out == 0).all() and (lse == -INF).all()
 
 

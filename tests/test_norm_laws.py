@@ -10,7 +10,15 @@ from ferrum_triton.kernels.tuning import TUNABLES
 from ferrum_triton.registry import OPS, Case
 from ferrum_triton.testing import assert_close
 from tests.compiling import compiled, launches_of
-from tests.harness import BACKENDS, as_tuple, assert_call_matches, clone, expected, sample
+from tests.harness import (
+    BACKENDS,
+    as_tuple,
+    assert_call_matches,
+    clone,
+    expected,
+    place_far_apart,
+    sample,
+)
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = [(1, 33), (3, 576), (40, 100)]
@@ -209,6 +217,40 @@ def test_every_candidate_computes_the_same(backend_name, name, size):
         with tunable.forced(config):
             got = as_tuple(getattr(backend, name)(**fresh))
         assert_call_matches(op, got, fresh, want, left)
+
+
+TWICE = {"READS": 2, "BLOCK_T": 1, "BLOCK_H": 64, "num_warps": 4}
+TWICE_OPS = ("rms_norm", "fused_add_rms_norm", "rms_norm_to")
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS[1:])
+@pytest.mark.parametrize("name", TWICE_OPS)
+def test_rows_read_twice_go_on_where_a_block_ends(backend_name, name):
+    """Two blocks and a part of a third, each with weights of its own."""
+    backend, op = get_backend(backend_name), OPS[name]
+    arguments = sample(op, torch.float16, backend.device, 3, num_tokens=4, hidden_size=150)
+    want, left = expected(op, arguments)
+    with TUNABLES[name].forced(TWICE):
+        got = as_tuple(getattr(backend, name)(**arguments))
+    assert_call_matches(op, got, arguments, want, left)
+
+
+@pytest.mark.parametrize("name", TWICE_OPS)
+def test_rows_read_twice_past_int32(name):
+    """Whichever tensor it is whose rows lie 2^31 elements apart."""
+    backend, op = get_backend("interpret"), OPS[name]
+    near = sample(op, torch.float16, backend.device, 3, num_tokens=3, hidden_size=5)
+    want, left = expected(op, near)
+    empty = op.fake(**clone(near))
+    with TUNABLES[name].forced(TWICE):
+        for far in {"x", "residual"} & near.keys():
+            arguments = clone(near)
+            arguments[far] = place_far_apart(arguments[far], 0)
+            got = as_tuple(getattr(backend, name)(**arguments))
+            assert_call_matches(op, got, arguments, want, left)
+        arguments, out = clone(near), place_far_apart(torch.zeros_like(empty), 0)
+        getattr(backend, name)(**arguments, out=out)
+        assert_call_matches(op, (out,), arguments, want, left)
 
 
 @pytest.mark.parametrize("name", ROW_OPS)

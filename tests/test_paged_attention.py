@@ -1,14 +1,21 @@
 """Laws of attention over paged pools, beyond agreement with the reference."""
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch.nn import functional as F
+from triton.runtime.interpreter import interpreter_builder
 
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.attention import decode_config, paged_prefill, plan
+from ferrum_triton.kernels.attention.pages import as_pool, scaled_queries
+from ferrum_triton.kernels.interpreter import run_raw
+from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.registry import OPS
-from ferrum_triton.testing import assert_close
-from tests.harness import BACKENDS, clone, sample
+from ferrum_triton.testing import TensorFactory, assert_close
+from tests.harness import BACKENDS, clone, in_float64, place_far_apart, sample
 
 KERNELS = ["interpret", pytest.param("cuda", marks=pytest.mark.gpu)]
 AXES = {
@@ -34,6 +41,13 @@ def decode(backend, seed=0, dtype=torch.float32, **axes):
 def varlen(backend, seed=0, dtype=torch.float32, **axes):
     axes = AXES | {"q_lens": (1, 20, 3), "max_offset": 30, "padding": 0} | axes
     return sample(OPS["paged_varlen_attention"], dtype, backend.device, seed, **axes)
+
+
+def lengths_of(call):
+    """Keys of each sequence."""
+    if "kv_lens" in call:
+        return call["kv_lens"]
+    return call["pos_offsets"] + call["cu_seqlens_q"].diff()
 
 
 @pytest.fixture
@@ -86,24 +100,108 @@ def test_which_page_a_block_is_does_not_matter(backend_name, layout):
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
 @pytest.mark.parametrize("name", ["paged_decode_attention", "paged_varlen_attention"])
-def test_what_no_query_sees_may_be_anything(backend_name, name):
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+def test_what_no_query_sees_may_be_anything(backend_name, name, cache_dtype):
     """NaN in unused pages and past the end of the last one, table entries far out of range."""
     backend = get_backend(backend_name)
-    call = decode(backend) if "decode" in name else varlen(backend)
+    make = decode if "decode" in name else varlen
+    call = make(backend, cache_dtype=cache_dtype)
     clean = getattr(backend, name)(**clone(call))
-    if "decode" in name:
-        lens = call["kv_lens"]
-    else:
-        lens = call["pos_offsets"] + call["cu_seqlens_q"].diff()
+    lens = lengths_of(call)
     used = torch.zeros(*call["k_cache"].shape[:3:2], dtype=torch.bool, device=backend.device)
     tables = call["block_tables"]
     for b, length in enumerate(lens.tolist()):
         for p in range(length):
             used[tables[b, p // 8], p % 8] = True
         tables[b, -(-length // 8) :] = 2147480000
-    for cache in ("k_cache", "v_cache"):
-        call[cache].masked_fill_(~used[:, None, :, None], torch.nan)
+    spoiled, unused = "cache", ~used[:, None, :, None]
+    if cache_dtype is not None:
+        spoiled, unused = "scales", ~used[:, None]
+    for letter in "kv":
+        call[f"{letter}_{spoiled}"].masked_fill_(unused, torch.nan)
     assert torch.equal(getattr(backend, name)(**call), clean)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("make", [decode, varlen])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_quantised_pool_is_the_pool_of_its_values(backend_name, make, dtype):
+    """Each slot with a scale of its own, over several tiles of keys."""
+    backend = get_backend(backend_name)
+    call = make(backend, dtype=dtype, cache_dtype=torch.int8)
+    plain = clone(call) | {"k_scales": None, "v_scales": None, "q": call["q"].double()}
+    for letter in "kv":
+        scales = torch.rand_like(call[f"{letter}_scales"]) / 64
+        call[f"{letter}_scales"] = scales
+        plain[f"{letter}_cache"] = call[f"{letter}_cache"] * scales.double()[..., None]
+    assert lengths_of(call).max() > 40
+    name = f"paged_{make.__name__}_attention"
+    assert_close(getattr(backend, name)(**call), OPS[name].reference(**plain))
+    assert_close(call["lse"], plain["lse"], scale=4 if dtype == torch.bfloat16 else 1)
+
+
+@triton.jit
+def _products_kernel(y_ptr, x_ptr, POOL: tl.constexpr):
+    at = tl.arange(0, 64)
+    x = tl.load(x_ptr + at).to(tl.bfloat16)
+    queries = scaled_queries(x, 0, 0.5, 0.0, 0, 0, POOL)
+    tl.store(y_ptr + at, queries.q.to(tl.float32) * queries.score_factor)
+
+
+def test_what_is_taken_from_queries_comes_back_in_scores():
+    """A bfloat16 becomes a float16, and smaller for it, where the pool holds codes."""
+    codes, scales = torch.zeros(2, 1, 16, 64, dtype=torch.int8), torch.ones(2, 1, 16)
+    x, y = torch.randn(64).bfloat16().float(), torch.empty(64)
+    pool = as_pool(codes, codes, scales, scales, "hnd")
+    run_raw(_products_kernel, (1,), (y, x, pool.layout), {})
+    assert_close(y, x / 2)
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Addresses that interpreted kernels load from, an array for each load."""
+    seen, load = [], interpreter_builder.create_masked_load
+
+    def note(pointers, mask, *rest):
+        seen.append(pointers.data[mask.data])
+        return load(pointers, mask, *rest)
+
+    monkeypatch.setattr(interpreter_builder, "create_masked_load", note)
+    return seen
+
+
+def test_room_for_more_queries_costs_single_ones_nothing(loads):
+    """Programs of rows that a sequence has not read none of its keys."""
+    backend = get_backend("interpret")
+    call = varlen(backend, q_lens=(1,) * 8)
+    start, size = call["k_cache"].data_ptr(), call["k_cache"].nbytes
+    counts = []
+    for max_q_len in (1, 8):
+        loads.clear()
+        backend.paged_varlen_attention(**call | {"max_q_len": max_q_len})
+        counts.append(sum(((at >= start) & (at < start + size)).sum() for at in loads))
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("make", [decode, varlen])
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+@pytest.mark.parametrize("sliding_window", [0, 20])
+def test_no_entry_past_the_last_key_is_read(make, cache_dtype, sliding_window, loads):
+    """A row of a block table may end where memory does."""
+    backend = get_backend("interpret")
+    call = make(backend, cache_dtype=cache_dtype, sliding_window=sliding_window)
+    num_seqs, columns = call["block_tables"].shape
+    table = torch.zeros(num_seqs + 1, columns + 20, dtype=torch.int32)
+    table[:-1, :columns] = call["block_tables"]
+    call["block_tables"] = table[:-1, :columns]
+    getattr(backend, f"paged_{make.__name__}_attention")(**call)
+    entry = np.concatenate([of_load.ravel() for of_load in loads]).astype(np.int64)
+    entry = (entry - table.data_ptr()) // 4
+    entry = entry[(entry >= 0) & (entry < table.numel())]
+    assert entry.size
+    # The first one may be read ahead for a sequence without keys.
+    used = np.append((-(-lengths_of(call) // 8)).clamp(min=1).numpy(), 0)
+    assert (entry % table.shape[1] < used[entry // table.shape[1]]).all()
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
@@ -142,6 +240,21 @@ def test_batch_invariant_results_are_those_of_a_batch_of_one(backend_name, monke
         assert torch.equal(alone[0], together[b])
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_batch_invariant_tiles_are_those_of_any_batch(batch_invariant):
+    """What the products are cut into may follow from the batch and its capacity otherwise."""
+    op, chosen = OPS["paged_decode_attention"], set()
+    for batch, max_len in ((1, 100), (4, 70_000), (64, 5000), (300, 2000)):
+        axes = AXES | {"batch": batch, "q_len": 1, "max_len": max_len, "head_dim": 128}
+        call = op.make_sample(TensorFactory(torch.float16, "meta"), **axes)
+        with record_launches((9, 0)) as launches:
+            op.impls["triton"](**call | {"batch_invariant": batch_invariant})
+        meta = launches[0].meta
+        options = (meta.get(name) for name in ("num_warps", "num_stages", "maxnreg"))
+        chosen.add((meta["ATTENTION"], *options))
+    assert (len(chosen) == 1) == batch_invariant
+
+
 @pytest.mark.parametrize("backend_name", BACKENDS)
 def test_lengths_past_the_table_are_all_it_holds(backend_name):
     """Those of 64 bits too, whose lower half is a small number."""
@@ -168,6 +281,18 @@ def test_a_window_ends_where_it_says(backend_name):
         changed["v_cache"][block, :, position % 8] += 3.0
         after = backend.paged_decode_attention(**changed)
         assert torch.equal(after, before) != counts
+
+
+@pytest.mark.parametrize("backend_name", KERNELS)
+def test_a_window_may_begin_at_any_key_of_a_tile(backend_name, cut_fine):
+    """That of the oldest of five queries, which may lie in a tile before the newest one's."""
+    backend = get_backend(backend_name)
+    call = decode(backend, batch=16, q_len=5, sliding_window=20, num_kv_heads=1, group_size=1)
+    call["kv_lens"].copy_(torch.arange(40, 56))
+    fresh = clone(call)
+    out = backend.paged_decode_attention(**call)
+    assert_close(out, OPS["paged_decode_attention"].reference(**fresh))
+    assert_close(call["lse"], fresh["lse"])
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
@@ -210,6 +335,18 @@ def test_soft_caps_hold_large_scores(backend_name):
     out = backend.paged_decode_attention(**call)
     assert out.isfinite().all()
     assert (call["lse"][call["kv_lens"] > 1] < 5.0 + torch.tensor(100.0).log()).all()
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("make", [decode, varlen])
+def test_a_cap_far_above_the_scores_keeps_their_bits(backend_name, make):
+    """It takes a millionth of them; tanh as a difference of numbers near 1 would round more."""
+    name = f"paged_{make.__name__}_attention"
+    call = make(get_backend(backend_name), softcap=1000.0)
+    wide = in_float64(clone(call))
+    out = getattr(get_backend(backend_name), name)(**call)
+    assert_close(out, OPS[name].reference(**wide))
+    assert_close(call["lse"], wide["lse"])
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
@@ -324,6 +461,17 @@ def test_narrow_offsets_are_the_wide_ones(backend_name, layout, monkeypatch):
     call = varlen(backend, dtype=torch.float16, layout=layout)
     want = backend.paged_varlen_attention(**call)
     monkeypatch.setattr(paged_prefill, "is_narrow", lambda _: False)
+    assert torch.equal(backend.paged_varlen_attention(**call), want)
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("layout", ["hnd", "vllm_x"])
+def test_pools_past_two_to_the_32_elements(name, layout):
+    """More than offsets of 32 bits hold, unsigned ones too."""
+    backend = get_backend("interpret")
+    call = varlen(backend, dtype=torch.float16, layout=layout)
+    want = backend.paged_varlen_attention(**clone(call))
+    call[name] = place_far_apart(call[name], 0, apart=2**33)
     assert torch.equal(backend.paged_varlen_attention(**call), want)
 
 

@@ -231,6 +231,7 @@ def test_codes_are_rounded_to_nearest_even(backend_name, dtype):
 @pytest.mark.parametrize("dtype", QUANTISED)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_values_not_finite_show_in_the_scale(backend_name, dtype, value):
+    """Of the head that holds one there is no more to tell: its codes are zeros."""
     backend = get_backend(backend_name)
     pool = new_pool("hnd", 1, 8, 2, 16, dtype, backend.device)
     x = torch.randn(8, 2, 16, device=backend.device)
@@ -242,6 +243,8 @@ def test_values_not_finite_show_in_the_scale(backend_name, dtype, value):
     finite[0, 1, 3] = False
     assert torch.equal(pool["k_scales"].isfinite(), finite)
     assert bool(pool["v_scales"].isfinite().all() and pool["k_cache"].float().isfinite().all())
+    is_zero = ~pool["k_cache"].float().any(dim=-1)
+    assert torch.equal(is_zero, ~finite)
 
 
 @on_backends

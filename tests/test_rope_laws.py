@@ -221,3 +221,23 @@ def test_tiles_cover_heads_of_one_kind(
     assert tile.tokens * tile.heads * head_dim <= 2048 and num_warps <= 4
     assert tile.tokens < 2 * num_tokens
     assert 2 * tile.half + tile.rest == head_dim
+
+
+@given(
+    num_tokens=st.integers(1, 10**5),
+    num_kv_heads=st.integers(0, 16),
+    group_size=st.integers(1, 16),
+    head_dim=st.sampled_from((16, 64, 80, 128)),
+    num_processors=st.sampled_from((4, 108, 132, 304)),
+)
+def test_tiles_grow_once_every_processor_is_busy(
+    num_tokens, num_kv_heads, group_size, head_dim, num_processors
+):
+    num_heads = max(num_kv_heads, 1) * group_size
+    tile, _ = head_tile(num_tokens, num_heads, num_kv_heads, head_dim, 0, ROPE, num_processors)
+    groups = (num_heads + 2 * num_kv_heads) // tile.heads
+    # Tokens a tile may have before processors are left with fewer than eight programs.
+    share = num_tokens * groups / (8 * num_processors)
+    assert tile.tokens < 2 * max(share, 1)
+    is_full = 2 * tile.tokens * tile.heads * head_dim > 1024 or tile.tokens >= num_tokens
+    assert is_full or tile.tokens > share - 1

@@ -123,6 +123,17 @@ def _without_idle_work() -> list[Patch]:
     ]
 
 
+def _fma(x: Any, y: Any, z: Any) -> Any:
+    """x · y + z rounded once, where Triton's interpreter rounds the product as well.
+
+    A product of two float32 is exact in float64.
+    """
+    if z.data.dtype != np.float32:
+        return interpreter.TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
+    total = np.multiply(x.data, y.data, dtype=np.float64) + z.data
+    return interpreter.TensorHandle(total.astype(np.float32), z.dtype.scalar)
+
+
 _type_of_values = tl.core._type_for_tuple_values
 _types_of_numbers: dict[int, tl.core.tuple_type] = {}
 
@@ -205,6 +216,7 @@ def _interpret(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], 
     with (
         _patched(_standard_library()),
         _patched(_without_idle_work()),
+        _patched([(interpreter.interpreter_builder, "create_fma", _fma)]),
         _patched(_interpreted_language(twin)),
         np.errstate(all="ignore"),
     ):
