@@ -53,7 +53,8 @@ FAMILIES = {
     "ferrum_triton/quant": ("quantize", "test_quant_formats test_quant_load test_quant_planes"),
     "ferrum_triton/files": (
         "",
-        "test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat",
+        "test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat "
+        "test_chat_hostile",
     ),
     "ferrum_triton/models": ("", "test_models test_packed_models test_generate"),
     "ferrum_triton/runtime": ("", "test_runtime test_runtime_kv_cache test_sampling test_graph"),
