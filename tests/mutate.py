@@ -37,7 +37,10 @@ FAMILIES = {
         "test_quant_ops test_quant_planes test_quant_mma test_gemv_repacked test_small_m "
         "test_quant_fused",
     ),
-    "ferrum_triton/kernels/moe": ("moe or topk or weighted", "test_moe test_moe_quant"),
+    "ferrum_triton/kernels/moe": (
+        "moe or topk or weighted",
+        "test_moe test_moe_combine test_moe_quant test_moe_planes",
+    ),
     "ferrum_triton/kernels": (
         "norm or rope or silu or gelu or cache or rows or split",
         "test_norm_laws test_rope_laws test_elementwise_laws test_sampling_ops test_replay "
