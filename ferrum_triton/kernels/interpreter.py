@@ -123,6 +123,18 @@ def _without_idle_work() -> list[Patch]:
     ]
 
 
+def _numbers_before_nan() -> list[Patch]:
+    """Of a number and a NaN, ``tl.minimum`` and ``tl.maximum`` give the number, as on a GPU.
+
+    Triton 3.6 interprets them as numpy's ``minimum`` and ``maximum``, which give the NaN.
+    """
+    builder = interpreter.interpreter_builder
+    return [
+        (builder, "create_minnumf", lambda a, b: builder.binary_op(a, b, np.fmin)),
+        (builder, "create_maxnumf", lambda a, b: builder.binary_op(a, b, np.fmax)),
+    ]
+
+
 _type_of_values = tl.core._type_for_tuple_values
 _types_of_numbers: dict[int, tl.core.tuple_type] = {}
 
@@ -205,6 +217,7 @@ def _interpret(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], 
     with (
         _patched(_standard_library()),
         _patched(_without_idle_work()),
+        _patched(_numbers_before_nan()),
         _patched(_interpreted_language(twin)),
         np.errstate(all="ignore"),
     ):
