@@ -57,10 +57,13 @@ FAMILIES = {
         "test_quant_planes test_quant_mma test_gemv_repacked test_small_m test_quant_fused",
     ),
     K + "quant/rows": ("interpret and (dequantize or lookup_quant)", "test_quant_planes"),
-    K + "moe/": ("interpret and (moe or topk or weighted or ids_tpe)", "test_moe test_moe_quant"),
-    K + "moe/plane": ("interpret and quant_moe", "test_moe_planes"),
+    K + "moe/": (
+        "interpret and (moe or topk or weighted or ids_tpe)",
+        "test_moe test_moe_combine test_moe_quant",
+    ),
+    K + "moe/plane": ("interpret and quant_moe", "test_moe_planes test_moe"),
     K + "moe/routing": ("interpret and topk", "test_moe"),
-    K + "moe/combine": ("interpret and (combine or weighted)", "test_moe"),
+    K + "moe/combine": ("interpret and (combine or weighted)", "test_moe_combine"),
     "ferrum_triton/ops/": ("cpu", "test_registry test_costs test_door test_strides"),
     "ferrum_triton/backends/": ("rms_norm", "test_door test_backends test_replay"),
     "ferrum_triton/backends/metal": ("", "metal_shaders"),
@@ -74,7 +77,8 @@ FAMILIES = {
     ),
     "ferrum_triton/files/": (
         "",
-        "test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat",
+        "test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat "
+        "test_chat_hostile",
     ),
     "ferrum_triton/models/": ("", "test_models test_gemma3 test_packed_models test_generate"),
     "ferrum_triton/runtime/": (

@@ -44,6 +44,14 @@ def _standard_library_kernel(y_ptr, x_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + i, tl.sigmoid(x) * total + tl.zeros([BLOCK], tl.float32) + steps)
 
 
+@kernel
+def _least_and_most_kernel(least_ptr, most_ptr, x_ptr, y_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
+    tl.store(least_ptr + i, tl.minimum(x, y))
+    tl.store(most_ptr + i, tl.maximum(x, y))
+
+
 def test_unknown_names_are_refused_by_name():
     with pytest.raises(BackendUnavailable, match="cuda, cpu, interpret, metal"):
         get_backend("tpu")
@@ -189,6 +197,18 @@ def test_interpreter_runs_the_standard_library():
     _standard_library_kernel.launch((1,), y, x, BLOCK=16)
     want = torch.sigmoid(x) * (x.sum() + x.max() * 4 + x.max()) + 3
     torch.testing.assert_close(y, want)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_of_a_number_and_a_nan_the_number_is_less_and_more(device):
+    """Interpreted as on a GPU."""
+    x = torch.tensor([1.0, torch.nan, -torch.inf, torch.nan], device=device)
+    y = torch.tensor([torch.nan, -2.0, torch.nan, torch.nan], device=device)
+    least, most = torch.zeros_like(x), torch.zeros_like(x)
+    _least_and_most_kernel.launch((1,), least, most, x, y, BLOCK=4)
+    want = torch.tensor([1.0, -2.0, -torch.inf, torch.nan], device=device)
+    for got in (least, most):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_interpreting_leaves_the_compiler_intact():

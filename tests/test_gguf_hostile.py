@@ -82,6 +82,10 @@ MALFORMED = {
         array_of(w.STRING, 2, w.string("a") + w.u64(60) + b"b"),
         "element of .* left in the file",
     ),
+    "string array, last byte cut": (
+        w.gguf([w.array("k", w.STRING, ["a", "bc"])[:-1]], alignment=1),
+        "element of .* left in the file",
+    ),
     "string array not UTF-8": (
         array_of(w.STRING, 2, w.string("a") + w.string(b"\x80")),
         "element of .* not UTF-8",

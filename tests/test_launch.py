@@ -1,12 +1,21 @@
 """Launches: what they may be given, and what they say of what they may not."""
 
+import itertools
 import threading
 
 import pytest
 import torch
 import triton.language as tl
 
-from ferrum_triton.kernels.jit import kernel, note_launches
+from ferrum_triton.backends.triton_provider import load_kernels
+from ferrum_triton.errors import FerrumError
+from ferrum_triton.kernels.jit import Kernel, kernel, note_launches
+from ferrum_triton.registry import OPS
+from tests.fake_gpu import fake_gpu  # noqa: F401
+
+load_kernels("interpret")
+
+compile_and_launch = Kernel._slowly  # which a fake GPU replaces
 
 
 @kernel(dynamic=["length"])
@@ -57,3 +66,43 @@ def test_recordings_of_one_thread_do_not_stop_anothers_launches():
         assert launches == [] and torch.equal(y, x + 1)
         _add_length_kernel.launch((1,), x, y, 8, 1, BLOCK=8)
     assert len(launches) == 1 and torch.equal(x, torch.ones(8))
+
+
+def new_kernel():
+    """One that was never launched."""
+
+    @kernel(dynamic=["length"])
+    def _new_kernel(y_ptr, x_ptr, n, length, BLOCK: tl.constexpr):
+        i = tl.arange(0, BLOCK)
+        tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n) + length, mask=i < n)
+
+    return _new_kernel
+
+
+def test_code_for_aligned_addresses_serves_no_others(fake_gpu):  # noqa: F811
+    """Each pointer counts by itself; where off the grid it points to makes no difference."""
+    made, found = new_kernel(), []
+    for remainders in itertools.product((0, 4), repeat=2):
+        y, x = (fake_gpu.tensor(torch.zeros(8), remainder) for remainder in remainders)
+        made.launch((1,), y, x, 8, 3, BLOCK=8)
+        found.append(made.find((1,), y, x, 8, 3, BLOCK=8))
+    assert len(set(found)) == len(made._entries) == 4
+    y, x = (fake_gpu.tensor(torch.zeros(8), remainder) for remainder in (8, 16))
+    assert made.find((1,), y, x, 8, 3, BLOCK=8) is found[2]
+
+
+def test_compiling_is_refused_in_a_capture(fake_gpu, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(Kernel, "_slowly", compile_and_launch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    made, x = new_kernel(), fake_gpu.tensor(torch.zeros(8))
+    with pytest.raises(FerrumError, match=r"_new_kernel is not compiled .* before capturing"):
+        made.launch((1,), x, x, 8, 3, BLOCK=8)
+    assert not made._entries and not fake_gpu.calls
+
+
+def test_ids_of_the_host_are_refused_in_a_capture(fake_gpu, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    table = fake_gpu.tensor(torch.zeros(10, 16))
+    with pytest.raises(FerrumError, match="capture embedding_lookup_dev instead"):
+        OPS["embedding_lookup"].impls["triton"](table, [1, 2])
+    assert not fake_gpu.calls

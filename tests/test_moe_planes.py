@@ -13,6 +13,7 @@ from bench import moe_layer
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.moe import prepare
 from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, MIXES, TILES, Mix
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
@@ -80,6 +81,46 @@ def test_a_pair_in_two_buckets_has_either_row_or_zeros(config):
         allowed = [torch.zeros(9), *(rows[pair, expert] for expert in experts)]
         assert min((got[pair] - want).abs().max() for want in allowed) < 5e-3, pair
     assert (got[1:3] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("use_tma", [False, True])
+@pytest.mark.parametrize("stale", [0, 1, (2 << 32) | 1, -1, (3 << 32) | 5])
+def test_the_place_of_a_pair_in_no_bucket_may_be_anothers(stale, use_tma, monkeypatch):
+    """Nobody writes it, so that it holds what lay in that memory."""
+    room_for_pairs = prepare._room_for_pairs
+
+    def stale_room(bucket_ids, num_pairs):
+        table = room_for_pairs(bucket_ids, num_pairs)
+        table.places.fill_(stale)
+        return table
+
+    monkeypatch.setattr(prepare, "_room_for_pairs", stale_room)
+    generator = torch.Generator().manual_seed(0)
+    stack = quantize_rows(torch.randn(3, 9, 256, generator=generator) / 16, "Q4_K:planes")
+    a = torch.randn(4, 256, generator=generator).half()
+    ids = torch.tensor([[0, 2], [-1, 0], [2, 3], [-1, -1]])
+    buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 3, 1, 1)
+    out = torch.full((4, 2, 9), torch.nan, dtype=a.dtype)
+    mix = Mix(MmaConfig(64, 16, use_tma=use_tma))
+    gemm_plane_pairs(a, stack, buckets, tpe, "Q4_K:planes", 2, out=out, mix=mix)
+    want = OPS["gemv_quant_moe_id"].reference(a.double(), stack, ids, "Q4_K:planes")
+    assert_close(out, want)
+    assert not out[(ids < 0) | (ids > 2)].any()
+
+
+def test_smaller_tiles_take_just_what_the_others_spare():
+    """Of experts with so many pairs that large tiles end with, before and after the most spared."""
+    counts = torch.tensor([8, 9, 16, 23, 24, 25, 0])
+    stack = quantize_rows(
+        torch.randn(7, 9, 256, generator=torch.Generator().manual_seed(0)) / 16, "Q4_K:planes"
+    )
+    ids = torch.arange(7).repeat_interleave(counts).view(-1, 1)
+    a = torch.randn(len(ids), 256, generator=torch.Generator().manual_seed(1)).half()
+    buckets, tpe, _ = OPS["compute_ids_tpe"].reference(ids, 7, 1, 1)
+    out = torch.full((len(ids), 1, 9), torch.nan, dtype=a.dtype)
+    mix = Mix(MmaConfig(64, 16), 8, MmaConfig(64, 8))
+    gemm_plane_pairs(a, stack, buckets, tpe, "Q4_K:planes", 1, out=out, mix=mix)
+    assert_close(out, OPS["gemv_quant_moe_id"].reference(a.double(), stack, ids, "Q4_K:planes"))
 
 
 def test_experts_that_are_one_matrix():
@@ -208,7 +249,11 @@ def test_tiles_compiled_for_hopper(kind, num_tokens, gated):
     launches = products(kind, num_tokens, "sm_90", gated)
     for launch in (each for each in launches if each.kernel.name == "_plane_tiles_kernel"):
         asm = compiled(launch).asm
-        assert not overwritten_operands(instructions(asm["cubin"]))
+        code = instructions(asm["cubin"])
+        assert not overwritten_operands(code)
+        # Products stay whole, and are waited for once each: of weights, and of minimums.
+        waits = [each for each in code if each.name.startswith("WARPGROUP.DEPBAR")]
+        assert len(waits) <= 3
         ttgir = asm["ttgir"]
         assert not re.search(r"ttg.local_alloc %", ttgir)
         layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))

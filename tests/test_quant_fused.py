@@ -5,7 +5,19 @@ import torch
 
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant.mma_config import MmaConfig
+from ferrum_triton.kernels.quant.partials import add_partials
+from ferrum_triton.kernels.quant.products import (
+    gemm_quant,
+    gemv,
+    linear_quant,
+    mma,
+    persistent,
+    product,
+    products,
+)
 from ferrum_triton.models.linear import Linear, apply, gated
+from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FusedTensor, QuantizedTensor
 from ferrum_triton.quant.kinds import quantize_rows
 from ferrum_triton.testing import assert_close
@@ -97,3 +109,51 @@ def test_wrong_calls_are_refused(backend):
         with pytest.raises(InputError) as error:
             door(*arguments)
         assert error.value.argument in names
+
+
+PATHS = {
+    "gemv": (2, gemv(4, 2)),
+    "persistent": (1, persistent(4, 1)),
+    "small_m": (5, {"path": "small_m", "warps": 1}),
+    "mma": (9, mma(MmaConfig(32, 16))),
+    "split": (9, mma(MmaConfig(32, 16, splits=2))),
+    "decode": (9, {"path": "decode"}),
+}
+
+
+@pytest.mark.parametrize("path", [*PATHS, "file of few", "file of many"])
+def test_a_residual_is_added_to_the_product_before_its_one_rounding(path):
+    """It leaves of the product no more than a rounding would take away."""
+    if path in PATHS:
+        (m, config), w = PATHS[path], weight("Q4_K:planes", 19, 1)
+        a = 100 * activations(m, "cpu", torch.float16)
+        with products.forced(config):
+            sums = product(a, w.blocks, w.kind, out=torch.empty(m, 19))
+            residual = -sums.half()
+            got = product(a, w.blocks, w.kind, residual=residual)
+    else:
+        m, w = 3 if path == "file of few" else 20, weight("Q4_K", 19, 1)
+        a = 100 * activations(m, "cpu", torch.float16)
+        sums = gemm_quant(a, w.blocks, w.kind, out=torch.empty(m, 19))
+        residual = -sums.half()
+        got = linear_quant(a, w.blocks, w.kind, residual=residual)
+    want = sums.double() + residual.double()
+    assert want.abs().max() > 0.05
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("activation", ["", "silu", "gelu_tanh"])
+def test_partial_sums_are_rounded_once(activation):
+    """Parts that are large, of a sum that is not."""
+    halves = 2 if activation else 1
+    partial = 100 * torch.randn(3, 5, 37 * halves, generator=seeded(1))
+    partial[2] = torch.randn(5, 37 * halves, generator=seeded(2)) - partial[0] - partial[1]
+    bias, residual = (torch.randn(5, 37, generator=seeded(i)).half() for i in (3, 4))
+    total = partial.double().sum(0)
+    if activation:
+        of = {"silu": torch.nn.functional.silu, "gelu_tanh": gelu_tanh}[activation]
+        total = of(total[:, :37]) * total[:, 37:]
+    want = total + bias[0].double() + residual.double()
+    got = add_partials(torch.empty(5, 37).half(), partial, bias[0], residual, activation)
+    # Float32 sums of parts of a hundred are off by some 2^-17 of them.
+    assert_close(got, want)

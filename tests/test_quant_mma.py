@@ -7,6 +7,7 @@ import torch
 
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.fragments import unpacking_of
 from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
 from ferrum_triton.kernels.quant.mma_config import (
@@ -130,6 +131,19 @@ def test_activations_of_any_magnitude(kind):
     for i in range(5):
         assert error(got[i : i + 1], a[i : i + 1], blocks, kind) < 1e-5
     assert not multiply(torch.zeros_like(a), planes, kind, SMALL).any()
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_rows_of_one_activation_fit_float16_with_their_sums(dtype):
+    """The largest of a row lies from 2^11 up to 2^12, so that eight of them can be added."""
+    exponents = torch.arange(-14.0, 15.0 if dtype == torch.float16 else 100.0)
+    below_two = 2 - torch.finfo(dtype).eps
+    a = (torch.stack([exponents.exp2(), exponents.exp2() * below_two]).flatten()).to(dtype)
+    a = a[:, None].repeat(1, 256)
+    x, sums, factor = arrange(a, 16)
+    assert torch.equal(x.double() * factor[:, None], a.double())
+    assert x.min() >= 2**11 and x.max() < 2**12
+    assert torch.equal(sums.double(), (8 * x[:, :32].double()).half().double())
 
 
 def test_a_lost_number_stays_lost():

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
-from ferrum_triton.quant.kinds import file_kind
+from ferrum_triton.quant.kinds import file_kind, quantize_rows
+from ferrum_triton.registry import OPS
 from tests.compiling import launches_of
 from tests.harness import BACKENDS
 from tests.test_quant_formats import HALVES, SPECIAL_HALVES, assert_same_bits, random_blocks
@@ -236,3 +238,20 @@ def test_decoding_is_not_contracted(case, target_name, assembly, multiply, fused
     ):  # has a sum to fuse: the pattern finds it
         fusing = replace(launch, meta=launch.meta | {"enable_fp_fusion": True})
         assert re.search(fused, compile_launch(fusing, target).asm[assembly])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 10])
+def test_up_to_eight_rows_of_activations_are_few(num_tokens):
+    """In float32, whatever the weights' layout; 16-bit ones of a file's too."""
+
+    def last_launch(kind, dtype):
+        a = torch.empty(num_tokens, 256, dtype=dtype, device="meta")
+        blocks = quantize_rows(torch.zeros(16, 256), kind).to("meta")
+        with record_launches((9, 0)) as launches:
+            OPS["gemm_quant"].impls["triton"](a, blocks, kind)
+        return launches[-1].kernel.name if launches else ""
+
+    of_blocks = "_gemv_quant_kernel" if num_tokens <= 8 else "_gemm_quant_kernel"
+    assert last_launch("Q4_K", torch.float32) == last_launch("Q4_K", torch.half) == of_blocks
+    of_planes = "_gemv_repacked_kernel" if num_tokens <= 8 else "_decode_planes_kernel"
+    assert last_launch("Q4_K:planes", torch.float32) == of_planes

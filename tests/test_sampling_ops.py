@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.gpu import gpu_of
@@ -56,6 +57,10 @@ def test_argmax_takes_the_first_of_equals_in_whatever_chunk(backend, num_rows):
         logits[:, [first, second]] = 9.0
         assert (backend.argmax_rows(logits) == first).all()
         logits[:, [first, second]] = NAN
+    for zeros in ((-0.0, 0.0), (0.0, -0.0)):
+        logits = -uniform(num_rows, 20011).to(backend.device) - 1
+        logits[:, [4095, 15000]] = on(backend, zeros)
+        assert (backend.argmax_rows(logits) == 4095).all()
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS[1:])
@@ -332,6 +337,25 @@ def test_any_range_of_logits_ends_the_search(backend):
         )
         assert set(ids.tolist()) <= set(order[:k])
         assert len(set(ids.tolist())) == min(k, 8)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_search_reads_a_row_some_dozen_times(sign, monkeypatch):
+    """Halving the range takes one reading a bit, also where the ends' sum is no float."""
+    backend, builder = get_backend("interpret"), interpreter.interpreter_builder
+    row = sign * (2.5e38 + 0.9e38 * uniform(1, 3000, seed=12))
+    loads, load = [], builder.create_masked_load
+
+    def note(pointers, *args):
+        loads.append(pointers.data.size)
+        return load(pointers, *args)
+
+    monkeypatch.setattr(builder, "create_masked_load", note)
+    top_k, heat = on(backend, [1500], torch.int32), on(backend, [INF])
+    ids = backend.sample_rows(row.expand(2, -1), on(backend, [0.0, 0.9999]), heat, top_k)
+    kept = row[0].topk(1500).indices
+    assert ids.tolist() == [kept.min(), kept.max()]
+    assert 2 * 8 < len([size for size in loads if size > 1]) < 2 * 30
 
 
 def test_parameters_may_be_one_or_one_a_row(backend):

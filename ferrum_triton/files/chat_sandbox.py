@@ -15,9 +15,9 @@ Running on: work is paid from the :class:`~ferrum_triton.files.chat_meter.Meter`
 
 Why not Jinja's own sandbox in a child process under limits of time and memory: a render takes
 0.6 ms here and 290 ms with a child started for it. Of the 135 hostile templates in
-tests/test_chat.py, only the limit on the child's address space stops 30, and macOS does not enforce
-it, nor has Windows one; 33 run until they are killed; and 16 are rendered, using up to half a
-gigabyte and some seconds, or what no chat template needs.
+tests/test_chat_hostile.py, only the limit on the child's address space stops 30, and macOS does not
+enforce it, nor has Windows one; 33 run until they are killed; and 16 are rendered, using up to half
+a gigabyte and some seconds, or what no chat template needs.
 """
 
 from __future__ import annotations

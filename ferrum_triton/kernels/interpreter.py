@@ -134,6 +134,19 @@ def _fma(x: Any, y: Any, z: Any) -> Any:
     return interpreter.TensorHandle(total.astype(np.float32), z.dtype.scalar)
 
 
+def _arithmetic_of_gpus() -> list[Patch]:
+    """Multiply-adds rounded once; of a number and a NaN, minimum and maximum are the number.
+
+    Triton 3.6 interprets the latter as numpy's ``minimum`` and ``maximum``, which give the NaN.
+    """
+    builder = interpreter.interpreter_builder
+    return [
+        (builder, "create_fma", _fma),
+        (builder, "create_minnumf", lambda a, b: builder.binary_op(a, b, np.fmin)),
+        (builder, "create_maxnumf", lambda a, b: builder.binary_op(a, b, np.fmax)),
+    ]
+
+
 _type_of_values = tl.core._type_for_tuple_values
 _types_of_numbers: dict[int, tl.core.tuple_type] = {}
 
@@ -216,7 +229,7 @@ def _interpret(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], 
     with (
         _patched(_standard_library()),
         _patched(_without_idle_work()),
-        _patched([(interpreter.interpreter_builder, "create_fma", _fma)]),
+        _patched(_arithmetic_of_gpus()),
         _patched(_interpreted_language(twin)),
         np.errstate(all="ignore"),
     ):

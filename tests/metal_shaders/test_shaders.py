@@ -12,6 +12,7 @@ from ferrum_triton.backends import PROVIDERS, metal
 from ferrum_triton.backends.backend import Backend
 from ferrum_triton.backends.metal import attention, quant, shader
 from ferrum_triton.backends.metal.shader import Shader, source
+from ferrum_triton.quant.kinds import quantize_rows
 from ferrum_triton.registry import OPS
 from tests.harness import (
     assert_call_matches,
@@ -180,6 +181,41 @@ def test_heads_are_quantised_into_a_pool(layout, backend, data, seed):
     want, left = expected(op, call)
     got = backend.split_qkv_norm_rope_into_paged_cache(**call)
     assert_call_matches(op, (got,), call, want, left)
+
+
+def test_halves_are_quantised_to_the_even_code(backend):
+    """Values that lie just between two codes, as 127 makes a code of each integer."""
+    op = OPS["split_qkv_norm_rope_into_paged_cache"]
+    narrowed = {"layout": "hnd", "cache_dtype": torch.int8, "scales_dtype": torch.float32}
+    axes = {**typical_axes(op), **narrowed, **HEADS, "placement": "slots", "qk_mode": 0}
+    call = sample(op, torch.float32, "cpu", 0, **axes)
+    values = call["qkv"].unflatten(-1, (-1, HEADS["head_dim"]))[:, -HEADS["num_kv_heads"] :]
+    values.copy_(torch.arange(values.numel()).view_as(values) % 250 - 124.5)
+    values[..., 0] = 127
+    _, left = expected(op, call)
+    with recorded() as launches:
+        backend.split_qkv_norm_rope_into_paged_cache(**call)
+    assert launches
+    assert torch.equal(call["v_cache"], left["v_cache"])
+
+
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+@pytest.mark.parametrize("kind", (None, *quant.KINDS))
+def test_ids_of_no_row_give_zeros(kind, dtype, backend):
+    """Rows before and behind the table are there, and are another's."""
+    ids = torch.tensor([-1, 0, 5, 4, 6, 2**31 - 1, -(2**31)], dtype=dtype)
+    known = ((ids >= 0) & (ids < 5))[:, None]
+    weights = torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
+    with recorded() as launches:
+        if kind is None:
+            table = weights
+            got = backend.embedding_lookup_dev(table[2:7], ids)
+        else:
+            packed = quantize_rows(weights, kind)
+            table = backend.dequantize(packed, kind, torch.float32)
+            got = backend.embedding_lookup_quant(packed[2:7], ids, kind, torch.float32)
+    assert launches
+    assert torch.equal(got, torch.where(known, table[2:7][ids.long().clamp(0, 4)], 0.0))
 
 
 def _barriers():
