@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 # pytest's -k.
 K = "ferrum_triton/kernels/"
 FAMILIES = {
-    K: ("", "test_launch test_rows test_replay test_pdl test_norm_laws"),
+    K: ("", "test_launch test_rows test_replay test_norm_laws"),
     K + "norm": ("interpret and norm", "test_norm_laws"),
     K + "shadow": ("interpret and (rms_norm_to or rms_norm_add)", "test_norm_laws"),
     K + "rope": ("interpret and (rope or split_qkv)", "test_rope_laws"),
@@ -43,6 +43,7 @@ FAMILIES = {
     K + "kv_": ("interpret and cache", "test_paged_cache"),
     K + "paged_cache": ("interpret and cache", "test_paged_cache"),
     K + "sampl": ("interpret and (rows or penalty)", "test_sampling_ops"),
+    K + "resources": ("", "test_launch test_quant_sass"),
     K + "tuning": ("", "test_tuning test_tune test_shipped"),
     K + "tables": ("", "test_tuning test_shipped"),
     K + "attention/": (
@@ -136,8 +137,12 @@ def mutations_of(path: Path) -> Iterator[Mutation]:
             + whole[end:]
         ).decode()  # fmt: skip
 
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    unread = {id(part) for note in _annotations(tree) for part in ast.walk(note)}
+    for node in ast.walk(tree):
         after = []
+        if id(node) in unread:
+            continue
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             new = COMPARISONS[type(node.ops[0])]
             after.append(between(node.left, node.comparators[0], new, node))
@@ -168,6 +173,15 @@ def mutations_of(path: Path) -> Iterator[Mutation]:
             yield Mutation(file, node.lineno, source(node), changed, column)
 
 
+def _annotations(tree: ast.AST) -> Iterator[ast.AST]:
+    """The types that a file states, which Python does not evaluate."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            yield node.annotation
+        elif isinstance(node, ast.FunctionDef) and node.returns is not None:
+            yield node.returns
+
+
 def applied(text: str, mutation: Mutation) -> str:
     """The file's text with the mutation, at its line where the text stands there.
 
@@ -189,7 +203,8 @@ def tests_of(file: str) -> tuple[str, ...]:
     paths = [
         f"tests/{name}" if name == "metal_shaders" else f"tests/{name}.py" for name in names.split()
     ]
-    return (*paths, *([f"tests/test_ops.py@{words}"] if words else []))
+    paths += [f"tests/test_ops.py@{words}"] * bool(words)
+    return (*paths, *(["tests/test_pdl.py"] * file.startswith(K)))
 
 
 def run(tree: Path, targets: tuple[str, ...], seconds: float) -> str:
