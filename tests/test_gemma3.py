@@ -9,9 +9,8 @@ from ferrum_triton import FileError, get_backend
 from ferrum_triton.models import load_model
 from ferrum_triton.models.families import family_of_gguf, family_of_hf
 from ferrum_triton.models.gemma3 import HF_NAMES, Gemma3, Gemma3Config
-from tests import gguf_writer as write
 from tests.test_models import run, tokens
-from tests.tiny_models import save_tiny
+from tests.tiny_models import gguf_name, save_tiny, write_gguf
 
 pytest.importorskip("transformers", reason="transformers makes and checks the tiny models")
 LAYERS, WINDOW = 7, 5
@@ -51,31 +50,20 @@ def directory(tmp_path_factory):
     return path, save_tiny(path, "gemma3", **shape, final_logit_softcapping=None)
 
 
-def as_gguf(model):
-    """The bytes of a GGUF file with the weights of a transformers model."""
-    kinds = {str: write.STRING, int: write.U32, float: write.F32}
-    pairs = [write.pair("general.architecture", write.STRING, "gemma3")]
-    pairs += [write.pair(f"gemma3.{k}", kinds[type(v)], v) for k, v in METADATA.items()]
+def in_gguf(model):
+    """The tensors of a transformers model as a GGUF file has them."""
     stems = {theirs: ours for ours, theirs in HF_NAMES.items()}
-    records, data = [], b""
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight":
-            continue  # tied
-        words = name.removesuffix(".weight").split(".")
-        layer = f"blk.{words[2]}." if words[1] == "layers" else ""
-        stem = stems[".".join(words[3:] if layer else words)]
-        values = weight + 1 if "norm" in stem else weight
-        shape = values.shape[::-1]
-        records.append(write.tensor(f"{layer}{stem}.weight", shape, 0, len(data)))
-        data += values.contiguous().numpy().tobytes()
-        data += b"\0" * (-len(data) % 32)
-    return write.gguf(pairs, records, data)
+    return {
+        gguf_name(name, stems): weight + 1 if "norm" in name else weight
+        for name, weight in model.state_dict().items()
+        if name != "lm_head.weight"  # tied
+    }
 
 
 def test_a_gguf_file_is_the_directory(directory, tmp_path):
     path, theirs = directory
     file = tmp_path / "model.gguf"
-    file.write_bytes(as_gguf(theirs))
+    write_gguf(file, "gemma3", METADATA, in_gguf(theirs))
     backend, ids = get_backend("cpu"), tokens(20)
     model = load_model(file, backend)
     assert isinstance(model, Gemma3)

@@ -153,7 +153,7 @@ def test_packed_weights_agree_with_float32(model, tokenizer, dtype, chunk):
     """Teacher-forced over 512 tokens of real text, at once and token by token."""
     ids = torch.tensor(tokenizer.encode(TEXT)[:512])
     packed = load_model(MODEL, get_backend("cuda"), dtype)
-    assert isinstance(packed.weights.layers[0].down.weight, QuantizedTensor)
+    assert isinstance(packed.weights.layers[0].mlp.down.weight, QuantizedTensor)
     found = compare(packed, log_probabilities(model, ids, 512), ids, chunk)
     assert found.argmax_agreement >= 0.985
     assert found.mean_kl < 5e-3

@@ -98,8 +98,10 @@ def test_planes_are_multiplied_like_decoded_weights(model, mix, monkeypatch):
     assert packed.weights.head.kind == more
     first, second = packed.weights.layers
     assert isinstance(first.qkv.weight, QuantizedTensor), "of one format, Q, K and V are one"
-    assert isinstance(first.gate_up.weight, FusedTensor), "gate and up are apart for their launch"
-    assert second.down.weight.kind == more
+    assert isinstance(first.mlp.gate_up.weight, FusedTensor), (
+        "gate and up are apart for their launch"
+    )
+    assert second.mlp.down.weight.kind == more
     parts = getattr(second.qkv.weight, "parts", (second.qkv.weight,))
     assert [part.kind for part in parts] == ([plain] if plain == more else [plain, more])
     torch.testing.assert_close(logits_of(packed), want, rtol=1e-4, atol=1e-4)
@@ -132,4 +134,4 @@ def test_planes_are_for_what_stays_packed():
         weights = load_weights(source, PACKED, get_backend(name), torch.float32, planes=planes)
         assert weights.layers[0].qkv.weight.parts[0].kind == kind
     weights = load_weights(PackedSource(), PACKED, get_backend("cpu"), torch.float32, planes=True)
-    assert isinstance(weights.layers[0].gate_up.weight, torch.Tensor), "gate and up are one"
+    assert isinstance(weights.layers[0].mlp.gate_up.weight, torch.Tensor), "gate and up are one"

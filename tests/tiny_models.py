@@ -12,6 +12,7 @@ import torch
 from ferrum_triton.models.config import LlamaConfig, RopeConfig
 from ferrum_triton.models.weights import Matrix, Packed, Source
 from ferrum_triton.quant import FORMATS, QuantizedTensor, quantize_blocks
+from tests import gguf_writer
 
 SHAPE = {
     "vocab_size": 96,
@@ -81,6 +82,36 @@ def save_tiny(directory: Path, variant: str, **changed: Any):
             parameter.copy_(parameter * 0.5 + noise if parameter.dim() == 1 else noise)
     model.save_pretrained(directory)
     return model
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    metadata: dict[str, str | int | float],
+    tensors: dict[str, torch.Tensor | QuantizedTensor],
+) -> None:
+    """A GGUF file of a model's hyperparameters and tensors, float32 or packed."""
+    kinds: dict[type, int] = {str: gguf_writer.STRING, int: gguf_writer.U32, float: gguf_writer.F32}
+    pairs = [gguf_writer.pair("general.architecture", gguf_writer.STRING, architecture)]
+    pairs += [
+        gguf_writer.pair(f"{architecture}.{key}", kinds[type(value)], value)
+        for key, value in metadata.items()
+    ]
+    records, data = [], b""
+    for name, tensor in tensors.items():
+        packed = isinstance(tensor, QuantizedTensor)
+        kind = FORMATS[tensor.kind].ggml_id if packed else 0
+        records.append(gguf_writer.tensor(name, tensor.shape[::-1], kind, len(data)))
+        data += (tensor.blocks if packed else tensor.float()).contiguous().numpy().tobytes()
+        data += b"\0" * (-len(data) % 32)
+    path.write_bytes(gguf_writer.gguf(pairs, records, data))
+
+
+def gguf_name(name: str, stems: dict[str, str]) -> str:
+    """GGUF's name of a tensor of Hugging Face's, whose stems are spelled in ``stems``."""
+    words = name.removesuffix(".weight").split(".")
+    layer = f"blk.{words[2]}." if words[1:2] == ["layers"] else ""
+    return f"{layer}{stems['.'.join(words[3:] if layer else words)]}.weight"
 
 
 PACKED = LlamaConfig(

@@ -15,7 +15,7 @@ from ferrum_triton.errors import FileError
 from ferrum_triton.models.config_keys import Keys
 from ferrum_triton.models.config_rope import RopeConfig, gguf_rope, hf_rope
 
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 HF_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -27,11 +27,18 @@ HF_ARCHITECTURES = (
 MAX_LAYERS = 1 << 10
 MAX_POSITIONS = 1 << 21
 MAX_HEAD_DIM = 256
+# As many as the routing ops take.
+MAX_EXPERTS = 1024
+MAX_EXPERTS_PER_TOKEN = 32
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Hyperparameters of one model; sliding_window is 0 where attention sees everything."""
+    """Hyperparameters of one model.
+
+    sliding_window is 0 where attention sees everything, num_experts where the MLP is one.
+    intermediate_size is that of an expert where there are some.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -47,6 +54,8 @@ class LlamaConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -81,6 +90,16 @@ class LlamaConfig:
             raise FileError(path, f"architecture {architecture!r} is not supported; known: {known}")
         keys = Keys(metadata, path, f"{architecture}.")
         sizes = cls.gguf_sizes(keys, metadata, path)
+        if experts := keys.size("expert_count", 0, least=0):
+            inner = keys.size("expert_feed_forward_length", sizes["intermediate_size"])
+            chosen = keys.size("expert_used_count")
+            sizes |= {
+                "intermediate_size": inner,
+                "num_experts": experts,
+                "experts_per_token": chosen,
+            }
+        if keys.size("expert_shared_count", 0, least=0):
+            raise FileError(path, "experts that every token shares are not supported")
         config = cls(
             **sizes,
             rope=gguf_rope(
@@ -88,7 +107,8 @@ class LlamaConfig:
             ),
             sliding_window=keys.size("attention.sliding_window", 0, least=0),
             qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in tensor_names,
-            qk_norm=architecture == "qwen3" or "blk.0.attn_q_norm.weight" in tensor_names,
+            qk_norm=architecture in ("qwen3", "qwen3moe")
+            or "blk.0.attn_q_norm.weight" in tensor_names,
             tie_embeddings="output.weight" not in tensor_names,
         )
         return config.checked(path)
@@ -96,8 +116,6 @@ class LlamaConfig:
     @staticmethod
     def gguf_sizes(keys: Keys, metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
         """The hyperparameters that every architecture's keys hold under the same names."""
-        if keys.size("expert_count", 0, least=0):
-            raise FileError(path, "mixtures of experts are not supported")
         hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
         head_dim = keys.size("attention.key_length", hidden // heads)
         if keys.size("attention.value_length", head_dim) != head_dim:
@@ -174,6 +192,11 @@ class LlamaConfig:
             f"{self.num_layers} layers are over {MAX_LAYERS}": self.num_layers > MAX_LAYERS,
             f"{self.max_positions} positions are over {MAX_POSITIONS}": self.max_positions
             > MAX_POSITIONS,
+            f"{self.experts_per_token} of {self.num_experts} experts a token": self.num_experts
+            and not (
+                1 <= self.experts_per_token <= min(self.num_experts, MAX_EXPERTS_PER_TOKEN)
+                and self.num_experts <= MAX_EXPERTS
+            ),
             f"norm epsilon {self.rms_norm_eps}": not 0 < self.rms_norm_eps < 1,
         }
         for rope in self.ropes:

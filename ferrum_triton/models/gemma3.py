@@ -21,6 +21,7 @@ from ferrum_triton.models.config_rope import RopeConfig, gguf_rope, hf_rope
 from ferrum_triton.models.decoder import Decoder
 from ferrum_triton.models.linear import apply
 from ferrum_triton.models.weights import HF_NAMES as LLAMA_NAMES
+from ferrum_triton.models.weights import Mlp
 from ferrum_triton.runtime.kv_cache import KvCache
 
 GGUF_ARCHITECTURES = ("gemma3",)
@@ -76,6 +77,8 @@ class Gemma3Config(LlamaConfig):
     ) -> Gemma3Config:
         keys = Keys(metadata, path, "gemma3.")
         sizes = cls.gguf_sizes(keys, metadata, path)
+        if keys.size("expert_count", 0, least=0):
+            raise FileError(path, "mixtures of experts are not supported")
         head_dim, layers = sizes["head_dim"], sizes["num_layers"]
         window = keys.size("attention.sliding_window")
         scaled_by = head_dim
@@ -187,8 +190,9 @@ class Gemma3(Decoder):
             residual = residual[-1:] if newest else residual
             backend.rms_norm_add_inplace(residual, x, layer.attn_post_norm, eps)
             h = backend.rms_norm_to(residual, layer.mlp_norm, self.dtype, eps)
-            gate_up = apply(backend, h, layer.gate_up)
-            x = apply(backend, backend.fused_gelu_tanh_mul_split(gate_up), layer.down)
+            assert isinstance(layer.mlp, Mlp)
+            gate_up = apply(backend, h, layer.mlp.gate_up)
+            x = apply(backend, backend.fused_gelu_tanh_mul_split(gate_up), layer.mlp.down)
             backend.rms_norm_add_inplace(residual, x, layer.mlp_post_norm, eps)
         return backend.rms_norm_to(residual, weights.final_norm, self.dtype, eps)
 

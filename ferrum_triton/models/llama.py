@@ -1,6 +1,7 @@
 """The Llama family, from token ids to logits: how the ops of a backend compose into a decoder.
 
-Llama 2 and 3, SmolLM2, Mistral (sliding window), Qwen2 (QKV bias) and Qwen3 (QK norm).
+Llama 2 and 3, SmolLM2, Mistral (sliding window), Qwen2 (QKV bias) and Qwen3 (QK norm); with experts
+in the place of the MLP also Mixtral and Qwen3-MoE.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.models.decoder import Decoder
+from ferrum_triton.models.experts import Experts, mixture
 from ferrum_triton.models.linear import apply, gated
+from ferrum_triton.models.weights import Mlp
 from ferrum_triton.runtime.kv_cache import KvCache
 
 
@@ -37,5 +40,11 @@ class Llama(Decoder):
             )
             residual = residual[-1:] if newest else residual
             h = backend.fused_add_rms_norm(residual, x, layer.mlp_norm, eps)
-            x = apply(backend, gated(backend, h, layer.gate_up), layer.down)
+            x = self._mlp(h, layer.mlp)
         return backend.fused_add_rms_norm(residual, x, weights.final_norm, eps)
+
+    def _mlp(self, h: Tensor, mlp: Mlp | Experts) -> Tensor:
+        """down(silu(gate(h)) · up(h)), or a mixture of such experts."""
+        if isinstance(mlp, Experts):
+            return mixture(self.backend, h, mlp)
+        return apply(self.backend, gated(self.backend, h, mlp.gate_up), mlp.down)

@@ -24,6 +24,7 @@ from ferrum_triton.errors import FileError
 from ferrum_triton.files.gguf import GgufFile
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
+from ferrum_triton.models.experts import Experts
 from ferrum_triton.models.linear import Linear, Matrix
 from ferrum_triton.quant import FORMATS, FusedTensor, QuantizedTensor
 from ferrum_triton.quant.finite import count_out_of_range
@@ -38,6 +39,14 @@ PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
+class Mlp:
+    """A gated MLP: the rows of gate before those of up, and the way back."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """One decoder layer. Norm weights are float32."""
 
@@ -47,8 +56,7 @@ class LayerWeights:
     k_norm: Tensor | None  # [head_dim]
     attn_out: Linear
     mlp_norm: Tensor  # [hidden_size]
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | Experts
     attn_post_norm: Tensor | None = None  # [hidden_size], as mlp_post_norm: of sandwich norms
     mlp_post_norm: Tensor | None = None
 
@@ -70,6 +78,7 @@ class Packed(NamedTuple):
     kind: str
     nbytes: int
     numel: int
+    is_stack: bool = False
 
 
 class Source(ABC):
@@ -131,7 +140,7 @@ class GgufSource(Source):
 
     def packed(self) -> list[Packed]:
         return [
-            Packed(tensor.type.name, tensor.nbytes, math.prod(tensor.shape))
+            Packed(tensor.type.name, tensor.nbytes, math.prod(tensor.shape), len(tensor.shape) == 3)
             for tensor in self._file.tensors.values()
             if tensor.type.dtype is None
         ]
@@ -238,7 +247,8 @@ def load_weights(
 
 def _tell_what_decoding_takes(source: Source, backend: Backend, dtype: torch.dtype) -> None:
     """Log what weights that cannot stay packed take, before any is read."""
-    decoded = [p for p in source.packed() if not backend.has_kernel("gemm_quant", p.kind)]
+    matrices = [p for p in source.packed() if not p.is_stack]  # experts stay packed everywhere
+    decoded = [p for p in matrices if not backend.has_kernel("gemm_quant", p.kind)]
     if not decoded:
         return
     needed = sum(p.numel for p in decoded) * dtype.itemsize
@@ -305,7 +315,7 @@ class _Loader:
 
     def layer(self, index: int) -> LayerWeights:
         config, prefix = self.config, f"blk.{index}."
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
         sizes = {"attn_q": config.q_dim, "attn_k": config.kv_dim, "attn_v": config.kv_dim}
         norms = [
             self.vector(f"{prefix}attn_{part}_norm.weight", config.head_dim)
@@ -320,15 +330,41 @@ class _Loader:
             k_norm=norms[1],
             attn_out=self.linear(prefix, {"attn_output": hidden}, config.q_dim),
             mlp_norm=self.vector(f"{prefix}ffn_norm.weight", hidden),
-            # In planes one launch takes both, and their activation, as matrices of their own.
-            gate_up=self.linear(prefix, {"ffn_gate": inner, "ffn_up": inner}, hidden, apart=True),
-            down=self.linear(prefix, {"ffn_down": hidden}, inner),
+            mlp=self.mlp(prefix),
             **{
                 field: self.vector(f"{prefix}{name}.weight", hidden)
                 for field, name in POST_NORMS.items()
                 if config.sandwich_norms
             },
         )
+
+    def mlp(self, prefix: str) -> Mlp | Experts:
+        """An MLP, or experts in its place."""
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        if not self.config.num_experts:
+            gates = {"ffn_gate": inner, "ffn_up": inner}
+            return Mlp(
+                # In planes one launch takes both, and their activation, as matrices of their own.
+                gate_up=self.linear(prefix, gates, hidden, apart=True),
+                down=self.linear(prefix, {"ffn_down": hidden}, inner),
+            )
+        count = self.config.num_experts
+        router = self.matrix(f"{prefix}ffn_gate_inp.weight", (count, hidden))
+        return Experts(
+            router=router.dequantize(self.dtype) if isinstance(router, QuantizedTensor) else router,
+            gate=self.stack(f"{prefix}ffn_gate_exps.weight", (count, inner, hidden)),
+            up=self.stack(f"{prefix}ffn_up_exps.weight", (count, inner, hidden)),
+            down=self.stack(f"{prefix}ffn_down_exps.weight", (count, hidden, inner)),
+            top_k=self.config.experts_per_token,
+        )
+
+    def stack(self, name: str, shape: tuple[int, int, int]) -> QuantizedTensor:
+        """The matrices of all experts, packed on every backend."""
+        stored = self.fetch(name, shape, self.dtype)
+        if not isinstance(stored, QuantizedTensor):
+            raise self.error(name, "holds experts that are not packed, which are not supported")
+        stored = stored.to(self.device)
+        return stored.in_planes() if self.in_planes else stored
 
     def linear(
         self,

@@ -1,0 +1,149 @@
+"""Mixtures of packed experts: Qwen3-MoE's and Mixtral's files."""
+
+import pytest
+import torch
+
+from ferrum_triton import FileError, get_backend
+from ferrum_triton.files.gguf import open_gguf
+from ferrum_triton.models import Llama, LlamaConfig, load_model
+from ferrum_triton.models.experts import Experts, mixture
+from ferrum_triton.models.weights import HF_NAMES
+from ferrum_triton.quant import FORMATS, QuantizedTensor, quantize_blocks
+from ferrum_triton.testing import assert_close
+from tests.harness import BACKENDS
+from tests.test_models import run, tokens
+from tests.tiny_models import gguf_name, write_gguf
+
+NUM_EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 64, 32
+METADATA = {
+    "embedding_length": HIDDEN,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 24,
+    "attention.value_length": 24,
+    "feed_forward_length": 96,
+    "expert_feed_forward_length": INNER,
+    "expert_count": NUM_EXPERTS,
+    "expert_used_count": TOP_K,
+    "block_count": 2,
+    "context_length": 64,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "rope.freq_base": 10000.0,
+    "vocab_size": 96,
+}
+STEMS = {theirs: ours for ours, theirs in HF_NAMES.items()} | {"mlp.gate": "ffn_gate_inp"}
+
+
+def pack(weights, kind="Q8_0"):
+    return QuantizedTensor(quantize_blocks(weights.contiguous(), FORMATS[kind]), kind)
+
+
+@pytest.fixture(scope="module")
+def qwen3_moe(tmp_path_factory):
+    """(GGUF file with packed experts, transformers' model of the same weights)"""
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=96,
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        moe_intermediate_size=INNER,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    stored = {}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = 0.2 * torch.randn_like(weight)
+            weight.copy_(1 + noise if weight.dim() == 1 else noise)
+            layer = name.split(".mlp.")[0].replace("model.layers", "blk")
+            if weight.dim() == 3:
+                names = ("down",) if "down" in name else ("gate", "up")
+                for part, values in zip(names, weight.chunk(len(names), 1), strict=True):
+                    packed = pack(values)
+                    values.copy_(packed.dequantize())
+                    stored[f"{layer}.ffn_{part}_exps.weight"] = packed
+            else:
+                stored[gguf_name(name, STEMS)] = weight.clone()
+    file = tmp_path_factory.mktemp("qwen3moe") / "model.gguf"
+    write_gguf(file, "qwen3moe", METADATA, stored)
+    return file, model
+
+
+@pytest.mark.parametrize("backend_name", ["cpu", "interpret"])
+def test_equals_transformers(qwen3_moe, backend_name):
+    file, theirs = qwen3_moe
+    model, ids = load_model(file, get_backend(backend_name)), tokens(12)
+    assert isinstance(model, Llama)
+    assert model.weights.layers[0].mlp.gate.kind == "Q8_0", "experts stay packed"
+    with torch.inference_mode():
+        want = theirs(ids[None]).logits[0]
+    # Many tokens go through buckets, few through their ids.
+    for cuts in ([12], [8, 3, 1]):
+        torch.testing.assert_close(run(model, *ids.split(cuts)), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 11])
+@pytest.mark.parametrize("planes", [False, True])
+def test_a_mixture_is_the_sum_over_its_experts(backend_name, num_tokens, planes):
+    backend = get_backend(backend_name)
+    shapes = [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]
+    stacks = [pack(torch.randn(NUM_EXPERTS, *shape) * 0.2) for shape in shapes]
+    router, h = torch.randn(NUM_EXPERTS, HIDDEN), torch.randn(num_tokens, HIDDEN)
+    gate, up, down = (stack.dequantize().double() for stack in stacks)
+    scores = (h.double() @ router.double().T).softmax(-1)
+    weights, chosen = scores.topk(TOP_K)
+    want = torch.zeros(num_tokens, HIDDEN, dtype=torch.float64)
+    for token in range(num_tokens):
+        for share, e in zip(weights[token] / weights[token].sum(), chosen[token], strict=True):
+            row = h[token].double()
+            inner = torch.nn.functional.silu(gate[e] @ row) * (up[e] @ row)
+            want[token] += share * (down[e] @ inner)
+    if planes:
+        stacks = [stack.in_planes() for stack in stacks]
+    placed = [stack.to(backend.device) for stack in stacks]
+    experts = Experts(router.to(backend.device), *placed, TOP_K)
+    got = mixture(backend, h.to(backend.device), experts)
+    assert_close(got.cpu(), want, scale=64, name="mixture")  # three products in a row
+
+
+def test_hyperparameters_are_checked():
+    metadata = {"general.architecture": "qwen3moe"}
+    metadata |= {f"qwen3moe.{key}": value for key, value in METADATA.items()}
+    config = LlamaConfig.from_gguf(metadata, {}, "x.gguf")
+    assert (config.num_experts, config.experts_per_token, config.intermediate_size) == (6, 2, 32)
+    assert config.qk_norm
+    for change, message in (
+        ({"expert_used_count": 7}, "7 of 6 experts"),
+        ({"expert_used_count": None}, "expert_used_count is missing"),
+        ({"expert_count": 2000, "expert_used_count": 8}, "8 of 2000 experts"),
+        ({"expert_shared_count": 1}, "every token shares"),
+    ):
+        changed = {f"qwen3moe.{key}": value for key, value in change.items()}
+        with pytest.raises(FileError, match=message):
+            LlamaConfig.from_gguf(metadata | changed, {}, "x.gguf")
+    mixtral = {key.replace("qwen3moe", "llama"): value for key, value in metadata.items()}
+    mixtral |= {"general.architecture": "llama", "llama.expert_feed_forward_length": None}
+    config = LlamaConfig.from_gguf(mixtral, {}, "x.gguf")
+    assert (config.num_experts, config.intermediate_size, config.rope.interleaved) == (6, 96, True)
+
+
+def test_experts_that_are_not_packed_are_refused(qwen3_moe, tmp_path):
+    with open_gguf(qwen3_moe[0]) as file:
+        names = list(file.tensors)
+        stored = {name: file.tensors[name].data().clone() for name in names}
+        for name in names:
+            if name.endswith("_exps.weight"):
+                stored[name] = QuantizedTensor(stored[name], "Q8_0").dequantize()
+    path = tmp_path / "plain.gguf"
+    write_gguf(path, "qwen3moe", METADATA, stored)
+    with pytest.raises(FileError, match="holds experts that are not packed"):
+        load_model(path, get_backend("cpu"))
