@@ -87,6 +87,14 @@ def test_every_op_has_a_kernel():
     assert missing == []
 
 
+def test_a_kernel_is_one_of_a_backends_own():
+    interpret, cpu = get_backend("interpret"), get_backend("cpu")
+    assert interpret.has_kernel("gemm_quant", "Q4_K")
+    assert not cpu.has_kernel("gemm_quant", "Q4_K")
+    assert cpu.supports("gemm_quant")
+    assert not cpu.supports("nothing")
+
+
 def test_errors_share_a_base_and_survive_pickling():
     error = InputError("rms_norm", "x", "int64", "float32", "Convert it.")
     again = pickle.loads(pickle.dumps(error))
