@@ -65,7 +65,10 @@ FAMILIES = {
     K + "moe/routing": ("interpret and topk", "test_moe"),
     K + "moe/combine": ("interpret and (combine or weighted)", "test_moe_combine"),
     "ferrum_triton/ops/": ("cpu", "test_registry test_costs test_door test_strides"),
-    "ferrum_triton/backends/": ("", "test_backends test_registry test_replay test_models"),
+    "ferrum_triton/backends/": (
+        "",
+        "test_backends test_registry test_structure test_replay test_models",
+    ),
     "ferrum_triton/backends/door": ("", "test_door test_replay"),
     "ferrum_triton/backends/metal": ("", "metal_shaders"),
     "ferrum_triton/contract": ("refused", "test_door test_agreement test_registry"),

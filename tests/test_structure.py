@@ -107,6 +107,20 @@ def test_import_brings_no_optional_library():
     assert out.strip() == "[]"
 
 
+def test_the_interpreting_backend_brings_its_kernels():
+    """In a process that has imported none of them."""
+    out = run(
+        """
+        import torch
+        from ferrum_triton import get_backend
+        backend = get_backend("interpret")
+        print(backend.rms_norm(torch.full((2, 4), 3.0), torch.ones(4), 0.0).tolist())
+        print(backend.provider_of("rms_norm"))
+        """
+    )
+    assert out.split() == [*"[[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]".split(), "triton"]
+
+
 def test_ci_skips_nothing_that_it_could_run():
     absent = ["needs a CUDA device"] * MOST_SKIPPED
     assert wrongly_skipped(absent) == []
