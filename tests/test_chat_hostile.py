@@ -7,10 +7,11 @@ import textwrap
 import time
 from pathlib import Path
 
+import jinja2
 import pytest
 
 from ferrum_triton.errors import FileError
-from ferrum_triton.files import chat
+from ferrum_triton.files import chat, chat_syntax
 from ferrum_triton.files.chat import ChatTemplate
 
 pytest.importorskip("jinja2", reason="needs the extra [cli]")
@@ -261,6 +262,40 @@ def test_limits_of_values():
     refused(nested.replace("63", "64"), "nested more than 64 deep")
     for subscript in ("(1, 2)", "1, 2", "()"):
         refused(f"{{{{ {{}}[{subscript}] }}}}", "keys and subscripts must be strings or numbers")
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        "{% for i in INNER %}{% endfor %}",
+        "{% for i in x %}{{ INNER }}{% endfor %}",
+        "{{ y ~ (INNER | trim) }}",
+        "{{ y < (INNER) }}",
+        "{{ x[INNER] }}",
+        "{{ (INNER)[1:2] }}",
+        "{{ [1, INNER] }}",
+        "{{ (1, INNER) }}",
+        "{{ {INNER: 1} }}",
+        "{{ {1: INNER} }}",
+    ],
+)
+def test_what_costs_is_metered_inside_of_whatever_costs(around):
+    metered = {
+        "a ~ b": chat_syntax.CONCAT,
+        "[a]": chat_syntax.LITERAL,
+        "a[1:]": chat_syntax.LITERAL,
+        "a < b": chat_syntax.OPERAND,
+    }
+    plain = meter(around.replace("INNER", "a"))
+    for inner, name in metered.items():
+        names = meter(around.replace("INNER", inner))
+        assert names.count(name) > plain.count(name)
+
+
+def meter(source):
+    """The names of a template's filters once it is metered."""
+    tree = chat_syntax.meter_syntax(jinja2.Environment(autoescape=False).parse(source))
+    return [node.name for node in tree.find_all(jinja2.nodes.Filter)]
 
 
 def test_source_limit():
