@@ -27,8 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-# Tests that stand for a part of the tree; a path takes the longest prefix. What follows a name is
-# pytest's -k.
+# Tests that stand for a part of the tree, a path taking the longest prefix: pytest's -k for test_ops,
+# and files of tests, with their own -k behind an @.
 K = "ferrum_triton/kernels/"
 FAMILIES = {
     K: ("", "test_launch test_rows test_replay test_norm_laws"),
@@ -56,6 +56,8 @@ FAMILIES = {
         "interpret and quant and not moe",
         "test_quant_planes test_quant_mma test_gemv_repacked test_small_m test_quant_fused",
     ),
+    K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
+    K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
     K + "quant/rows": ("interpret and (dequantize or lookup_quant)", "test_quant_planes"),
     K + "moe/": (
         "interpret and (moe or topk or weighted or ids_tpe)",
@@ -203,9 +205,11 @@ def applied(text: str, mutation: Mutation) -> str:
 def tests_of(file: str) -> tuple[str, ...]:
     """pytest's arguments for the family of a file."""
     words, names = FAMILIES[max((f for f in FAMILIES if file.startswith(f)), key=len)]
-    paths = [
-        f"tests/{name}" if name == "metal_shaders" else f"tests/{name}.py" for name in names.split()
-    ]
+    paths = []
+    for name in names.split():
+        module, at, of_module = name.partition("@")
+        folder = module == "metal_shaders"
+        paths.append(f"tests/{module}{'' if folder else '.py'}{at}{of_module}")
     paths += [f"tests/test_ops.py@{words}"] * bool(words)
     return (*paths, *(["tests/test_pdl.py"] * file.startswith(K)))
 

@@ -12,6 +12,7 @@ from ferrum_triton.backends import PROVIDERS, metal
 from ferrum_triton.backends.backend import Backend
 from ferrum_triton.backends.metal import attention, quant, shader
 from ferrum_triton.backends.metal.shader import Shader, source
+from ferrum_triton.errors import FerrumError
 from ferrum_triton.quant.kinds import quantize_rows
 from ferrum_triton.registry import OPS
 from tests.harness import (
@@ -393,3 +394,12 @@ def test_nothing_compiles_before_a_launch(monkeypatch):
     assert y.shape == (0, 8)
     with pytest.raises(AssertionError, match="compiled"):
         Backend("metal", "cpu", ("metal",)).rms_norm(torch.ones(1, 8), torch.ones(8))
+
+
+def test_more_keys_than_a_grid_has_threads_are_refused(backend, monkeypatch):
+    q, cache = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 9, 64)
+    monkeypatch.setattr(attention, "MAX_GRID", 9)
+    backend.flash_attention(q, cache, cache, kv_len=9)
+    monkeypatch.setattr(attention, "MAX_GRID", 8)
+    with pytest.raises(FerrumError, match="up to 8 keys, not 9"):
+        backend.flash_attention(q, cache, cache, kv_len=9)
