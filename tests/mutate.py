@@ -27,8 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-# Tests that stand for a part of the tree, a path taking the longest prefix: pytest's -k for test_ops,
-# and files of tests, with their own -k behind an @.
+# Tests that stand for a part of the tree, a path taking the longest prefix: pytest's -k for
+# test_ops, and files of tests, with their own -k behind an @.
 K = "ferrum_triton/kernels/"
 FAMILIES = {
     K: ("", "test_launch test_rows test_replay test_norm_laws"),
