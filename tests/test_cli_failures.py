@@ -155,14 +155,14 @@ def test_progress_is_drawn_on_a_terminal_while_nothing_is_done():
 def test_progress_of_a_prompt_comes_before_each_part(monkeypatch):
     from ferrum_triton import get_backend
     from ferrum_triton.models import generation, load_model
-    from ferrum_triton.runtime.sampling import Sampler
+    from ferrum_triton.runtime.sampling import Sampling
 
     monkeypatch.setattr(generation, "PREFILL_CHUNK", 4)
     model = load_model(find_default_model(), get_backend("cpu"))
     seen = []
     prompt = torch.arange(10).tolist()
     tokens = generation.generate_ids(
-        model, prompt, Sampler(model.backend), 1, progress=lambda *counts: seen.append(counts)
+        model, prompt, Sampling(), 1, progress=lambda *counts: seen.append(counts)
     )
     assert len(list(tokens)) == 1
     assert seen == [(0, 10), (4, 10), (8, 10)]

@@ -13,7 +13,7 @@ from ferrum_triton.files.chat import ChatTemplate
 from ferrum_triton.models import load_model, load_tokenizer
 from ferrum_triton.models.generation import Stats, generate_ids, generate_text
 from ferrum_triton.quant import QuantizedTensor
-from ferrum_triton.runtime.sampling import Sampler
+from ferrum_triton.runtime.sampling import Sampling
 
 MODEL = find_default_model()
 pytestmark = pytest.mark.skipif(MODEL is None, reason=f"the real model is absent: {INSTALL}")
@@ -57,7 +57,7 @@ def chat_ids(tokenizer, question):
 
 
 def greedy(model, prompt, count):
-    return list(generate_ids(model, prompt, Sampler(model.backend), count))
+    return list(generate_ids(model, prompt, Sampling(), count))
 
 
 def test_greedy_text_equals_transformers(model, tokenizer, theirs):
@@ -97,7 +97,7 @@ def test_prefill_then_decode_is_one_forward(model, tokenizer):
 def test_it_knows_the_capital_of_france(model, tokenizer):
     stats = Stats()
     pieces = generate_text(
-        model, tokenizer, chat_ids(tokenizer, CHATS[0]), Sampler(model.backend), 40, stats
+        model, tokenizer, chat_ids(tokenizer, CHATS[0]), Sampling(), 40, stats
     )
     assert "Paris" in "".join(pieces)
     assert stats.stopped_by == "end"
@@ -109,8 +109,8 @@ def test_it_knows_the_capital_of_france(model, tokenizer):
 def test_streamed_text_is_the_decoded_whole(model, tokenizer):
     prompt = tokenizer.encode("Emoji for weather: ☀️ 🌧️")
     ids = greedy(model, prompt, 24)
-    limited = list(generate_ids(model, prompt, Sampler(model.backend), 24, tokenizer.eos_ids))
-    pieces = list(generate_text(model, tokenizer, prompt, Sampler(model.backend), 24))
+    limited = list(generate_ids(model, prompt, Sampling(), 24, tokenizer.eos_ids))
+    pieces = list(generate_text(model, tokenizer, prompt, Sampling(), 24))
     assert ids[: len(limited)] == limited
     assert "".join(pieces) == tokenizer.decode(limited)
 
@@ -119,7 +119,7 @@ def test_seeds_decide_what_is_sampled(model, tokenizer):
     prompt = tokenizer.encode("My favourite colour is")
 
     def draw(seed):
-        sampler = Sampler(model.backend, temperature=1.0, top_k=50, top_p=0.9, seed=seed)
+        sampler = Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=seed)
         return list(generate_ids(model, prompt, sampler, 12))
 
     assert draw(1) == draw(1)
@@ -131,7 +131,7 @@ def test_length_limits(model, tokenizer):
     for count in (0, 1, 3):
         assert len(greedy(model, prompt, count)) == count
     stats = Stats()
-    endless = generate_ids(model, prompt, Sampler(model.backend), 10**9, stats=stats)
+    endless = generate_ids(model, prompt, Sampling(), 10**9, stats=stats)
     assert len(list(itertools.islice(endless, 5))) == 5
     for prompt, message in (([], "0 tokens"), ([49152], "49152"), ([1] * 8193, "8193 tokens")):
         with pytest.raises(InputError, match=message):

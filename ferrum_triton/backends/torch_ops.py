@@ -79,14 +79,14 @@ def split_qkv_norm_rope_into_cache(
         k = F.rms_norm(k, (head_dim,), k_weight, eps)
     table = slice(pos_offset, pos_offset + num_tokens)
     rows = slice(cache_len, cache_len + num_tokens)
-    rotate = _rotate_pairs if qk_mode == rope.ROPE_INTERLEAVED else _rotate_halves
+    rotate = rotate_pairs if qk_mode == rope.ROPE_INTERLEAVED else rotate_halves
     k_cache[:, rows] = rotate(k, cos[table], sin[table])
     v_cache[:, rows] = v
     q = rotate(q, cos[table], sin[table])
     return q if out is None else out.copy_(q)
 
 
-def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[heads, num_tokens, head_dim], the pairs (2i, 2i + 1) turned as complex numbers."""
     if x.storage_offset() % 2 or any(step % 2 for step in x.stride()[:-1]):
         x = x.clone(memory_format=torch.contiguous_format)  # a complex view wants even addresses
@@ -96,7 +96,7 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[heads, num_tokens, head_dim], the pairs (i, i + head_dim / 2) turned."""
     y = torch.empty(x.shape)
     (x0, x1), (y0, y1) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=_whole(0), default=0, help="0 keeps all (default)")
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0, help="0 keeps all (default)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--threads", type=_whole(1, 4096), help="CPU threads (default: torch's choice)"
@@ -80,13 +81,15 @@ def run(options: argparse.Namespace) -> int:
     from ferrum_triton.backends import get_backend
     from ferrum_triton.models import load_model, load_tokenizer
     from ferrum_triton.models.generation import Stats, generate_text
-    from ferrum_triton.runtime.sampling import Sampler
+    from ferrum_triton.runtime.sampling import Sampling
 
     if options.threads:
         torch.set_num_threads(options.threads)
     path = options.model or default_model()
     backend = get_backend(options.backend)
-    sampler = Sampler(backend, options.temperature, options.top_k, options.top_p, options.seed)
+    sampling = Sampling(
+        options.temperature, options.top_k, options.top_p, options.min_p, seed=options.seed
+    )
     tokenizer = load_tokenizer(path)
     ids = _encode(tokenizer, prompt, options)
     # bfloat16 has float32's range, which not every model's activations can do without.
@@ -103,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     stats = Stats()
     with _Bar("prompt", "token", options.quiet) as bar:
         for piece in generate_text(
-            model, tokenizer, ids, sampler, options.max_tokens, stats, progress=bar
+            model, tokenizer, ids, sampling, options.max_tokens, stats, progress=bar
         ):
             bar.close()
             print(piece, end="", flush=True)

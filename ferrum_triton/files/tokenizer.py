@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrum_triton.errors import FileError
-from ferrum_triton.files.gguf import GgufFile
-from ferrum_triton.files.json_file import read_json, read_text
+from ferrum_triton.files.gguf import GgufFile, open_gguf
+from ferrum_triton.files.json_file import is_directory, read_json, read_text
 from ferrum_triton.files.text import check_text
 from ferrum_triton.files.tokenizer_json import read_tokenizer
 from ferrum_triton.files.tokenizer_limits import encode, failures, refuse_losses
@@ -181,6 +181,27 @@ class Tokenizer:
 
     def _text_of(self, number: int | None) -> str:
         return "" if number is None else self._backend.id_to_token(number) or ""
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a model's file or directory holds a tokenizer, of whatever kind."""
+    if is_directory(path):
+        return (path / "tokenizer.json").exists()
+    with open_gguf(path) as file:
+        return "tokenizer.ggml.model" in file.metadata
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer that came with a model.
+
+    Raises:
+        FileError: there is none, or it is of an unknown kind.
+    """
+    path = Path(path)
+    if is_directory(path):
+        return Tokenizer.from_directory(path)
+    with open_gguf(path) as file:
+        return Tokenizer.from_gguf(file)
 
 
 class TextStream:

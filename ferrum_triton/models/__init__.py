@@ -10,7 +10,7 @@ from ferrum_triton.backends import Backend
 from ferrum_triton.files.gguf import open_gguf
 from ferrum_triton.files.json_file import is_directory, read_json
 from ferrum_triton.files.safetensors import open_safetensors
-from ferrum_triton.files.tokenizer import Tokenizer
+from ferrum_triton.files.tokenizer import load_tokenizer
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.decoder import Decoder
 from ferrum_triton.models.families import Family, family_of_gguf, family_of_hf
@@ -49,7 +49,9 @@ def load_model(
         weights = load_weights(
             source, config, backend, dtype, progress, allow_non_finite=allow_non_finite
         )
-        return family.model(config, weights, backend, dtype)
+        model = family.model(config, weights, backend, dtype)
+        model.path = Path(path)
+        return model
 
     path = Path(path)
     if is_directory(path):
@@ -62,16 +64,3 @@ def load_model(
         family = family_of_gguf(file.metadata, path)
         config = family.config.from_gguf(file.metadata, file.tensors, path)
         return assemble(family, GgufSource(file), config)
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer that came with a model.
-
-    Raises:
-        FileError: there is none, or it is of an unknown kind.
-    """
-    path = Path(path)
-    if is_directory(path):
-        return Tokenizer.from_directory(path)
-    with open_gguf(path) as file:
-        return Tokenizer.from_gguf(file)

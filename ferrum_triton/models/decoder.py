@@ -1,29 +1,42 @@
-"""What decoders have in common: a cache, rotary tables, attention over them, a head.
+"""What decoders have in common: a paged cache, rotary tables, attention over them, a head.
 
 A family's own file composes them into layers. Prefill and decode are the same code: a step takes
-any number of new tokens after those in the cache.
+any numbers of new tokens of any sequences after those in the cache.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.backends import Backend
 from ferrum_triton.errors import InputError
+from ferrum_triton.files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.linear import apply, matmul
 from ferrum_triton.models.rope import rope_tables
+from ferrum_triton.models.step import Step, varlen_step
 from ferrum_triton.models.weights import LayerWeights, LlamaWeights
 from ferrum_triton.ops.rope import NORM_ROPE, ROPE, ROPE_INTERLEAVED
 from ferrum_triton.quant import QuantizedTensor
-from ferrum_triton.runtime.kv_cache import KvCache
+from ferrum_triton.runtime.kv_cache import PagedKvCache
 from ferrum_triton.types import KvDtypeKind
 
-# Attention over a contiguous cache reads keys and values of the activations' dtype.
+if TYPE_CHECKING:
+    from ferrum_triton.models.engine import Engine
+    from ferrum_triton.models.generation import Generation, Piece, Prompt
+
+# Keys and values are kept in the activations' dtype unless another kind is asked for.
 _CACHE_KINDS = {kind.dtype: kind for kind in KvDtypeKind if not kind.quantised}
+
+BLOCK_SIZE = 16
+"""Positions of a block of the cache."""
 
 
 class Decoder(ABC):
@@ -34,12 +47,18 @@ class Decoder(ABC):
         weights: the model's weights, on the backend's device.
         backend: the backend it runs on.
         dtype: the dtype of the activations and the cache.
+
+    Attributes:
+        path: the file or directory it was loaded from, if any; its tokenizer is read from there.
+        engine: the engine of the last :meth:`generate`, with its cache and graphs; None frees it.
     """
 
     def __init__(
         self, config: LlamaConfig, weights: LlamaWeights, backend: Backend, dtype: torch.dtype
     ) -> None:
         self.config, self.weights, self.backend, self.dtype = config, weights, backend, dtype
+        self.path: Path | None = None
+        self.engine: Engine | None = None
         self._num_positions = 0
         self._grow_tables(0)
         if config.qk_norm:
@@ -47,8 +66,56 @@ class Decoder(ABC):
         else:
             self.qk_mode = ROPE_INTERLEAVED if config.rope.interleaved else ROPE
 
-    def new_cache(self, capacity: int) -> KvCache:
-        """An empty cache for ``capacity`` positions, at most the model's context length."""
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], **settings: Any
+    ) -> Generation | list[Generation]:
+        """Answers to prompts; see ``ferrum_triton.models.generation``."""
+        from ferrum_triton.models.generation import generate
+
+        return generate(self, prompts, **settings)
+
+    def stream(self, prompts: Prompt | Iterable[Prompt], **settings: Any) -> Iterator[Piece]:
+        """Answers to prompts, a token at a time; see ``ferrum_triton.models.generation``."""
+        from ferrum_triton.models.generation import stream
+
+        return stream(self, prompts, **settings)
+
+    @functools.cached_property
+    def has_tokenizer(self) -> bool:
+        """Whether the model came from a file, and a tokenizer with it."""
+        return self.path is not None and has_tokenizer(self.path)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that came with the model.
+
+        Raises:
+            InputError: the model was not loaded from a file.
+            FileError: the file has none, or one of an unknown kind.
+        """
+        if self.path is None:
+            advice = "Pass token ids, or load the model from a file."
+            raise InputError("generate", "prompt", "text", "token ids", advice)
+        return load_tokenizer(self.path)
+
+    def new_cache(
+        self,
+        capacity: int,
+        num_seqs: int = 1,
+        num_blocks: int | None = None,
+        kind: KvDtypeKind | None = None,
+    ) -> PagedKvCache:
+        """An empty cache.
+
+        Args:
+            capacity: the most positions of a sequence, up to the model's context length.
+            num_seqs: sequences at a time.
+            num_blocks: blocks of BLOCK_SIZE positions; None has enough for all sequences.
+            kind: of elements; None is the activations' dtype.
+
+        Raises:
+            InputError: the capacity is out of range, or a number is not positive.
+        """
         if not 1 <= capacity <= self.config.max_positions:
             raise InputError(
                 "new_cache",
@@ -59,12 +126,19 @@ class Decoder(ABC):
             )
         if capacity > self._num_positions:
             self._grow_tables(capacity)
-        return KvCache(
+        blocks = -(-capacity // BLOCK_SIZE)
+        return PagedKvCache(
             num_layers=self.config.num_layers,
+            num_blocks=blocks * num_seqs if num_blocks is None else num_blocks,
+            block_size=BLOCK_SIZE,
+            num_seqs=num_seqs,
+            max_blocks_per_seq=blocks,
+            capacity=capacity,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
-            capacity=capacity,
-            kind=_CACHE_KINDS[self.dtype],
+            kind=_CACHE_KINDS[self.dtype] if kind is None else kind,
+            # On a CPU neighbouring pages of this layout are read without a copy.
+            layout="nhd" if self.backend.device.type == "cpu" else "hnd",
             device=self.backend.device,
         )
 
@@ -81,12 +155,20 @@ class Decoder(ABC):
         self._num_positions = num_positions
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, cache: KvCache, *, all_logits: bool = False) -> Tensor:
-        """Append tokens to the sequence in ``cache`` and predict what follows.
+    def forward(
+        self,
+        ids: Tensor | Sequence[int],
+        cache: PagedKvCache,
+        seq: int = 0,
+        *,
+        all_logits: bool = False,
+    ) -> Tensor:
+        """Append tokens to a sequence in ``cache`` and predict what follows.
 
         Args:
-            ids: [num_tokens] int32 or int64 on the backend's device.
-            cache: a cache of this model; its length grows by num_tokens.
+            ids: [num_tokens] int32 or int64.
+            cache: a cache of this model; the sequence's length grows by num_tokens.
+            seq: the sequence.
             all_logits: whether to predict after every new token, not just the last.
 
         Returns:
@@ -95,26 +177,38 @@ class Decoder(ABC):
         Raises:
             InputError: there are no tokens, or more than the cache has room for; it is unchanged.
         """
-        num_tokens = ids.shape[0]
-        if num_tokens == 0 or cache.length + num_tokens > cache.capacity:
-            room = cache.capacity - cache.length
+        tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        length, num_tokens = cache.lengths[seq], len(tokens)
+        if num_tokens == 0 or length + num_tokens > cache.capacity:
+            room = cache.capacity - length
             advice = "Make a larger cache or pass fewer tokens."
             raise InputError("forward", "ids", f"{num_tokens} tokens", f"1 to {room}", advice)
-        h = self._layers(self._embed(ids), cache, all_logits)
-        cache.set_len(cache.length + num_tokens)
-        return self._head(h)
+        cache.reserve({seq: length + num_tokens})
+        predicted = () if all_logits else (num_tokens - 1,)
+        logits = self.run(varlen_step(cache, [(seq, tokens)], predicted), cache)
+        cache.set_lens({seq: length + num_tokens})
+        return logits
+
+    @torch.inference_mode()
+    def run(self, step: Step, cache: PagedKvCache) -> Tensor:
+        """Logits [num_predicted, vocab_size] after a step, whose keys go to the cache.
+
+        Nothing is read back from the device, so a step of static tensors may be captured in a
+        graph. The cache's lengths are the caller's to set.
+        """
+        return self._head(self._layers(self._embed(step.ids), step, cache))
 
     @abstractmethod
-    def _layers(self, x: Tensor, cache: KvCache, all_logits: bool) -> Tensor:
+    def _layers(self, x: Tensor, step: Step, cache: PagedKvCache) -> Tensor:
         """Embedded tokens through every layer and the last norm.
 
         Args:
             x: [num_tokens, hidden_size], which may be overwritten.
-            cache: as in :meth:`forward`; keys and values are written, its length is not.
-            all_logits: whether every token's output is of use, not just the last one's.
+            step: where they belong.
+            cache: the cache, whose keys and values are written.
 
         Returns:
-            [1, hidden_size], or [num_tokens, hidden_size] for all.
+            [num_predicted, hidden_size].
         """
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -127,48 +221,69 @@ class Decoder(ABC):
     def _attention(
         self,
         h: Tensor,
-        layer: LayerWeights,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        past: int,
-        newest: bool,
+        index: int,
+        step: Step,
+        cache: PagedKvCache,
         *,
         tables: tuple[Tensor, Tensor],
         sliding_window: int,
         softmax_scale: float | None = None,
     ) -> Tensor:
-        """[num_tokens, hidden_size] to the same, reading and extending the layer's cache.
+        """[num_tokens, hidden_size] to the same, reading and extending a layer's cache.
 
-        If newest, to [1, hidden_size]: what the last of the tokens sees, all of them being cached.
+        After the last layer only the tokens after which to predict are of use:
+        [num_predicted, hidden_size].
         """
         backend, config = self.backend, self.config
-        qkv = apply(backend, h, layer.qkv)
-        q = backend.split_qkv_norm_rope_into_cache(
-            qkv,
+        layer: LayerWeights = self.weights.layers[index]
+        scales = {}
+        if cache.kind.quantised:
+            scales = {"k_scales": cache.k_scales[index], "v_scales": cache.v_scales[index]}
+        pool = (cache.k[index], cache.v[index])
+        q = backend.split_qkv_norm_rope_into_paged_cache(
+            apply(backend, h, layer.qkv),
             layer.q_norm,
             layer.k_norm,
             *tables,
-            k_cache,
-            v_cache,
+            *pool,
             num_heads=config.num_heads,
-            cache_len=past,
-            pos_offset=past,
+            block_tables=step.block_tables,
+            pos_offsets=step.positions,
+            cu_seqlens_q=step.cu_seqlens,
             eps=config.rms_norm_eps,
             qk_mode=self.qk_mode,
-        )  # [num_heads, num_tokens, head_dim]
-        q = q[:, -1:] if newest else q
-        num_queries = q.shape[1]
-        attended = backend.flash_attention(
-            q[None],
-            k_cache[None],
-            v_cache[None],
-            kv_len=past + h.shape[0],
-            softmax_scale=softmax_scale,
-            sliding_window=sliding_window,
-        )[0]
-        if num_queries > 1:
-            attended = backend.transpose_head_to_token(attended)
-        return apply(backend, attended.view(num_queries, config.q_dim), layer.attn_out)
+            layout=cache.layout,
+            **scales,
+        )  # [num_tokens, num_heads, head_dim]
+        settings = {
+            "softmax_scale": softmax_scale,
+            "sliding_window": sliding_window,
+            "layout": cache.layout,
+            **scales,
+        }
+        if step.cu_seqlens is None:
+            attended = backend.paged_decode_attention(
+                q[:, None],
+                *pool,
+                step.block_tables,
+                step.kv_lens,
+                batch_invariant=step.batch_invariant,
+                **settings,
+            )
+        else:
+            attended = backend.paged_varlen_attention(
+                q,
+                *pool,
+                step.cu_seqlens,
+                step.positions,
+                step.block_tables,
+                max_q_len=step.longest,
+                **settings,
+            )
+        attended = attended.view(h.shape[0], config.q_dim)
+        if index == config.num_layers - 1:
+            attended = predicted_rows(attended, step)
+        return apply(backend, attended, layer.attn_out)
 
     def _head(self, h: Tensor) -> Tensor:
         """Logits, in float32: rounding them to 16 bits would reorder close ones."""
@@ -180,3 +295,8 @@ class Decoder(ABC):
             self.backend.copy_slice(h, wide)
             h = wide
         return matmul(self.backend, h, head)
+
+
+def predicted_rows(x: Tensor, step: Step) -> Tensor:
+    """Rows of x [num_tokens, ...] after which a step predicts."""
+    return x if step.predicted is None else x.index_select(0, step.predicted)

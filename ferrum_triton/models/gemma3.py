@@ -18,11 +18,12 @@ from ferrum_triton.errors import FileError
 from ferrum_triton.models.config import LlamaConfig, refuse_quantised
 from ferrum_triton.models.config_keys import Keys
 from ferrum_triton.models.config_rope import RopeConfig, gguf_rope, hf_rope
-from ferrum_triton.models.decoder import Decoder
+from ferrum_triton.models.decoder import Decoder, predicted_rows
 from ferrum_triton.models.linear import apply
+from ferrum_triton.models.step import Step
 from ferrum_triton.models.weights import HF_NAMES as LLAMA_NAMES
 from ferrum_triton.models.weights import Mlp
-from ferrum_triton.runtime.kv_cache import KvCache
+from ferrum_triton.runtime.kv_cache import PagedKvCache
 
 GGUF_ARCHITECTURES = ("gemma3",)
 HF_ARCHITECTURES = ("Gemma3ForCausalLM",)
@@ -164,7 +165,7 @@ class Gemma3(Decoder):
 
     config: Gemma3Config
 
-    def _layers(self, x: Tensor, cache: KvCache, all_logits: bool) -> Tensor:
+    def _layers(self, x: Tensor, step: Step, cache: PagedKvCache) -> Tensor:
         backend, weights, config = self.backend, self.weights, self.config
         eps = config.rms_norm_eps
         # Rounded as the activations are: so the models were trained.
@@ -172,22 +173,19 @@ class Gemma3(Decoder):
         residual = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         backend.copy_slice(x, residual)
         backend.scale_inplace(residual, scale)
-        layers = zip(weights.layers, cache.k, cache.v, config.windows, strict=True)
-        for layer, k_cache, v_cache, window in layers:
+        for index, (layer, window) in enumerate(zip(weights.layers, config.windows, strict=True)):
             h = backend.rms_norm_to(residual, layer.attn_norm, self.dtype, eps)
-            newest = layer is weights.layers[-1] and not all_logits
             x = self._attention(
                 h,
-                layer,
-                k_cache,
-                v_cache,
-                cache.length,
-                newest,
+                index,
+                step,
+                cache,
                 tables=self.tables[1 if window else 0],
                 sliding_window=window,
                 softmax_scale=config.softmax_scale,
             )
-            residual = residual[-1:] if newest else residual
+            if index == config.num_layers - 1:
+                residual = predicted_rows(residual, step)
             backend.rms_norm_add_inplace(residual, x, layer.attn_post_norm, eps)
             h = backend.rms_norm_to(residual, layer.mlp_norm, self.dtype, eps)
             assert isinstance(layer.mlp, Mlp)

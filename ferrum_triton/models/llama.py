@@ -9,36 +9,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ferrum_triton.models.decoder import Decoder
+from ferrum_triton.models.decoder import Decoder, predicted_rows
 from ferrum_triton.models.experts import Experts, mixture
 from ferrum_triton.models.linear import apply, gated
+from ferrum_triton.models.step import Step
 from ferrum_triton.models.weights import Mlp
-from ferrum_triton.runtime.kv_cache import KvCache
+from ferrum_triton.runtime.kv_cache import PagedKvCache
 
 
 class Llama(Decoder):
     """x += attention(norm(x)), then x += mlp(norm(x)), in each layer."""
 
-    def _layers(self, x: Tensor, cache: KvCache, all_logits: bool) -> Tensor:
-        backend, weights, eps = self.backend, self.weights, self.config.rms_norm_eps
+    def _layers(self, x: Tensor, step: Step, cache: PagedKvCache) -> Tensor:
+        backend, weights, config = self.backend, self.weights, self.config
+        eps = config.rms_norm_eps
         # The residual stream stays in float32 whatever the activations are: rounding it to bfloat16
         # alone changes the likeliest token at one position in a hundred.
         residual = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for layer, k_cache, v_cache in zip(weights.layers, cache.k, cache.v, strict=True):
+        for index, layer in enumerate(weights.layers):
             h = backend.fused_add_rms_norm(residual, x, layer.attn_norm, eps)
-            # Past the last layer's keys and values, only the newest token's output is of use.
-            newest = layer is weights.layers[-1] and not all_logits
             x = self._attention(
                 h,
-                layer,
-                k_cache,
-                v_cache,
-                cache.length,
-                newest,
+                index,
+                step,
+                cache,
                 tables=self.tables[0],
-                sliding_window=self.config.sliding_window,
+                sliding_window=config.sliding_window,
             )
-            residual = residual[-1:] if newest else residual
+            if index == config.num_layers - 1:
+                residual = predicted_rows(residual, step)
             h = backend.fused_add_rms_norm(residual, x, layer.mlp_norm, eps)
             x = self._mlp(h, layer.mlp)
         return backend.fused_add_rms_norm(residual, x, weights.final_norm, eps)

@@ -48,24 +48,36 @@ class DecodeState:
     def set(self, token: int | Sequence[int], step: int | Sequence[int]) -> None:
         """Feed ``token`` at position ``step``; one of each per sequence, or the same for all.
 
+        A step of -1 is padding: its position is -1 and its kv_len 0, which ops skip.
+
         Raises:
             InputError: a number is negative or past int32, or there is one per sequence too many.
         """
         refuse_in_capture("set_decode_state", self._packed.device, "Set it before the replay.")
-        tokens, steps = self._spread("token", token), self._spread("step", step)
+        tokens, steps = self._spread("token", token, 0), self._spread("step", step, -1)
         lens = [value + 1 for value in steps]
         values = torch.tensor([tokens, steps, lens], dtype=torch.int32)
         # Pageable memory is read before the call returns, so this neither waits nor races.
         self._packed.copy_(values, non_blocking=True)
 
-    def _spread(self, name: str, value: int | Sequence[int]) -> list[int]:
+    def advance(self, tokens: Tensor) -> None:
+        """Feed what a step chose at the next positions; for the end of a captured step.
+
+        Args:
+            tokens: [n] int32, of the first n sequences. Padding stays where it is.
+        """
+        count = tokens.shape[0]
+        self.token[:count].copy_(tokens)
+        self._packed[1:, :count].add_(self.kv_len[:count] > 0)
+
+    def _spread(self, name: str, value: int | Sequence[int], least: int) -> list[int]:
         batch = self._packed.shape[1]
         values = [value] * batch if isinstance(value, int) else list(value)
         if len(values) != batch:
             _reject(name, f"{len(values)} numbers", f"one, or {batch}")
-        bad = next((v for v in values if not 0 <= v < INT32_MAX), None)
+        bad = next((v for v in values if not least <= v < INT32_MAX), None)
         if bad is not None:
-            _reject(name, str(bad), f"0 to {INT32_MAX - 1}")
+            _reject(name, str(bad), f"{least} to {INT32_MAX - 1}")
         return values
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.ops.kv_pool import LAYOUTS, cache_shapes
+from ferrum_triton.runtime.blocks import BlockAllocator
 from ferrum_triton.runtime.context import refuse_in_capture
 from ferrum_triton.types import KvDtypeKind
 
@@ -107,49 +108,6 @@ class KvCache:
         self._allocate(0)
 
 
-class BlockAllocator:
-    """Hands out the blocks [0, num_blocks) of a pool; each belongs to at most one holder."""
-
-    def __init__(self, num_blocks: int) -> None:
-        # A stack: the block freed last is handed out first, while caches may still hold it.
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._taken = [False] * num_blocks
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """``count`` blocks.
-
-        Raises:
-            InputError: fewer are free; none is taken then.
-        """
-        if not 0 <= count <= self.num_free:
-            allowed = f"0 to the {self.num_free} that are free"
-            _reject("take", "count", f"{count} blocks", allowed, "Free a sequence.")
-        blocks = [self._free.pop() for _ in range(count)]
-        for block in blocks:
-            self._taken[block] = True
-        return blocks
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Free ``blocks``.
-
-        Raises:
-            InputError: one of them is not taken, or named twice; none is freed then.
-        """
-        seen: set[int] = set()
-        for block in blocks:
-            if not 0 <= block < len(self._taken) or not self._taken[block] or block in seen:
-                advice = "A block is freed once, by its holder."
-                _reject("give_back", "blocks", f"holding {block}", "blocks in use", advice)
-            seen.add(block)
-        for block in blocks:
-            self._taken[block] = False
-        self._free.extend(reversed(blocks))
-
-
 class PagedKvCache:
     """Keys and values of many sequences, in blocks of one pool per layer.
 
@@ -162,10 +120,11 @@ class PagedKvCache:
         k, v: a tensor per layer, in that layout.
         k_scales, v_scales: a float16 tensor per layer of a quantised kind; empty for other kinds.
         block_tables: [num_seqs, max_blocks_per_seq] int32 on the device; -1 where there is none.
-        kv_lens: [num_seqs] int32 on the device.
+        kv_lens: [num_seqs] int32 on the device, as :meth:`set_lens` left them.
         blocks: a list of blocks per sequence: the host's mirror of ``block_tables``.
-        lengths: the number of positions filled per sequence: the host's mirror of ``kv_lens``.
+        lengths: the number of positions filled per sequence.
         allocator: the allocator of the blocks.
+        capacity: the most positions of a sequence: what its blocks hold, or fewer if so asked.
 
     Raises:
         InputError: a size is not positive, the layout is unknown, or ``"vllm_x"`` does not
@@ -182,12 +141,16 @@ class PagedKvCache:
         max_blocks_per_seq: int,
         num_kv_heads: int,
         head_dim: int,
+        capacity: int | None = None,
         kind: KvDtypeKind = KvDtypeKind.BF16,
         layout: str = "hnd",
         device: torch.device | str = "cpu",
     ) -> None:
+        room = max_blocks_per_seq * block_size
+        self.capacity = room if capacity is None else capacity
         _check_sizes(
             "PagedKvCache",
+            capacity=self.capacity,
             num_layers=num_layers,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -196,6 +159,9 @@ class PagedKvCache:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
         )
+        if self.capacity > room:
+            advice = "Allow more blocks."
+            _reject("PagedKvCache", "capacity", str(capacity), f"up to {room}", advice)
         self.kind, self.layout, self.block_size = KvDtypeKind(kind), layout, block_size
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         dtype, layers = self.kind.dtype, range(num_layers)
@@ -224,11 +190,6 @@ class PagedKvCache:
         table = (num_seqs, max_blocks_per_seq)
         self.block_tables = torch.full(table, -1, dtype=torch.int32, device=device)
         self.kv_lens = torch.zeros(num_seqs, dtype=torch.int32, device=device)
-
-    @property
-    def capacity(self) -> int:
-        """The most positions a sequence can have."""
-        return self.block_tables.shape[1] * self.block_size
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -278,6 +239,41 @@ class PagedKvCache:
         for seq, length in lengths.items():
             self.lengths[seq] = length
         self.kv_lens.copy_(torch.tensor(self.lengths, dtype=torch.int32), non_blocking=True)
+
+    def share(self, seq: int, blocks: Sequence[int]) -> None:
+        """Begin an empty sequence with blocks that others may hold too, to be read only.
+
+        Raises:
+            InputError: there is no such sequence, it is not empty, or they exceed its capacity.
+        """
+        self._check_seq("share", seq)
+        if self.blocks[seq] or len(blocks) > self.block_tables.shape[1]:
+            got = f"{len(blocks)} for {seq}, which has {len(self.blocks[seq])}"
+            allowed = f"up to {self.block_tables.shape[1]}, of an empty sequence"
+            _reject("share", "blocks", got, allowed, "Free the sequence first.")
+        refuse_in_capture("share", self.kv_lens.device, "Share before the replay.")
+        self.allocator.hold(blocks)
+        self.blocks[seq] = list(blocks)
+        if blocks:
+            self._write_table([(seq, i, block) for i, block in enumerate(blocks)])
+
+    def make_writable(self, seq: int, position: int) -> None:
+        """Have the block of a position to oneself: a shared one is copied, in every layer.
+
+        Raises:
+            InputError: there is no such sequence or position, or no block is free for the copy.
+        """
+        (slot,) = self.slots(seq, position, position + 1)
+        column, old = position // self.block_size, slot // self.block_size
+        if self.allocator.holders(old) == 1:
+            return
+        refuse_in_capture("make_writable", self.kv_lens.device, "Copy before the replay.")
+        (new,) = self.allocator.take(1)
+        for pool in (*self.k, *self.v, *self.k_scales, *self.v_scales):
+            pool[new].copy_(pool[old])
+        self.allocator.give_back([old])
+        self.blocks[seq][column] = new
+        self._write_table([(seq, column, new)])
 
     def free(self, seq: int) -> None:
         """Give the blocks of a sequence back to the pool; it is empty then.

@@ -1,0 +1,256 @@
+"""Steps of a model over one cache: decode steps replayed from graphs, everything else eager.
+
+A decode step takes token, position and length of every row from device memory, chooses the next
+token there and moves the row on, so that a replay needs nothing of the host. Graphs are captured
+for powers of two of rows, the largest first, in one pool of memory. The host reads a step's tokens
+while the next one runs. Where there are no device graphs the same step runs eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.models.decoder import BLOCK_SIZE, Decoder
+from ferrum_triton.models.step import Step, varlen_step
+from ferrum_triton.runtime.graph import Graph
+from ferrum_triton.runtime.sampling import Sampler, Sampling, change_logits
+from ferrum_triton.types import KvDtypeKind
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a sequence brings to a step.
+
+    Attributes:
+        key: a number that no other sequence has.
+        ids: its tokens so far, of which the cache has the keys of the first ``start``.
+        start: the position of the first token that goes through the model.
+        end: one past the last.
+        sampling: how it chooses; None where the step does not reach its last token.
+    """
+
+    key: int
+    ids: Sequence[int]
+    start: int
+    end: int
+    sampling: Sampling | None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Tokens that a step chose, by sequence, and their log-probabilities where wanted."""
+
+    tokens: dict[int, int]
+    logprobs: dict[int, float]
+
+
+class Runner:
+    """A model, a paged cache of ``num_rows`` sequences, and graphs of its decode steps.
+
+    Args:
+        model: the model.
+        num_rows: sequences at a time.
+        capacity: the most positions of a sequence.
+        num_blocks: blocks of the cache; None has enough for all rows.
+        kind: of the cache's elements; None is the activations' dtype.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        num_rows: int,
+        capacity: int,
+        num_blocks: int | None = None,
+        kind: KvDtypeKind | None = None,
+    ) -> None:
+        self.model, self.num_rows = model, num_rows
+        device = model.backend.device
+        self.cache = model.new_cache(capacity, num_rows, num_blocks, kind)
+        self.graph = Graph(device, num_rows)
+        self._sampler = Sampler(model.backend, num_rows)
+        self._on_cuda = device.type == "cuda"
+        # Two, because a step may be in flight while the one before is read.
+        pinned = {"dtype": torch.int32, "pin_memory": self._on_cuda}
+        self._read = [torch.empty(num_rows, **pinned) for _ in range(2)]
+        self._in_flight: list[_InFlight] = []
+        self._num_started = 0
+        # What the device has of each row: None for padding.
+        self._rows: list[Row | None] = [None] * num_rows
+        self._greedy = True
+
+    @property
+    def buckets(self) -> list[int]:
+        """Numbers of rows that there are graphs for, ascending."""
+        sizes = [1]
+        while sizes[-1] < self.num_rows:
+            sizes.append(min(2 * sizes[-1], self.num_rows))
+        return sizes
+
+    def warm_up(self, greedy: bool = True) -> None:
+        """Compile and capture every decode step beforehand, the largest first."""
+        self._set_rows([None] * self.num_rows)
+        for count in reversed(self.buckets):
+            self._launch(count, greedy)
+
+    @torch.inference_mode()
+    def run(self, rows: dict[int, Row]) -> Chosen:
+        """Any numbers of tokens of any sequences, eagerly; waits for what is chosen."""
+        predicted, settings, last = [], [], -1
+        for row in rows.values():
+            last += row.end - row.start
+            if row.sampling is not None:
+                predicted.append(last)
+                settings.append(row.sampling)
+        parts = [(seq, row.ids[row.start : row.end]) for seq, row in rows.items()]
+        logits = self.model.run(varlen_step(self.cache, parts, predicted or [last]), self.cache)
+        for seq, row in rows.items():
+            self.cache.lengths[seq] = row.end
+        reached = {seq: row for seq, row in rows.items() if row.sampling is not None}
+        return self._choose(logits, reached) if reached else Chosen({}, {})
+
+    @torch.inference_mode()
+    def run_invariant(self, rows: dict[int, Row]) -> Chosen:
+        """As :meth:`run`, by a step of ``num_rows`` single tokens whatever there is to do.
+
+        Products choose their kernel by the number of tokens, and attention its splits by the
+        batch: with both fixed a sequence's results do not depend by a bit on what runs beside it.
+        """
+        tokens = [
+            (seq, position) for seq, row in rows.items() for position in range(row.start, row.end)
+        ]
+        padding = self.num_rows - len(tokens)
+        where = [*tokens, *[(0, -1)] * padding]
+        ids = [rows[seq].ids[position] for seq, position in tokens] + [0] * padding
+        packed = torch.tensor([ids, [s for s, _ in where], [p for _, p in where]])
+        ids_, seqs, positions = packed.to(self.cache.block_tables.device, torch.int32)
+        step = Step(
+            ids=ids_,
+            block_tables=self.cache.block_tables.index_select(0, seqs),
+            positions=positions,
+            kv_lens=positions + 1,
+            batch_invariant=True,
+        )
+        logits = self.model.run(step, self.cache)
+        for seq, row in rows.items():
+            self.cache.lengths[seq] = row.end
+        reached = {seq: row for seq, row in rows.items() if row.sampling is not None}
+        if not reached:
+            return Chosen({}, {})
+        last = [tokens.index((seq, row.end - 1)) for seq, row in reached.items()]
+        return self._choose(logits[torch.tensor(last, device=logits.device)], reached)
+
+    def _choose(self, logits: Tensor, rows: dict[int, Row]) -> Chosen:
+        """One token after each row of logits, by each row's settings."""
+        settings = [row.sampling for row in rows.values() if row.sampling is not None]
+        logprobs: dict[int, float] = {}
+        plain = None
+        if any(s.logprobs for s in settings):
+            plain = logits.float().log_softmax(-1)
+        if any(s.changes_logits for s in settings):
+            change_logits(
+                self.model.backend, logits, settings, [r.ids[: r.end] for r in rows.values()]
+            )
+        greedy = all(s.temperature == 0 for s in settings)
+        self._rows = [None] * self.num_rows  # what the sampler has is no longer the rows'
+        if not greedy:
+            self._sampler.set(settings)
+        positions = torch.tensor([row.end - 1 for row in rows.values()], dtype=torch.int32)
+        chosen = self._sampler.choose(logits, positions.to(logits.device), greedy)
+        tokens = dict(zip(rows, chosen.tolist(), strict=True))
+        if plain is not None:
+            values = plain.gather(1, chosen.long()[:, None])[:, 0].tolist()
+            wanted = zip(rows, settings, values, strict=True)
+            logprobs = {seq: value for seq, s, value in wanted if s.logprobs}
+        return Chosen(tokens, logprobs)
+
+    def decode(self, rows: dict[int, Row]) -> None:
+        """Enqueue a decode step of single tokens; :meth:`collect` returns what it chose.
+
+        The tokens of rows that were in the step before are taken from the device, whether or not
+        the host has read them: their last id may be unknown here.
+        """
+        wanted: list[Row | None] = [rows.get(seq) for seq in range(max(rows) + 1)]
+        if not self._continues(wanted):
+            self._set_rows(wanted)
+        self._rows[: len(wanted)] = wanted  # and the others are padding
+        count = next(size for size in self.buckets if size >= len(wanted))
+        self._launch(count, self._greedy)
+        for seq, row in rows.items():
+            self.cache.lengths[seq] = row.end
+        buffer = self._read[self._num_started % 2]
+        self._num_started += 1
+        buffer.copy_(self.graph.state.token, non_blocking=True)
+        event = None
+        if self._on_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        self._in_flight.append(_InFlight(tuple(rows), buffer, event))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Decode steps that were enqueued and not collected."""
+        return len(self._in_flight)
+
+    def collect(self) -> dict[int, int]:
+        """Wait for the oldest decode step in flight; its tokens by sequence."""
+        step = self._in_flight.pop(0)
+        if step.event is not None:
+            step.event.synchronize()
+        tokens = step.tokens.tolist()
+        return {seq: tokens[seq] for seq in step.seqs}
+
+    def _continues(self, wanted: list[Row | None]) -> bool:
+        """Whether the device has these rows already, as the step before left them."""
+        padded = [*wanted, *[None] * (self.num_rows - len(wanted))]
+        left = [None if old is None else (old.key, old.end) for old in self._rows]
+        return left == [None if new is None else (new.key, new.start) for new in padded]
+
+    def _set_rows(self, rows: list[Row | None]) -> None:
+        """Tell the device of the rows of the next step."""
+        padded = [*rows, *[None] * (self.num_rows - len(rows))]
+        tokens = [0 if row is None else row.ids[row.start] for row in padded]
+        steps = [-1 if row is None else row.start for row in padded]
+        self.graph.set_decode_state(tokens, steps)
+        settings = [row.sampling or Sampling() if row else Sampling() for row in padded]
+        self._greedy = all(s.temperature == 0 for s in settings)
+        if not self._greedy:
+            self._sampler.set(settings)
+        self._rows = padded
+
+    @torch.inference_mode()
+    def _launch(self, count: int, greedy: bool) -> None:
+        """One decode step of the first ``count`` rows: replayed, or captured at its first time."""
+        key = (count, greedy)
+        if not self.graph.replay(key):
+            owners = [*self.cache.tensors, *(t for pair in self.model.tables for t in pair)]
+            self.graph.capture(key, lambda: self._step(count, greedy), owners)
+
+    def _step(self, count: int, greedy: bool) -> None:
+        state = self.graph.state
+        step = Step(
+            ids=state.token[:count],
+            block_tables=self.cache.block_tables[:count],
+            positions=state.pos[:count],
+            kv_lens=state.kv_len[:count],
+        )
+        logits = self.model.run(step, self.cache)
+        chosen = self._sampler.choose(logits, state.pos[:count], greedy)
+        state.advance(chosen)
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A decode step that was enqueued: its sequences, and where its tokens will be."""
+
+    seqs: tuple[int, ...]
+    tokens: Tensor
+    event: torch.cuda.Event | None
+
+
+def blocks_of(length: int) -> int:
+    """Blocks that so many positions take."""
+    return -(-length // BLOCK_SIZE)
