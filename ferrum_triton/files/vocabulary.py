@@ -122,8 +122,8 @@ class Vocabulary:
             eos_id=eos,
             end_ids={number for number in declared if number is not None},
             # Around a text of "bert" both go always: what files say of them differs by their age.
-            add_bos=word_piece or keys.get("add_bos_token", bool, add_bos) and bos is not None,
-            add_eos=word_piece or keys.get("add_eos_token", bool, False) and eos is not None,
+            add_bos=word_piece or (keys.get("add_bos_token", bool, add_bos) and bos is not None),
+            add_eos=word_piece or (keys.get("add_eos_token", bool, False) and eos is not None),
             add_space_prefix=keys.get("add_space_prefix", bool, sentencepiece),
             lowercase=lowercase,
             strip_accents=keys.get("normalizer.strip_accents", bool, lowercase),
