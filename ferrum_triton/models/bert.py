@@ -358,7 +358,7 @@ class Bert:
     def _checked(self, caller: str, ids: Sequence[int], types: Sequence[int] | None) -> _Text:
         for name, values in (("ids", ids), ("token_types", types)):
             if values is not None and not isinstance(values, Sequence):
-                got = f"a {type(values).__name__}"
+                got = f"of type {type(values).__name__}"
                 advice = "Of a tensor, pass .tolist()."
                 raise InputError(caller, name, got, "a list of integers for each text", advice)
         config, types = self.config, [0] * len(ids) if types is None else types
