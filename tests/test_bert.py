@@ -253,7 +253,7 @@ def test_bad_directories_are_refused(copy, change, message):
         ({"attention.causal": True}, "causal attention"),
         ({"pooling_type": 3}, "pooling 'last' is not supported; known: mean, cls"),
         ({"pooling_type": 4}, "pooling 'rank'"),
-        ({"pooling_type": 9}, "pooling '9'"),
+        ({"pooling_type": 5}, "pooling '5'"),
         ({"attention.head_count": 7}, "no multiple of 7 heads"),
         ({"context_length": 16}, r"'position_embd.weight' has shape \[32, 64\]"),
     ],
@@ -462,6 +462,8 @@ def test_bad_vocabularies_are_refused(tmp_path):
         tokens = [token for token in TOKENS if token != missing]
         with pytest.raises(FileError, match=rf"has no token \{missing}"):
             load_tokenizer(vocabulary(path, tokens))
+    with pytest.raises(FileError, match="no token of the vocabulary begins with ▁"):
+        load_tokenizer(vocabulary(path, [*SPECIAL, "a", "##b"]))
     with pytest.raises(FileError, match="'##a' twice"):
         load_tokenizer(vocabulary(path, [*SPECIAL, "▁##a", "a"]))
 

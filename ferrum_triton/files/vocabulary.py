@@ -193,6 +193,8 @@ def word_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     if vocabulary.unknown_id is None or None in numbers:
         missing = ("[CLS]", "[SEP]", "[UNK]")[numbers.index(None)]
         raise FileError(vocabulary.path, f"the tokenizer has no token {missing}")
+    if not any(token.startswith("▁") for token in vocabulary.tokens):
+        raise FileError(vocabulary.path, "no token of the vocabulary begins with ▁, as words would")
     spelled: dict[str, int] = {}
     pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
     for number, (token, kind) in enumerate(pairs):
