@@ -86,7 +86,10 @@ FAMILIES = {
         "test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat "
         "test_chat_hostile",
     ),
-    "ferrum_triton/models/": ("", "test_models test_gemma3 test_packed_models test_generate"),
+    "ferrum_triton/models/": (
+        "",
+        "test_models test_gemma3 test_bert test_packed_models test_generate",
+    ),
     "ferrum_triton/runtime/": (
         "",
         "test_runtime test_runtime_kv_cache test_sampling test_graph test_collective",

@@ -96,9 +96,7 @@ def test_prefill_then_decode_is_one_forward(model, tokenizer):
 
 def test_it_knows_the_capital_of_france(model, tokenizer):
     stats = Stats()
-    pieces = generate_text(
-        model, tokenizer, chat_ids(tokenizer, CHATS[0]), Sampling(), 40, stats
-    )
+    pieces = generate_text(model, tokenizer, chat_ids(tokenizer, CHATS[0]), Sampling(), 40, stats)
     assert "Paris" in "".join(pieces)
     assert stats.stopped_by == "end"
     assert stats.new_tokens >= 3

@@ -91,7 +91,12 @@ def write_gguf(
     tensors: dict[str, torch.Tensor | QuantizedTensor],
 ) -> None:
     """A GGUF file of a model's hyperparameters and tensors, float32 or packed."""
-    kinds: dict[type, int] = {str: gguf_writer.STRING, int: gguf_writer.U32, float: gguf_writer.F32}
+    kinds: dict[type, int] = {
+        str: gguf_writer.STRING,
+        bool: gguf_writer.BOOL,
+        int: gguf_writer.U32,
+        float: gguf_writer.F32,
+    }
     pairs = [gguf_writer.pair("general.architecture", gguf_writer.STRING, architecture)]
     pairs += [
         gguf_writer.pair(f"{architecture}.{key}", kinds[type(value)], value)

@@ -59,11 +59,23 @@ def read_json(path: str | Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, An
     Raises:
         FileError: as :func:`read_text`, or the contents are no JSON object.
     """
-    text = read_text(path, max_bytes)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FileError(path, f"not JSON: {error}") from error
+    value = _parse(path, max_bytes)
     if not isinstance(value, dict):
         raise FileError(path, "not a JSON object")
     return value
+
+
+def read_json_array(path: str | Path, max_bytes: int = MAX_JSON_BYTES) -> list[Any]:
+    """Read a file that holds one JSON array; otherwise as :func:`read_json`."""
+    value = _parse(path, max_bytes)
+    if not isinstance(value, list):
+        raise FileError(path, "not a JSON array")
+    return value
+
+
+def _parse(path: str | Path, max_bytes: int) -> Any:
+    text = read_text(path, max_bytes)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(path, f"not JSON: {error}") from error

@@ -18,12 +18,20 @@ from ferrum_triton.files.json_file import is_directory, read_json, read_text
 from ferrum_triton.files.text import check_text
 from ferrum_triton.files.tokenizer_json import read_tokenizer
 from ferrum_triton.files.tokenizer_limits import encode, failures, refuse_losses
-from ferrum_triton.files.vocabulary import Vocabulary, byte_level_bpe, sentencepiece_bpe
+from ferrum_triton.files.vocabulary import (
+    Vocabulary,
+    byte_level_bpe,
+    sentencepiece_bpe,
+    word_piece,
+)
 
 if TYPE_CHECKING:
     import tokenizers
 
 MAX_TEMPLATE_BYTES = 1 << 20
+
+# By what a GGUF file calls its kind of vocabulary.
+_BUILDERS = {"gpt2": byte_level_bpe, "llama": sentencepiece_bpe, "bert": word_piece}
 
 # Ends of a turn that files do not always declare; counted only where marked as control tokens.
 _END_TOKENS = (
@@ -81,16 +89,15 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, file: GgufFile) -> Tokenizer:
-        """The tokenizer stored in a GGUF file: byte-level BPE or SentencePiece BPE.
+        """The tokenizer stored in a GGUF file: byte-level BPE, SentencePiece BPE or WordPiece.
 
         Raises:
             FileError: the file has no tokenizer, one of another kind, or an inconsistent one.
         """
         vocabulary = Vocabulary.from_gguf(file)
-        byte_level = vocabulary.model == "gpt2"
         with failures(file.path, "the tokenizer is inconsistent"):
-            backend = (byte_level_bpe if byte_level else sentencepiece_bpe)(vocabulary)
-        refuse_losses(backend, file.path, byte_level=byte_level)
+            backend = _BUILDERS[vocabulary.model](vocabulary)
+        refuse_losses(backend, file.path, byte_level=vocabulary.model == "gpt2")
         template = file.metadata.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
             raise FileError(file.path, "tokenizer.chat_template is no string")

@@ -18,6 +18,10 @@ MAX_ADDED_TOKENS = 1 << 16
 """Most tokens matched whole in a text. Models have some thousands at most, and the library takes
 time that grows faster than their number: 0.3 s for these, 100 s for three million."""
 
+MAX_WORD_CHARS = 1 << 10
+"""Longest word that WordPiece may look for pieces of, which takes the square of its length; BERT's
+is 100."""
+
 # Time for a text: no tokenizer in use takes a hundredth of it.
 _SECONDS, _CHARS_PER_SECOND = 10, 100_000
 
@@ -75,7 +79,7 @@ def _in_time(call: Callable[[], T], seconds: float) -> T:
 
 
 def refuse_losses(backend: tokenizers.Tokenizer, path: Path, *, byte_level: bool) -> None:
-    """Check that a BPE vocabulary has tokens for any text, of which it would drop the rest.
+    """Check that a vocabulary has tokens for any text, of which it would drop the rest.
 
     Args:
         backend: the tokenizer.
@@ -83,11 +87,18 @@ def refuse_losses(backend: tokenizers.Tokenizer, path: Path, *, byte_level: bool
         byte_level: whether a byte is spelled as one character of :func:`byte_alphabet`.
 
     Raises:
-        FileError: bytes that text needs have no token, and there is no unknown token.
+        FileError: bytes that text needs have no token, and there is no unknown token; or words of
+            WordPiece are too long to be cut in time.
     """
     from tokenizers import models
 
     model = backend.model
+    if isinstance(model, models.WordPiece):
+        if backend.token_to_id(model.unk_token) is None:
+            raise FileError(path, f"the vocabulary lacks its unknown token {model.unk_token!r:.80}")
+        if model.max_input_chars_per_word > MAX_WORD_CHARS:
+            reason = f"words of {model.max_input_chars_per_word} characters"
+            raise FileError(path, f"the tokenizer takes {reason}; allowed: {MAX_WORD_CHARS}")
     if not isinstance(model, models.BPE) or model.unk_token is not None:
         return
     needed = byte_alphabet() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]

@@ -7,7 +7,7 @@ llama.cpp's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _KEY = "tokenizer.ggml."
-_MODELS = ("gpt2", "llama")
+_MODELS = ("gpt2", "llama", "bert")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 # Deriving merges takes time that grows with the square of a token's length; this is 50 times what
 # the largest vocabularies need.
@@ -35,18 +35,21 @@ class Vocabulary:
 
     Attributes:
         path: the file.
-        model: "gpt2" (byte-level BPE) or "llama" (SentencePiece BPE).
+        model: "gpt2" (byte-level BPE), "llama" (SentencePiece BPE) or "bert" (WordPiece).
         tokens: the tokens by id, all different.
         types: their types by id: normal, unknown, control, user-defined, unused or byte.
         merges: pairs to merge, best first; None when the file has none.
         scores: the tokens' scores, higher merges first; None when the file has none.
-        split: how text is cut before merging; None for "llama".
-        bos_id: the begin token.
-        eos_id: the declared end token.
+        split: how text is cut before merging; None but for "gpt2".
+        bos_id: the begin token; "[CLS]" for "bert".
+        eos_id: the declared end token; "[SEP]" for "bert".
         end_ids: every declared token that ends generation.
         add_bos: a prompt starts with the begin token.
         add_eos: a prompt ends with the end token.
         add_space_prefix: a space goes before the text; "llama" only.
+        lowercase: capitals become small letters; "bert" only, as the next two.
+        strip_accents: accents are left out.
+        unknown_id: the token of a word that the others cannot spell.
     """
 
     path: Path
@@ -62,6 +65,9 @@ class Vocabulary:
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
+    lowercase: bool
+    strip_accents: bool
+    unknown_id: int | None
 
     @classmethod
     def from_gguf(cls, file: GgufFile) -> Vocabulary:
@@ -91,11 +97,19 @@ class Vocabulary:
                 reason = f"{len(values)} elements for {len(tokens)} tokens"
                 raise FileError(file.path, f"{_KEY}{name} has {reason}")
         split = _split(file.path, keys.get("pre", str, "default")) if model == "gpt2" else None
-        sentencepiece = model == "llama"
-        bos = keys.id("bos_token_id", len(tokens), 1 if sentencepiece else None)
-        eos = keys.id("eos_token_id", len(tokens), 2 if sentencepiece else None)
+        sentencepiece, word_piece = model == "llama", model == "bert"
+        unknown = None
+        if word_piece:
+            bos, eos, unknown = (
+                keys.id(f"{name}_token_id", len(tokens), _index(tokens, token))
+                for name, token in (("bos", "[CLS]"), ("seperator", "[SEP]"), ("unknown", "[UNK]"))
+            )
+        else:
+            bos = keys.id("bos_token_id", len(tokens), 1 if sentencepiece else None)
+            eos = keys.id("eos_token_id", len(tokens), 2 if sentencepiece else None)
         declared = {eos} | {keys.id(f"{n}_token_id", len(tokens), None) for n in ("eot", "eom")}
         add_bos = sentencepiece or (split is not None and split.add_bos)
+        lowercase = keys.get("normalizer.lowercase", bool, True)
         return cls(
             path=file.path,
             model=model,
@@ -107,9 +121,13 @@ class Vocabulary:
             bos_id=bos,
             eos_id=eos,
             end_ids={number for number in declared if number is not None},
-            add_bos=keys.get("add_bos_token", bool, add_bos) and bos is not None,
-            add_eos=keys.get("add_eos_token", bool, False) and eos is not None,
+            # Around a text of "bert" both go always: what files say of them differs by their age.
+            add_bos=word_piece or (keys.get("add_bos_token", bool, add_bos) and bos is not None),
+            add_eos=word_piece or (keys.get("add_eos_token", bool, False) and eos is not None),
             add_space_prefix=keys.get("add_space_prefix", bool, sentencepiece),
+            lowercase=lowercase,
+            strip_accents=keys.get("normalizer.strip_accents", bool, lowercase),
+            unknown_id=unknown,
         )
 
     def control_ids(self) -> dict[str, int]:
@@ -162,6 +180,38 @@ def sentencepiece_bpe(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
         steps.append(decoders.Strip(content=" ", left=1))
     backend.decoder = decoders.Sequence(steps)
     return _finish(backend, vocabulary)
+
+
+def word_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """The longest tokens that spell a word from its start on, as BERT has them.
+
+    GGUF files write "▁" before tokens that begin a word, and nothing before those that go on.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    numbers = (vocabulary.bos_id, vocabulary.eos_id, vocabulary.unknown_id)
+    if vocabulary.unknown_id is None or None in numbers:
+        missing = ("[CLS]", "[SEP]", "[UNK]")[numbers.index(None)]
+        raise FileError(vocabulary.path, f"the tokenizer has no token {missing}")
+    if not any(token.startswith("▁") for token in vocabulary.tokens):
+        raise FileError(vocabulary.path, "no token of the vocabulary begins with ▁, as words would")
+    spelled: dict[str, int] = {}
+    pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
+    for number, (token, kind) in enumerate(pairs):
+        if kind != _CONTROL and number not in numbers:
+            begins = token.startswith("▁") and token != "▁"
+            token = token[1:] if begins else f"##{token}"
+        if token in spelled:
+            raise FileError(vocabulary.path, f"the vocabulary has the token {token!r:.80} twice")
+        spelled[token] = number
+    unknown = vocabulary.tokens[vocabulary.unknown_id]
+    backend = Tokenizer(models.WordPiece(vocab=spelled, unk_token=unknown))
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=vocabulary.lowercase, strip_accents=vocabulary.strip_accents
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return _finish(backend, replace(vocabulary, tokens=[*spelled]))
 
 
 def _merges_from_scores(
@@ -221,6 +271,10 @@ def _finish(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> tokenizers
     if ends:
         backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
     return backend
+
+
+def _index(tokens: list[str], token: str) -> int | None:
+    return tokens.index(token) if token in tokens else None
 
 
 def _split(path: Path, name: str) -> Split:

@@ -1,4 +1,4 @@
-"""Decoders: :func:`load_model` takes a file or a directory to a running model."""
+"""Models, from files: :func:`load_model` gives decoders, :func:`load_encoder` text encoders."""
 
 from __future__ import annotations
 
@@ -11,13 +11,36 @@ from ferrum_triton.files.gguf import open_gguf
 from ferrum_triton.files.json_file import is_directory, read_json
 from ferrum_triton.files.safetensors import open_safetensors
 from ferrum_triton.files.tokenizer import load_tokenizer
+from ferrum_triton.models.bert import Bert, BertConfig, BertLoader, BertSource
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.decoder import Decoder
-from ferrum_triton.models.families import Family, family_of_gguf, family_of_hf
+from ferrum_triton.models.families import (
+    Family,
+    encoder_of_gguf,
+    encoder_of_hf,
+    family_of_gguf,
+    family_of_hf,
+)
 from ferrum_triton.models.llama import Llama
-from ferrum_triton.models.weights import GgufSource, HfSource, Progress, Source, load_weights
+from ferrum_triton.models.weights import (
+    GgufSource,
+    HfSource,
+    Progress,
+    Source,
+    load_weights,
+    tell_what_decoding_takes,
+)
 
-__all__ = ["Decoder", "Llama", "LlamaConfig", "load_model", "load_tokenizer"]
+__all__ = [
+    "Bert",
+    "BertConfig",
+    "Decoder",
+    "Llama",
+    "LlamaConfig",
+    "load_encoder",
+    "load_model",
+    "load_tokenizer",
+]
 
 
 def load_model(
@@ -64,3 +87,39 @@ def load_model(
         family = family_of_gguf(file.metadata, path)
         config = family.config.from_gguf(file.metadata, file.tensors, path)
         return assemble(family, GgufSource(file), config)
+
+
+def load_encoder(
+    path: str | Path,
+    backend: Backend,
+    dtype: torch.dtype = torch.float32,
+    progress: Progress | None = None,
+    *,
+    allow_non_finite: bool = False,
+) -> Bert:
+    """Load a text encoder: a GGUF file, or a Hugging Face directory, as :func:`load_model` does.
+
+    Args:
+        path: the file or directory.
+        backend: the backend the model will run on.
+        dtype: the dtype of activations, and of weights that are not kept packed.
+        progress: a function called with the numbers of tensors loaded and to load.
+        allow_non_finite: whether weights may be NaN, infinite, or too large for their dtype.
+
+    Raises:
+        FileError: the file is malformed, or of a model that is no encoder this package can run.
+    """
+
+    def assemble(source: Source, config: BertConfig) -> Bert:
+        tell_what_decoding_takes(source, backend, dtype)
+        loader = BertLoader(source, backend, dtype, progress, allow_non_finite=allow_non_finite)
+        return Bert(config, loader.load(config), backend, dtype)
+
+    path = Path(path)
+    if is_directory(path):
+        values = read_json(path / "config.json")
+        config = encoder_of_hf(values, path / "config.json").from_hf(values, path / "config.json")
+        return assemble(BertSource(open_safetensors(path)), config)
+    with open_gguf(path) as file:
+        config = encoder_of_gguf(file.metadata, path).from_gguf(file.metadata, path)
+        return assemble(GgufSource(file), config)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ferrum_triton.errors import FileError
+from ferrum_triton.models import bert, gemma3, weights
 from ferrum_triton.models import config as llama_config
-from ferrum_triton.models import gemma3, weights
+from ferrum_triton.models.bert import BertConfig
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.decoder import Decoder
 from ferrum_triton.models.llama import Llama
+
+T = TypeVar("T")
+
+_NO_DECODER = "is a text encoder; load it with load_encoder"
+_NO_ENCODER = "is a decoder; load it with load_model"
 
 
 @dataclass(frozen=True)
@@ -56,29 +62,64 @@ FAMILIES = (
 
 
 def family_of_gguf(metadata: Mapping[str, Any], path: Path) -> Family:
-    """The family of a GGUF file.
+    """The family of a GGUF file of a decoder.
 
     Raises:
         FileError: there is none for its architecture.
     """
-    return _find(
-        {name: f for f in FAMILIES for name in f.gguf}, metadata.get("general.architecture"), path
-    )
+    name = metadata.get("general.architecture")
+    return _find(_by_gguf_name(), name, path, bert.GGUF_ARCHITECTURES, _NO_DECODER)
 
 
 def family_of_hf(config: Mapping[str, Any], path: Path) -> Family:
-    """The family of a Hugging Face ``config.json``.
+    """The family of a decoder's Hugging Face ``config.json``.
 
     Raises:
         FileError: there is none for its architecture.
     """
+    return _find(_by_hf_name(), _hf_name(config), path, bert.HF_ARCHITECTURES, _NO_DECODER)
+
+
+def encoder_of_gguf(metadata: Mapping[str, Any], path: Path) -> type[BertConfig]:
+    """The class of hyperparameters of a GGUF file of a text encoder.
+
+    Raises:
+        FileError: there is none for its architecture.
+    """
+    known = dict.fromkeys(bert.GGUF_ARCHITECTURES, BertConfig)
+    return _find(known, metadata.get("general.architecture"), path, _by_gguf_name(), _NO_ENCODER)
+
+
+def encoder_of_hf(config: Mapping[str, Any], path: Path) -> type[BertConfig]:
+    """The class of hyperparameters of a text encoder's Hugging Face ``config.json``.
+
+    Raises:
+        FileError: there is none for its architecture.
+    """
+    known = dict.fromkeys(bert.HF_ARCHITECTURES, BertConfig)
+    return _find(known, _hf_name(config), path, _by_hf_name(), _NO_ENCODER)
+
+
+def _by_gguf_name() -> dict[str, Family]:
+    return {name: family for family in FAMILIES for name in family.gguf}
+
+
+def _by_hf_name() -> dict[str, Family]:
+    return {name: family for family in FAMILIES for name in family.hf}
+
+
+def _hf_name(config: Mapping[str, Any]) -> Any:
     names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    return _find({known: family for family in FAMILIES for known in family.hf}, name, path)
+    return names[0] if isinstance(names, list) and names else None
 
 
-def _find(families: Mapping[str, Family], name: Any, path: Path) -> Family:
-    if not isinstance(name, str) or name not in families:
-        known = ", ".join(families)
+def _find(
+    kinds: Mapping[str, T], name: Any, path: Path, others: Collection[str], of_others: str
+) -> T:
+    """What ``name`` stands for; of the other kind of model's names it is said what they are."""
+    if isinstance(name, str) and name in others:
+        raise FileError(path, f"architecture {name!r} {of_others}")
+    if not isinstance(name, str) or name not in kinds:
+        known = ", ".join(kinds)
         raise FileError(path, f"architecture {name!r:.80} is not supported; known: {known}")
-    return families[name]
+    return kinds[name]

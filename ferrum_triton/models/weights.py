@@ -178,8 +178,10 @@ class HfSource(Source):
         files: SafetensorsFiles,
         names: Mapping[str, str] = HF_NAMES,
         norm_offset: float = 0.0,
+        layers: str = "model.layers.",
     ) -> None:
         self.path, self._files, self._names = files.path, files, names
+        self._layers = layers  # what layers' names begin with, before their number
         self.norm_offset = norm_offset
         self._read: set[str] = set()
 
@@ -205,7 +207,7 @@ class HfSource(Source):
 
     def spelled(self, name: str) -> str:
         block, _, rest = name.rpartition("blk.")[2].partition(".")
-        layer = f"model.layers.{block}." if name.startswith("blk.") else ""
+        layer = f"{self._layers}{block}." if name.startswith("blk.") else ""
         stem, _, kind = (rest if layer else name).rpartition(".")
         return f"{layer}{self._names.get(stem, stem)}.{kind}"
 
@@ -240,12 +242,12 @@ def load_weights(
             that weights are not stored in, holds weights that are not finite, or has no place in a
             model of this family, so that leaving it out would change what is computed.
     """
-    _tell_what_decoding_takes(source, backend, dtype)
-    loader = _Loader(source, config, backend, dtype, progress, planes, allow_non_finite)
-    return loader.load()
+    tell_what_decoding_takes(source, backend, dtype)
+    loader = _LlamaLoader(source, backend, dtype, progress, planes, allow_non_finite)
+    return loader.load(config)
 
 
-def _tell_what_decoding_takes(source: Source, backend: Backend, dtype: torch.dtype) -> None:
+def tell_what_decoding_takes(source: Source, backend: Backend, dtype: torch.dtype) -> None:
     """Log what weights that cannot stay packed take, before any is read."""
     matrices = [p for p in source.packed() if not p.is_stack]  # experts stay packed everywhere
     decoded = [p for p in matrices if not backend.has_kernel("gemm_quant", p.kind)]
@@ -277,94 +279,25 @@ def _megabytes(nbytes: int) -> str:
     return f"{nbytes / 1e6:,.0f} MB"
 
 
-class _Loader:
+class Loader:
+    """Tensors of any model, fetched, checked, and laid out for the backend."""
+
     def __init__(
         self,
         source: Source,
-        config: LlamaConfig,
         backend: Backend,
         dtype: torch.dtype,
         progress: Progress | None,
-        planes: bool | None,
-        allow_non_finite: bool,
+        planes: bool | None = None,
+        allow_non_finite: bool = False,
     ) -> None:
         self.allow_non_finite = allow_non_finite
-        self.source, self.config, self.dtype = source, config, dtype
+        self.source, self.dtype = source, dtype
         self.backend, self.device = backend, backend.device
         self.in_planes = backend.provider_of("gemm_quant") != "reference" and (
             self.device.type == "cuda" if planes is None else planes
         )
         self.progress, self.loaded = progress, 0
-
-    def load(self) -> LlamaWeights:
-        config = self.config
-        shape = (config.vocab_size, config.hidden_size)
-        embedding = self.table("token_embd.weight", shape)
-        layers = tuple(self.layer(i) for i in range(config.num_layers))
-        final_norm = self.vector("output_norm.weight", config.hidden_size)
-        head = embedding if config.tie_embeddings else self.table("output.weight", shape)
-        factors = None
-        if "rope_freqs.weight" in self.source:
-            factors = self.vector("rope_freqs.weight", config.rope.dim // 2).cpu()
-            if not (factors.isfinite() & (factors > 0)).all():
-                raise FileError(self.source.path, "rope_freqs.weight holds unusable divisors")
-        if unread := self.source.unread():
-            reason = f"{len(unread)} tensors have no place in this model, {unread[0]!r} the first"
-            raise FileError(self.source.path, reason)
-        return LlamaWeights(embedding, layers, final_norm, head, factors)
-
-    def layer(self, index: int) -> LayerWeights:
-        config, prefix = self.config, f"blk.{index}."
-        hidden = config.hidden_size
-        sizes = {"attn_q": config.q_dim, "attn_k": config.kv_dim, "attn_v": config.kv_dim}
-        norms = [
-            self.vector(f"{prefix}attn_{part}_norm.weight", config.head_dim)
-            if config.qk_norm
-            else None
-            for part in "qk"
-        ]
-        return LayerWeights(
-            attn_norm=self.vector(f"{prefix}attn_norm.weight", hidden),
-            qkv=self.linear(prefix, sizes, hidden, biased=config.qkv_bias),
-            q_norm=norms[0],
-            k_norm=norms[1],
-            attn_out=self.linear(prefix, {"attn_output": hidden}, config.q_dim),
-            mlp_norm=self.vector(f"{prefix}ffn_norm.weight", hidden),
-            mlp=self.mlp(prefix),
-            **{
-                field: self.vector(f"{prefix}{name}.weight", hidden)
-                for field, name in POST_NORMS.items()
-                if config.sandwich_norms
-            },
-        )
-
-    def mlp(self, prefix: str) -> Mlp | Experts:
-        """An MLP, or experts in its place."""
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        if not self.config.num_experts:
-            gates = {"ffn_gate": inner, "ffn_up": inner}
-            return Mlp(
-                # In planes one launch takes both, and their activation, as matrices of their own.
-                gate_up=self.linear(prefix, gates, hidden, apart=True),
-                down=self.linear(prefix, {"ffn_down": hidden}, inner),
-            )
-        count = self.config.num_experts
-        router = self.matrix(f"{prefix}ffn_gate_inp.weight", (count, hidden))
-        return Experts(
-            router=router.dequantize(self.dtype) if isinstance(router, QuantizedTensor) else router,
-            gate=self.stack(f"{prefix}ffn_gate_exps.weight", (count, inner, hidden)),
-            up=self.stack(f"{prefix}ffn_up_exps.weight", (count, inner, hidden)),
-            down=self.stack(f"{prefix}ffn_down_exps.weight", (count, hidden, inner)),
-            top_k=self.config.experts_per_token,
-        )
-
-    def stack(self, name: str, shape: tuple[int, int, int]) -> QuantizedTensor:
-        """The matrices of all experts, packed on every backend."""
-        stored = self.fetch(name, shape, self.dtype)
-        if not isinstance(stored, QuantizedTensor):
-            raise self.error(name, "holds experts that are not packed, which are not supported")
-        stored = stored.to(self.device)
-        return stored.in_planes() if self.in_planes else stored
 
     def linear(
         self,
@@ -439,6 +372,84 @@ class _Loader:
 
     def error(self, name: str, reason: str) -> FileError:
         return FileError(self.source.path, f"tensor {self.source.spelled(name)!r} {reason}")
+
+    def refuse_unread(self) -> None:
+        """Refuse a source of which something was left out."""
+        if unread := self.source.unread():
+            reason = f"{len(unread)} tensors have no place in this model, {unread[0]!r} the first"
+            raise FileError(self.source.path, reason)
+
+
+class _LlamaLoader(Loader):
+    config: LlamaConfig
+
+    def load(self, config: LlamaConfig) -> LlamaWeights:
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        embedding = self.table("token_embd.weight", shape)
+        layers = tuple(self.layer(i) for i in range(config.num_layers))
+        final_norm = self.vector("output_norm.weight", config.hidden_size)
+        head = embedding if config.tie_embeddings else self.table("output.weight", shape)
+        factors = None
+        if "rope_freqs.weight" in self.source:
+            factors = self.vector("rope_freqs.weight", config.rope.dim // 2).cpu()
+            if not (factors.isfinite() & (factors > 0)).all():
+                raise FileError(self.source.path, "rope_freqs.weight holds unusable divisors")
+        self.refuse_unread()
+        return LlamaWeights(embedding, layers, final_norm, head, factors)
+
+    def layer(self, index: int) -> LayerWeights:
+        config, prefix = self.config, f"blk.{index}."
+        hidden = config.hidden_size
+        sizes = {"attn_q": config.q_dim, "attn_k": config.kv_dim, "attn_v": config.kv_dim}
+        norms = [
+            self.vector(f"{prefix}attn_{part}_norm.weight", config.head_dim)
+            if config.qk_norm
+            else None
+            for part in "qk"
+        ]
+        return LayerWeights(
+            attn_norm=self.vector(f"{prefix}attn_norm.weight", hidden),
+            qkv=self.linear(prefix, sizes, hidden, biased=config.qkv_bias),
+            q_norm=norms[0],
+            k_norm=norms[1],
+            attn_out=self.linear(prefix, {"attn_output": hidden}, config.q_dim),
+            mlp_norm=self.vector(f"{prefix}ffn_norm.weight", hidden),
+            mlp=self.mlp(prefix),
+            **{
+                field: self.vector(f"{prefix}{name}.weight", hidden)
+                for field, name in POST_NORMS.items()
+                if config.sandwich_norms
+            },
+        )
+
+    def mlp(self, prefix: str) -> Mlp | Experts:
+        """An MLP, or experts in its place."""
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        if not self.config.num_experts:
+            gates = {"ffn_gate": inner, "ffn_up": inner}
+            return Mlp(
+                # In planes one launch takes both, and their activation, as matrices of their own.
+                gate_up=self.linear(prefix, gates, hidden, apart=True),
+                down=self.linear(prefix, {"ffn_down": hidden}, inner),
+            )
+        count = self.config.num_experts
+        router = self.matrix(f"{prefix}ffn_gate_inp.weight", (count, hidden))
+        return Experts(
+            router=router.dequantize(self.dtype) if isinstance(router, QuantizedTensor) else router,
+            gate=self.stack(f"{prefix}ffn_gate_exps.weight", (count, inner, hidden)),
+            up=self.stack(f"{prefix}ffn_up_exps.weight", (count, inner, hidden)),
+            down=self.stack(f"{prefix}ffn_down_exps.weight", (count, hidden, inner)),
+            top_k=self.config.experts_per_token,
+        )
+
+    def stack(self, name: str, shape: tuple[int, int, int]) -> QuantizedTensor:
+        """The matrices of all experts, packed on every backend."""
+        stored = self.fetch(name, shape, self.dtype)
+        if not isinstance(stored, QuantizedTensor):
+            raise self.error(name, "holds experts that are not packed, which are not supported")
+        stored = stored.to(self.device)
+        return stored.in_planes() if self.in_planes else stored
 
 
 def _name_of(dtype: torch.dtype) -> str:
