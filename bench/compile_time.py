@@ -20,9 +20,10 @@ from triton import knobs
 
 from bench.cases import COMPILE_TIME, declared, recorded
 from bench.fingerprint import fingerprint
-from bench.launches import ARCH, compile_key
+from bench.launches import ARCH
 from bench.results import Row, add_options, save_rows
 from ferrum_triton import OPS
+from ferrum_triton.kernels.ahead import compile_key
 from ferrum_triton.kernels.jit import Launch
 from ferrum_triton.kernels.resources import TARGETS, Target, compile_launch
 

@@ -3,12 +3,9 @@
     python -m bench.decode_layer [--formats q4_K bf16] [--batches 1 8 32] [--json FILE]
 
 The model has the shape of Qwen3-8B, random weights of its own for every layer, and 1024 keys a
-sequence; :mod:`bench.decode_model` says which matrices are in which format. Rows:
-
-* ``decode/qwen3-8b/<format>/b<batch>/ctx1024``: tokens a second of the whole step, from ids to the
-  likeliest next ones;
-* ``decode_layer/...``: microseconds of a layer, which is the step less what it takes without its
-  layers, by their number.
+sequence; :mod:`bench.decode_model` says which matrices are in which format. Rows
+``decode_layer/qwen3-8b/<format>/b<batch>/ctx1024`` are microseconds of a layer, which is the step,
+from ids to the likeliest next ones, less what it takes without its layers, by their number.
 
 Logits are in the activations' dtype. Below a row stands what each part costs: the time by which the
 step is shorter when the part is left out of the graph. Where parts overlap they add up to less than
@@ -35,7 +32,7 @@ from bench.timing import Replay
 from ferrum_triton import get_backend
 
 BATCHES, CONTEXT = (1, 8, 32), 1024
-ROW = re.compile(r"(decode|decode_layer)/qwen3-8b/(\w+)/b(\d+)/ctx(\d+)")
+ROW = re.compile(r"decode_layer/qwen3-8b/(\w+)/b(\d+)/ctx(\d+)")
 LAYER_PARTS = (
     "attn_norm",
     "qkv",
@@ -60,7 +57,7 @@ def main() -> None:
         (f, b): f"qwen3-8b/{f}/b{b}/ctx{CONTEXT}" for f in options.formats for b in options.batches
     }
     arch = arch_here()
-    compile_all([partial(launches_of, f"decode/{name}", arch) for name in names.values()])
+    compile_all([partial(launches_of, f"decode_layer/{name}", arch) for name in names.values()])
     for form in options.formats:
         weights = make_weights(QWEN3_8B, form, "cuda", context=CONTEXT)
         for batch in options.batches:
@@ -84,17 +81,14 @@ def measure(decoder: Decoder, name: str) -> list[Row]:
     ends = replay_us(partial(decoder.step, with_layers=False))
     layer = (step - ends) / layers
     speed = decoder.batch / step * 1e6
-    print(f"decode/{name}: {speed:.0f} tok/s, {step:.0f} us a step")
+    print(f"{name}: {speed:.0f} tok/s, {step:.0f} us a step")
     print(f"decode_layer/{name}: {layer:.2f} us")
     for part in (*LAYER_PARTS, *END_PARTS):
         each = layers if part in LAYER_PARTS else 1
         cost = (step - replay_us(partial(decoder.step, left_out=part))) / each
         print(f"  {part:<12} {cost:8.2f} us", flush=True)
-    code = code_of(f"decode/{name}", arch_here()) or ""
-    return [
-        Row(f"decode/{name}", speed, "tok_s", code=code),
-        Row(f"decode_layer/{name}", layer, "us", code=code),
-    ]
+    code = code_of(f"decode_layer/{name}", arch_here()) or ""
+    return [Row(f"decode_layer/{name}", layer, "us", code=code)]
 
 
 def replay_us(step: Callable[[], Tensor]) -> float:
@@ -106,9 +100,9 @@ def replay_us(step: Callable[[], Tensor]) -> float:
 def meta_call(row: str) -> Callable[[], Tensor] | None:
     """The step behind a row, on meta tensors; None for a row of another bench."""
     match = ROW.fullmatch(row)
-    if match is None or match[2] not in FORMATS:
+    if match is None or match[1] not in FORMATS:
         return None
-    form, batch, context = match[2], int(match[3]), int(match[4])
+    form, batch, context = match[1], int(match[2]), int(match[3])
     weights = make_weights(QWEN3_8B, form, "meta", context=context)
     return Decoder(meta_backend(), weights, batch, context).step
 

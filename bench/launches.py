@@ -89,24 +89,6 @@ def record_case(op: Op, case: Case, arch: str = ARCH) -> Recorded:
     return record(lambda: call(**arguments), arch)
 
 
-def compile_key(launch: Launch) -> tuple:
-    """What the machine code of a launch depends on: launches of one key share it."""
-
-    def specialised(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.dtype
-        if isinstance(value, tuple):
-            return tuple(specialised(part) for part in value)
-        if type(value) is int:
-            return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
-        if hasattr(value, "block_shape"):  # a host tensor descriptor
-            return value.base.dtype, *value.block_shape
-        return value if value is None else type(value)
-
-    meta = tuple(sorted((name, repr(value)) for name, value in launch.meta.items()))
-    return launch.kernel.name, meta, tuple(specialised(value) for value in launch.args)
-
-
 def _capability(arch: str) -> tuple[int, int]:
     if arch in TARGETS:
         return TARGETS[arch].capability

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from bench.launches import compile_key
+from ferrum_triton.kernels.ahead import compile_key
 from ferrum_triton.kernels.jit import Launch
 
 # A function of a module with its arguments, so that another process can call it again.

@@ -62,6 +62,24 @@ class Backend:
             return False
         return kind in OPS[name].kinds.get(provider, (kind,))
 
+    def compile_ahead(
+        self, step: Callable[[], object], progress: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Compile on all cores what a step would launch here, without running it.
+
+        Args:
+            step: calls ops of this backend.
+            progress: a function called with the numbers of kernels compiled and to compile.
+
+        Returns:
+            How many kernels were compiled: none where they are not compiled, or were before.
+        """
+        if self.device.type != "cuda":
+            return 0
+        from ferrum_triton.kernels.ahead import compile_ahead
+
+        return compile_ahead(step, progress)
+
     def _implementation(self, op: Op) -> Callable[..., Any]:
         provider = self.provider_of(op.name)
         if provider is None:

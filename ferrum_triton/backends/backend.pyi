@@ -1,6 +1,6 @@
 """Generated from the registry by ``python -m ferrum_triton.backends.stub``; do not edit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ class Backend:
         name: str,
         kind: str,
     ) -> bool: ...
+    def compile_ahead(
+        self,
+        step: Callable[[], object],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int: ...
     def rms_norm(
         self,
         x: Tensor,

@@ -20,7 +20,7 @@ STUB = Path(__file__).with_name("backend.pyi")
 HEADER = '''\
 """Generated from the registry by ``python -m ferrum_triton.backends.stub``; do not edit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor

@@ -8,7 +8,7 @@ while the next one runs. Where there are no device graphs the same step runs eag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,10 @@ class Runner:
         capacity: the most positions of a sequence.
         num_blocks: blocks of the cache; None has enough for all rows.
         kind: of the cache's elements; None is the activations' dtype.
+
+    Attributes:
+        on_compile: a function called with the numbers of kernels compiled and to compile, where a
+            step needs some that are not compiled; None for silence.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class Runner:
         self._read = [torch.empty(num_rows, **pinned) for _ in range(2)]
         self._in_flight: list[_InFlight] = []
         self._num_started = 0
+        self.on_compile: Callable[[int, int], None] | None = None
+        self._seen: set[tuple[int, int, bool]] = set()
         # What the device has of each row: None for padding.
         self._rows: list[Row | None] = [None] * num_rows
         self._greedy = True
@@ -106,7 +112,13 @@ class Runner:
                 predicted.append(last)
                 settings.append(row.sampling)
         parts = [(seq, row.ids[row.start : row.end]) for seq, row in rows.items()]
-        logits = self.model.run(varlen_step(self.cache, parts, predicted or [last]), self.cache)
+        step = varlen_step(self.cache, parts, predicted or [last])
+        # Kernels are chosen by the number of tokens; between powers of two they seldom change.
+        kind = (len(step.ids).bit_length(), len(settings).bit_length(), step.longest > 1)
+        if kind not in self._seen:
+            self._seen.add(kind)
+            self._compile_ahead(lambda: self.model.run(step, self.cache))
+        logits = self.model.run(step, self.cache)
         for seq, row in rows.items():
             self.cache.lengths[seq] = row.end
         reached = {seq: row for seq, row in rows.items() if row.sampling is not None}
@@ -226,10 +238,18 @@ class Runner:
         """One decode step of the first ``count`` rows: replayed, or captured at its first time."""
         key = (count, greedy)
         if not self.graph.replay(key):
+            self._compile_ahead(lambda: self._choose_next(count, greedy))
             owners = [*self.cache.tensors, *(t for pair in self.model.tables for t in pair)]
             self.graph.capture(key, lambda: self._step(count, greedy), owners)
 
+    def _compile_ahead(self, step: Callable[[], object]) -> None:
+        self.model.backend.compile_ahead(step, self.on_compile)
+
     def _step(self, count: int, greedy: bool) -> None:
+        self.graph.state.advance(self._choose_next(count, greedy))
+
+    def _choose_next(self, count: int, greedy: bool) -> Tensor:
+        """The next tokens of the first ``count`` rows, all of it on the device."""
         state = self.graph.state
         step = Step(
             ids=state.token[:count],
@@ -238,8 +258,7 @@ class Runner:
             kv_lens=state.kv_len[:count],
         )
         logits = self.model.run(step, self.cache)
-        chosen = self._sampler.choose(logits, state.pos[:count], greedy)
-        state.advance(chosen)
+        return self._sampler.choose(logits, state.pos[:count], greedy)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,169 @@
+"""Models of known shapes with random weights, through the package's own loader.
+
+Formats: ``q4_K`` is what llama.cpp calls Q4_K_M, ``q4_1`` has every matrix in Q4_1, ``bf16`` is
+dense. Weights are random bytes under scales that keep activations about as large as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from bench.decode_model import uses_more_bits
+from ferrum_triton.backends import Backend
+from ferrum_triton.models import Decoder, Llama, LlamaConfig
+from ferrum_triton.models.config_rope import RopeConfig
+from ferrum_triton.models.gemma3 import Gemma3, Gemma3Config
+from ferrum_triton.models.weights import POST_NORMS, Matrix, Source, load_weights
+from ferrum_triton.quant import FORMATS, QuantizedTensor
+
+FORMATS_OF_MODELS = ("q4_K", "q4_1", "bf16")
+
+# Root mean square of a weight of random bytes whose block scale is 1.
+SPREAD = {"Q4_K": 310.0, "Q6_K": 1370.0, "Q4_1": 4.6}
+# What the minimum is in scales, so that the mean weight is 0.
+MINIMUM = {"Q4_K": 7.5, "Q4_1": -7.5}
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: str, vocab: int, **more) -> LlamaConfig:
+    num_heads, num_kv_heads, head_dim = map(int, heads.split("/"))
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=1e-6,
+        max_positions=40960,
+        rope=RopeConfig(theta=1e6, dim=head_dim),
+        **more,
+    )
+
+
+def _gemma() -> Gemma3Config:
+    layers = 62
+    return Gemma3Config(
+        **{
+            **vars(_llama(5376, 21504, layers, "32/16/128", 262208, qk_norm=True)),
+            "tie_embeddings": True,
+            "windows": tuple(0 if i % 6 == 5 else 1024 for i in range(layers)),
+            "local_rope": RopeConfig(theta=1e4, dim=128),
+            "softmax_scale": 168**-0.5,
+        }
+    )
+
+
+CONFIGS: dict[str, LlamaConfig] = {
+    "qwen3-8b": _llama(4096, 12288, 36, "32/8/128", 151936, qk_norm=True),
+    "llama-3.1-8b": _llama(4096, 14336, 32, "32/8/128", 128256),
+    "qwen3-30b-a3b": _llama(
+        2048, 768, 48, "32/4/128", 151936, qk_norm=True, num_experts=128, experts_per_token=8
+    ),
+    "gemma3-27b": _gemma(),
+    "smollm2-135m": _llama(576, 1536, 30, "9/3/64", 49152, tie_embeddings=True),
+}
+
+
+class RandomSource(Source):
+    """Random weights of a configuration in a format, made on a device as they are fetched."""
+
+    def __init__(self, config: LlamaConfig, form: str, device: torch.device | str) -> None:
+        self.path = Path("random")
+        self._config, self._form, self._device = config, form, device
+        self._shapes = dict(_shapes(config))
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def fetch(self, name: str) -> Matrix:
+        shape = self._shapes[name]
+        on = {"dtype": torch.bfloat16, "device": self._device}
+        if len(shape) == 1:
+            return 1 + 0.1 * torch.randn(shape, **on)
+        kind = self._kind(name)
+        return (
+            random_blocks(kind, shape, self._device)
+            if kind
+            else torch.randn(shape, **on) * shape[-1] ** -0.5
+        )
+
+    def _kind(self, name: str) -> str:
+        """The file's format of a matrix; ``""`` for a dense one."""
+        if self._form == "bf16" or "ffn_gate_inp" in name:
+            return ""
+        if self._form == "q4_1":
+            return "Q4_1"
+        layer = int(name.split(".")[1]) if name.startswith("blk.") else -1
+        more = layer >= 0 and uses_more_bits(layer, self._config.num_layers)
+        tied = self._config.tie_embeddings and name == "token_embd.weight"
+        wide = name == "output.weight" or tied
+        return "Q6_K" if wide or (more and ("attn_v" in name or "ffn_down" in name)) else "Q4_K"
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], device: torch.device | str) -> QuantizedTensor:
+    """Random blocks of a matrix or a stack of them, as a file has them."""
+    form = FORMATS[kind]
+    *rows, k = shape
+    blocks = k // form.block_size
+    size = (*rows, blocks, form.block_bytes)
+    data = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+    scale = torch.empty(*rows, blocks, 1, device=device).uniform_(0.5, 1.5)
+    scale *= k**-0.5 / SPREAD[kind]
+    form.d.write(data, scale)
+    if form.m is not None:
+        form.m.write(data, scale * MINIMUM[kind])
+    return QuantizedTensor(data.flatten(-2), kind)
+
+
+def _shapes(config: LlamaConfig) -> Mapping[str, tuple[int, ...]]:
+    """Every tensor of a model by GGUF's names."""
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd": (config.vocab_size, hidden),
+        "output_norm": (hidden,),
+    }
+    if not config.tie_embeddings:
+        shapes["output"] = (config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        each: dict[str, tuple[int, ...]] = {
+            "attn_norm": (hidden,),
+            "ffn_norm": (hidden,),
+            "attn_q": (config.q_dim, hidden),
+            "attn_k": (config.kv_dim, hidden),
+            "attn_v": (config.kv_dim, hidden),
+            "attn_output": (hidden, config.q_dim),
+        }
+        if config.qk_norm:
+            each |= {"attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
+        if config.sandwich_norms:
+            each |= dict.fromkeys(POST_NORMS.values(), (hidden,))
+        if count := config.num_experts:
+            each["ffn_gate_inp"] = (count, hidden)
+            each |= {f"ffn_{part}_exps": (count, inner, hidden) for part in ("gate", "up")}
+            each["ffn_down_exps"] = (count, hidden, inner)
+        else:
+            each |= {f"ffn_{part}": (inner, hidden) for part in ("gate", "up")}
+            each["ffn_down"] = (hidden, inner)
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in each.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def random_model(
+    name: str, form: str, backend: Backend, config: LlamaConfig | None = None
+) -> Decoder:
+    """A model of CONFIGS, or of a configuration of the same family, in bfloat16."""
+    config = CONFIGS[name] if config is None else config
+    source = RandomSource(config, form, backend.device)
+    on_gpu = backend.device.type != "cpu"
+    weights = load_weights(
+        source, config, backend, torch.bfloat16, planes=on_gpu, allow_non_finite=True
+    )
+    family = Gemma3 if isinstance(config, Gemma3Config) else Llama
+    return family(config, weights, backend, torch.bfloat16)
