@@ -463,6 +463,7 @@ class Backend:
         a: Tensor,
         blocks: Tensor,
         kind: str,
+        wide: bool = False,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -475,9 +476,10 @@ class Backend:
             a: [m, K].
             blocks: uint8 [n, row_bytes], W's packed rows.
             kind: W's format.
+            wide: return the float32 sums unrounded, as logits want to be.
 
         Returns:
-            [m, n] in a's dtype.
+            [m, n] in a's dtype, or float32 if wide.
         """
     def linear_quant(
         self,

@@ -19,7 +19,7 @@ from ferrum_triton.backends import Backend
 from ferrum_triton.errors import InputError
 from ferrum_triton.files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from ferrum_triton.models.config import LlamaConfig
-from ferrum_triton.models.linear import apply, matmul
+from ferrum_triton.models.linear import apply
 from ferrum_triton.models.rope import rope_tables
 from ferrum_triton.models.step import Step, varlen_step
 from ferrum_triton.models.weights import LayerWeights, LlamaWeights
@@ -290,11 +290,7 @@ class Decoder(ABC):
         head = self.weights.head
         if isinstance(head, Tensor):
             return self.backend.gemm(h, head, wide=True)
-        if h.dtype != torch.float32:
-            wide = torch.empty(h.shape, dtype=torch.float32, device=h.device)
-            self.backend.copy_slice(h, wide)
-            h = wide
-        return matmul(self.backend, h, head)
+        return self.backend.gemm_quant(h, head.blocks, head.kind, wide=True)
 
 
 def predicted_rows(x: Tensor, step: Step) -> Tensor:

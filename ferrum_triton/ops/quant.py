@@ -279,6 +279,7 @@ def _(make, kind, m, n, num_blocks):
         "m": (0, 9, 1, 40),
         "n": (1, 5, 70),
         "num_blocks": (1, 2, 5),
+        "wide": (False, True),
     },
     bench=[
         product_case("Q4_K:planes", m, 28672, 4096)
@@ -290,7 +291,7 @@ def _(make, kind, m, n, num_blocks):
     + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)],
     after_norm="a",
 )
-def gemm_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
+def gemm_quant(a: Tensor, blocks: Tensor, kind: str, wide: bool = False) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] for any number of rows of a.
 
     W is decoded exactly and, where m > 8, rounded to a's dtype for the tensor cores, over planes to
@@ -300,30 +301,33 @@ def gemm_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
         a: [m, K].
         blocks: uint8 [n, row_bytes], W's packed rows.
         kind: W's format.
+        wide: return the float32 sums unrounded, as logits want to be.
 
     Returns:
-        [m, n] in a's dtype.
+        [m, n] in a's dtype, or float32 if wide.
     """
-    return wide_product(a, blocks, kind).to(a.dtype)
+    y = wide_product(a, blocks, kind)
+    return y if wide else y.to(a.dtype)
 
 
 @gemm_quant.rule
-def _(a, blocks, kind):
+def _(a, blocks, kind, wide):
     check_product(gemm_quant, a, blocks, kind)
 
 
 @gemm_quant.sample
-def _(make, kind, m, n, num_blocks):
+def _(make, kind, m, n, num_blocks, wide=False):
     blocks = pack_sample(make, kind, n, num_blocks)
     return {
         "a": make.randn(m, num_blocks * format_of(kind).block_size),
         "blocks": blocks,
         "kind": kind,
+        "wide": wide,
     }
 
 
 @gemm_quant.flops
-def _(a, blocks, kind):
+def _(a, blocks, kind, wide):
     return 2 * a.shape[0] * a.shape[1] * blocks.shape[0]
 
 

@@ -105,7 +105,10 @@ def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = Non
 
 
 @ops.gemm_quant.impl("metal", kinds=KINDS)
-def gemm_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+def gemm_quant(
+    a: Tensor, blocks: Tensor, kind: str, wide: bool = False, *, out: Tensor | None = None
+) -> Tensor:
+    a = a.float() if wide else a
     if kind in KINDS and a.shape[0] <= FEW:
         return gemv_quant(a, blocks, kind, out=out)
     return delivered(torch.nn.functional.linear(a, dequantize(blocks, kind, a.dtype)), out)

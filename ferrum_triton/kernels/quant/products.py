@@ -364,7 +364,11 @@ def gemv_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = Non
 
 
 @ops.gemm_quant.impl("triton")
-def gemm_quant(a: Tensor, blocks: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+def gemm_quant(
+    a: Tensor, blocks: Tensor, kind: str, wide: bool = False, *, out: Tensor | None = None
+) -> Tensor:
+    if out is None and wide:
+        out = a.new_empty((a.shape[0], blocks.shape[0]), dtype=torch.float32)
     if kind in PLANE_FORMATS:
         return product(a, blocks, kind, out=out)
     y = a.new_empty((a.shape[0], blocks.shape[0])) if out is None else out
