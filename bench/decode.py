@@ -16,7 +16,6 @@ import argparse
 import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from bench.run import COPY_BYTES_PER_US
 from ferrum_triton import get_backend
 from ferrum_triton.models import Decoder
 from ferrum_triton.models.engine import Engine
-from ferrum_triton.models.experts import Experts
+from ferrum_triton.models.roof import bytes_of_step
 from ferrum_triton.models.step import Step
 
 ROW = re.compile(r"(decode|prefill)/([\w.-]+)/(\w+)/b(\d+)/ctx(\d+)")
@@ -65,7 +64,8 @@ def measure(model: Decoder, name: str, batch: int, context: int, steps: int = ST
     _answer(engine, batch, context, steps)
     first = time.perf_counter() - start
     prefill, decode = _answer(engine, batch, context, steps)
-    share = roof_us(model, batch, context) / 1e6 / (batch / decode)
+    roof = bytes_of_step(model, batch, context) / COPY_BYTES_PER_US / 1e6
+    share = roof / (batch / decode)
     print(
         f"decode/{name}: {decode:.1f} tok/s, {100 * share:.0f} % of the roof; prefill "
         f"{prefill:.0f} tok/s; first round {first:.1f} s",
@@ -94,35 +94,6 @@ def _answer(engine: Engine, batch: int, context: int, steps: int) -> tuple[float
         count += len(engine.step())
     end = time.perf_counter()
     return batch * length / (middle - start), count / (end - middle)
-
-
-def roof_us(model: Decoder, batch: int, context: int) -> float:
-    """Microseconds in which the bytes of a decode step can be read."""
-    weights, config = model.weights, model.config
-    nbytes = _nbytes(weights.head)
-    for layer in weights.layers:
-        nbytes += _nbytes(layer.qkv) + _nbytes(layer.attn_out)
-        if isinstance(layer.mlp, Experts):
-            unread = (1 - layer.mlp.top_k / config.num_experts) ** batch
-            experts = (layer.mlp.gate, layer.mlp.up, layer.mlp.down)
-            nbytes += (1 - unread) * sum(map(_nbytes, experts)) + _nbytes(layer.mlp.router)
-        else:
-            nbytes += _nbytes(layer.mlp.gate_up) + _nbytes(layer.mlp.down)
-    windows = getattr(config, "windows", ()) or (config.sliding_window,) * config.num_layers
-    keys = sum(min(window or context, context) for window in windows)
-    nbytes += batch * keys * 2 * config.kv_dim * model.dtype.itemsize
-    return nbytes / COPY_BYTES_PER_US
-
-
-def _nbytes(weight: Any) -> float:
-    """Bytes of a matrix, packed or not, or of the matrices of a linear layer."""
-    if isinstance(weight, Tensor):
-        return weight.nbytes
-    if hasattr(weight, "blocks"):
-        return weight.blocks.nbytes
-    if hasattr(weight, "parts"):
-        return sum(map(_nbytes, weight.parts))
-    return _nbytes(weight.weight)
 
 
 def meta_call(row: str) -> Callable[[], Tensor] | None:

@@ -152,13 +152,14 @@ def test_progress_is_drawn_on_a_terminal_while_nothing_is_done():
 
 
 @needs_model
-def test_progress_of_a_prompt_comes_before_each_part(monkeypatch):
+def test_progress_of_a_prompt_comes_before_each_part():
     from ferrum_triton import get_backend
     from ferrum_triton.models import generation, load_model
+    from ferrum_triton.models.engine import Engine
     from ferrum_triton.runtime.sampling import Sampling
 
-    monkeypatch.setattr(generation, "PREFILL_CHUNK", 4)
     model = load_model(find_default_model(), get_backend("cpu"))
+    model.engine = Engine(model, max_seqs=1, capacity=16, chunk=4)
     seen = []
     prompt = torch.arange(10).tolist()
     tokens = generation.generate_ids(

@@ -104,20 +104,33 @@ def run(options: argparse.Namespace) -> int:
         )
 
     stats = Stats()
-    with _Bar("prompt", "token", options.quiet) as bar:
-        for piece in generate_text(
-            model, tokenizer, ids, sampling, options.max_tokens, stats, progress=bar
-        ):
+    on_gpu = backend.device.type == "cuda"
+    title, unit = ("compiling", "kernel") if on_gpu else ("prompt", "token")
+    with _Bar(title, unit, options.quiet) as bar:
+        shown = (None, bar) if on_gpu else (bar, None)
+        settings = (sampling, options.max_tokens, stats, *shown)
+        for piece in generate_text(model, tokenizer, ids, *settings):
             bar.close()
             print(piece, end="", flush=True)
     print(flush=True)
     if not options.quiet:
+        share = _share_of_roof(model, stats) if on_gpu else ""
+        ready = f"ready after {stats.setup_seconds:.1f} s, " if stats.setup_seconds > 0.1 else ""
         note(
-            f"[{backend.name}, {dtype}: {stats.prompt_tokens} prompt tokens at "
+            f"[{backend.name}, {dtype}: {ready}{stats.prompt_tokens} prompt tokens at "
             f"{stats.prefill_speed:.1f} tokens/s, {stats.new_tokens} new at "
-            f"{stats.decode_speed:.1f} tokens/s, stopped by {stats.stopped_by}]"
+            f"{stats.decode_speed:.1f} tokens/s{share}, stopped by {stats.stopped_by}]"
         )
     return 0
+
+
+def _share_of_roof(model: Any, stats: Any) -> str:
+    """How near decoding came to reading its weights and keys at the speed of a copy."""
+    from ferrum_triton.models.roof import bytes_of_step, copy_rate
+
+    context = stats.prompt_tokens + stats.new_tokens // 2
+    roof = copy_rate(model.backend.device) / bytes_of_step(model, 1, context)
+    return f" ({100 * stats.decode_speed / roof:.0f} % of the roof)"
 
 
 def _prompt(options: argparse.Namespace) -> str:
@@ -172,7 +185,7 @@ class _Bar:
             options = {"leave": False, "delay": 1e9, "disable": self._disable}
             self._bar = tqdm(total=total, desc=self._title, unit=self._unit, **options)
             self._thread.start()
-        self._bar.n = done
+        self._bar.n, self._bar.total = done, total
 
     def _draw(self) -> None:
         while not self._closed.wait(1.0) and not self._bar.disable:

@@ -30,6 +30,7 @@ LONGEST_UNKNOWN = 8192
 class Stats:
     """Counts and seconds of one generation."""
 
+    setup_seconds: float = 0.0  # compiling kernels and capturing graphs
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
     new_tokens: int = 0
@@ -231,10 +232,24 @@ class _Text:
         return 0
 
 
-def engine_of(model: Decoder, num_seqs: int, capacity: int) -> Engine:
+def engine_of(
+    model: Decoder,
+    num_seqs: int,
+    capacity: int,
+    greedy: bool = True,
+    on_compile: Progress | None = None,
+) -> Engine:
     """The model's engine if it is idle and large enough, else a new one in its place.
 
     Sizes are rounded up, so that the graphs of one call serve the next.
+
+    Args:
+        model: the model.
+        num_seqs: sequences at a time.
+        capacity: the most positions of each.
+        greedy: whether a new engine captures steps that choose the likeliest token, not ones that
+            draw; others are captured when they first run.
+        on_compile: a function called with the numbers of kernels compiled and to compile.
     """
     engine = model.engine
     if engine is None or engine.busy or engine.max_seqs < num_seqs or engine.capacity < capacity:
@@ -242,6 +257,9 @@ def engine_of(model: Decoder, num_seqs: int, capacity: int) -> Engine:
         capacity = min(max(256, 1 << (capacity - 1).bit_length()), model.config.max_positions)
         model.engine = None  # its memory is given back first
         model.engine = engine = Engine(model, max_seqs=num_seqs, capacity=capacity)
+        engine.runner.on_compile = on_compile
+        engine.runner.warm_up(greedy)
+    engine.runner.on_compile = on_compile
     return engine
 
 
@@ -253,6 +271,7 @@ def generate_ids(
     end_ids: Collection[int] = (),
     stats: Stats | None = None,
     progress: Progress | None = None,
+    on_compile: Progress | None = None,
 ) -> Iterator[int]:
     """Yield new token ids, an end token excluded.
 
@@ -265,10 +284,12 @@ def generate_ids(
         stats: the counts and times, filled in while running.
         progress: a function called with the numbers of prompt tokens read and to read
             before each part of the prompt.
+        on_compile: a function called with the numbers of kernels compiled and to compile.
 
     Raises:
         InputError: the prompt is empty, holds an unknown id or exceeds the context length.
     """
+    start = time.perf_counter()
     stats = Stats() if stats is None else stats
     context = model.config.max_positions
     if not 1 <= len(prompt) <= context:
@@ -279,9 +300,11 @@ def generate_ids(
     if max_tokens == 0:
         return
     # The last token is chosen, not fed back: it needs no place in the cache.
-    engine = engine_of(model, 1, min(len(prompt) + max_tokens - 1, context))
+    capacity = min(len(prompt) + max_tokens - 1, context)
+    engine = engine_of(model, 1, capacity, sampling.temperature == 0, on_compile)
     key = engine.add(prompt, sampling, max_tokens, end_ids)
-    start = time.perf_counter()
+    stats.setup_seconds, start = time.perf_counter() - start, time.perf_counter()
+    compiled = engine.runner.compile_seconds
     try:
         while engine.busy:
             if progress is not None and stats.new_tokens == 0:
@@ -289,7 +312,9 @@ def generate_ids(
             for new in engine.step():
                 now = time.perf_counter()
                 if stats.prompt_tokens == 0:
-                    stats.prompt_tokens, stats.prefill_seconds = len(prompt), now - start
+                    more = engine.runner.compile_seconds - compiled
+                    stats.setup_seconds += more
+                    stats.prompt_tokens, stats.prefill_seconds = len(prompt), now - start - more
                     start = now
                 stats.decode_seconds = now - start
                 stats.stopped_by = new.stopped_by or stats.stopped_by
@@ -308,11 +333,13 @@ def generate_text(
     max_tokens: int,
     stats: Stats | None = None,
     progress: Progress | None = None,
+    on_compile: Progress | None = None,
 ) -> Iterator[str]:
     """:func:`generate_ids` as pieces of text, each a run of whole characters."""
     decoded = tokenizer.stream()
     ends = tokenizer.eos_ids
-    for token in generate_ids(model, prompt, sampling, max_tokens, ends, stats, progress):
+    settings = (sampling, max_tokens, ends, stats, progress, on_compile)
+    for token in generate_ids(model, prompt, *settings):
         if piece := decoded.push(token):
             yield piece
     if rest := decoded.finish():

@@ -8,8 +8,10 @@ while the next one runs. Where there are no device graphs the same step runs eag
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +63,7 @@ class Runner:
     Attributes:
         on_compile: a function called with the numbers of kernels compiled and to compile, where a
             step needs some that are not compiled; None for silence.
+        compile_seconds: the time that took so far.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Runner:
         self._in_flight: list[_InFlight] = []
         self._num_started = 0
         self.on_compile: Callable[[int, int], None] | None = None
+        self.compile_seconds = 0.0
         self._seen: set[tuple[int, int, bool]] = set()
         # What the device has of each row: None for padding.
         self._rows: list[Row | None] = [None] * num_rows
@@ -97,7 +101,9 @@ class Runner:
         return sizes
 
     def warm_up(self, greedy: bool = True) -> None:
-        """Compile and capture every decode step beforehand, the largest first."""
+        """Compile and capture every decode step beforehand, the largest first; on CUDA alone."""
+        if not self._on_cuda:
+            return
         self._set_rows([None] * self.num_rows)
         for count in reversed(self.buckets):
             self._launch(count, greedy)
@@ -137,8 +143,7 @@ class Runner:
         padding = self.num_rows - len(tokens)
         where = [*tokens, *[(0, -1)] * padding]
         ids = [rows[seq].ids[position] for seq, position in tokens] + [0] * padding
-        packed = torch.tensor([ids, [s for s, _ in where], [p for _, p in where]])
-        ids_, seqs, positions = packed.to(self.cache.block_tables.device, torch.int32)
+        ids_, seqs, positions = self._upload([ids, [s for s, _ in where], [p for _, p in where]])
         step = Step(
             ids=ids_,
             block_tables=self.cache.block_tables.index_select(0, seqs),
@@ -153,7 +158,24 @@ class Runner:
         if not reached:
             return Chosen({}, {})
         last = [tokens.index((seq, row.end - 1)) for seq, row in reached.items()]
-        return self._choose(logits[torch.tensor(last, device=logits.device)], reached)
+        return self._choose(logits.index_select(0, self._upload(last)), reached)
+
+    def _upload(self, numbers: list[Any]) -> Tensor:
+        """Numbers as int32 on the device."""
+        # Pageable memory is read before the call returns, so this neither waits nor races.
+        values = torch.tensor(numbers, dtype=torch.int32)
+        return values.to(self.model.backend.device, non_blocking=True)
+
+    def _download(self, values: Tensor) -> list[Any]:
+        """Values on the host; waits for them, and for nothing enqueued after them."""
+        if not self._on_cuda:
+            return values.tolist()
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        pinned.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+        return pinned.tolist()
 
     def _choose(self, logits: Tensor, rows: dict[int, Row]) -> Chosen:
         """One token after each row of logits, by each row's settings."""
@@ -170,11 +192,11 @@ class Runner:
         self._rows = [None] * self.num_rows  # what the sampler has is no longer the rows'
         if not greedy:
             self._sampler.set(settings)
-        positions = torch.tensor([row.end - 1 for row in rows.values()], dtype=torch.int32)
-        chosen = self._sampler.choose(logits, positions.to(logits.device), greedy)
-        tokens = dict(zip(rows, chosen.tolist(), strict=True))
+        positions = self._upload([row.end - 1 for row in rows.values()])
+        chosen = self._sampler.choose(logits, positions, greedy)
+        tokens = dict(zip(rows, self._download(chosen), strict=True))
         if plain is not None:
-            values = plain.gather(1, chosen.long()[:, None])[:, 0].tolist()
+            values = self._download(plain.gather(1, chosen.long()[:, None])[:, 0])
             wanted = zip(rows, settings, values, strict=True)
             logprobs = {seq: value for seq, s, value in wanted if s.logprobs}
         return Chosen(tokens, logprobs)
@@ -243,7 +265,9 @@ class Runner:
             self.graph.capture(key, lambda: self._step(count, greedy), owners)
 
     def _compile_ahead(self, step: Callable[[], object]) -> None:
+        start = time.perf_counter()
         self.model.backend.compile_ahead(step, self.on_compile)
+        self.compile_seconds += time.perf_counter() - start
 
     def _step(self, count: int, greedy: bool) -> None:
         self.graph.state.advance(self._choose_next(count, greedy))

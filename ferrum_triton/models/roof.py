@@ -1,0 +1,60 @@
+"""The least time that a decode step can take: the bytes it has to read, at the copy bandwidth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.models.decoder import Decoder
+from ferrum_triton.models.experts import Experts
+
+_COPIED_BYTES, _COPIES = 1 << 29, 5
+
+
+def bytes_of_step(model: Decoder, batch: int, context: int) -> float:
+    """Bytes of weights, keys and values that a step of a token of each sequence reads.
+
+    Args:
+        model: the model.
+        batch: sequences. Experts count by the share that so many tokens are expected to choose.
+        context: keys of each.
+    """
+    weights, config = model.weights, model.config
+    nbytes = _nbytes(weights.head)
+    for layer in weights.layers:
+        nbytes += _nbytes(layer.qkv) + _nbytes(layer.attn_out)
+        if isinstance(layer.mlp, Experts):
+            unread = (1 - layer.mlp.top_k / config.num_experts) ** batch
+            experts = (layer.mlp.gate, layer.mlp.up, layer.mlp.down)
+            nbytes += (1 - unread) * sum(map(_nbytes, experts)) + _nbytes(layer.mlp.router)
+        else:
+            nbytes += _nbytes(layer.mlp.gate_up) + _nbytes(layer.mlp.down)
+    windows = getattr(config, "windows", ()) or (config.sliding_window,) * config.num_layers
+    keys = sum(min(window or context, context) for window in windows)
+    return nbytes + batch * keys * 2 * config.kv_dim * model.dtype.itemsize
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes that a CUDA device reads and writes in a second of a large copy, measured."""
+    source, target = (torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device) for _ in "ab")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    target.copy_(source)
+    begin.record()
+    for _ in range(_COPIES):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    return 2 * _COPIES * _COPIED_BYTES / (begin.elapsed_time(end) / 1e3)
+
+
+def _nbytes(weight: Any) -> float:
+    """Bytes of a matrix, packed or not, or of the matrices of a linear layer."""
+    if isinstance(weight, Tensor):
+        return weight.nbytes
+    if hasattr(weight, "blocks"):
+        return weight.blocks.nbytes
+    if hasattr(weight, "parts"):
+        return sum(map(_nbytes, weight.parts))
+    return _nbytes(weight.weight)
