@@ -20,6 +20,8 @@ from torch import Tensor
 # Three times an H200's L2: by the time inputs come round again, they have left it.
 COLD_BYTES = 180 << 20
 MAX_SETS = 8192
+# An H200's L2, and what copies may take of its memory.
+CACHE_BYTES, MOST_BYTES = 60 << 20, 32 << 30
 # Device time one replay should take, so that the events' own resolution does not count.
 REPLAY_US = 4000.0
 REPLAYS = 15
@@ -29,12 +31,14 @@ EAGER_CALLS = 200
 def copies_of(arguments: dict[str, Any], nbytes: int) -> list[dict[str, Any]]:
     """Enough copies of a call's tensors to walk through more memory than the cache has.
 
-    A tensor larger than that of which a call reads a part (an embedding table) is shared by all,
-    and the ids into it are drawn anew.
+    A tensor larger than the cache of which a call reads a part (an embedding table) is shared by
+    all, and the ids into it are drawn anew.
     """
-    count = min(max(math.ceil(COLD_BYTES / max(nbytes, 1)), 2), MAX_SETS)
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-    shared = [t for t in tensors if t.numel() * t.element_size() > max(COLD_BYTES, 2 * nbytes)]
+    shared = [t for t in tensors if t.nbytes > max(CACHE_BYTES, 2 * nbytes)]
+    copied = sum(t.nbytes for t in tensors if not any(t is s for s in shared))
+    most = min(MAX_SETS, max(MOST_BYTES // max(copied, 1), 2))
+    count = min(max(math.ceil(COLD_BYTES / max(nbytes, 1)), 2), most)
 
     def copy(value: Any) -> Any:
         if not isinstance(value, Tensor) or any(value is t for t in shared):
