@@ -77,8 +77,10 @@ def mask(
     if known is not None and known > kv_length:
         _refuse("attention_mask", f"of queries past the {kv_length} keys", "queries on their keys")
     lens = torch.as_tensor(end, dtype=torch.int32, device=device)
-    result = lens.expand(batch_size).reshape(batch_size, 1, 1, 1)
-    result.pattern = Pattern(causal, sliding_window, kv_length, known, spans)  # type: ignore[attr-defined]
+    # Contiguous, so that generate has no reason to copy it, which would lose the pattern.
+    result = lens.expand(batch_size).contiguous().view(batch_size, 1, 1, 1)
+    pattern = Pattern(causal, sliding_window, kv_length, known, spans)
+    result.pattern = pattern  # type: ignore[attr-defined]
     return result
 
 
@@ -157,10 +159,10 @@ def _read(mask_function: Callable[..., Any] | None) -> tuple[bool, int]:
     if mask_function is masks.bidirectional_mask_function:
         return False, 0
     if _is_made_by(mask_function, masks.and_masks):
-        parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
-        if len(parts) == 2 and parts[1] is masks.causal_mask_function:
-            if _is_made_by(parts[0], masks.sliding_window_overlay):
-                return True, int(inspect.getclosurevars(parts[0]).nonlocals["sliding_window"])
+        window, *others = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+        is_window = _is_made_by(window, masks.sliding_window_overlay)
+        if is_window and others == [masks.causal_mask_function]:
+            return True, int(inspect.getclosurevars(window).nonlocals["sliding_window"])
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     allowed = "causal, causal with a sliding window, or full, with padding"
     return _refuse("mask_function", name, allowed)

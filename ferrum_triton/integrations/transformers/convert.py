@@ -20,9 +20,7 @@ DEVICES = ("cpu", "cuda", "mps")
 MARK = "_ferrum_report"
 
 
-def convert(
-    model: Any, *, gguf_file: str | Path | None = None, attention: bool = True
-) -> Report:
+def convert(model: Any, *, gguf_file: str | Path | None = None, attention: bool = True) -> Report:
     """Let a model of transformers compute with this package: on CUDA with its kernels.
 
     Weights that transformers kept packed (:func:`keep_packed`) go into planes and are multiplied by

@@ -84,9 +84,11 @@ class File:
         self.reasons: dict[str, str] = {}
         self._stored: dict[str, dict[str, Stored]] = {}
         for tensor in reader.tensors:
-            if tensor.name not in names:
+            # Experts are named as the model's parameters are, which are no modules' weights.
+            short = tensor.name.removesuffix(".weight")
+            parameter, number = names.get(tensor.name, names.get(short)), int(tensor.tensor_type)
+            if parameter is None:
                 continue
-            parameter, number = names[tensor.name], int(tensor.tensor_type)
             if number not in KINDS:
                 self.reasons[parameter] = f"the file has it as {tensor.tensor_type.name}"
             else:

@@ -28,7 +28,7 @@ def keep_packed() -> None:
     """Let transformers leave a GGUF file's weights in their blocks when it loads one.
 
     It does so if there is a kernel to multiply by them, for the architectures that its own loader
-    knows (``GGUF_CONFIG_ARCHS``). Call this before ``from_pretrained``; again, it does nothing more.
+    knows (``GGUF_CONFIG_ARCHS``). Call this before ``from_pretrained``; a second call does nothing.
 
     Raises:
         FerrumError: transformers is absent, or not of the version this was tested with.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +53,18 @@ class Step:
 
 @dataclass
 class Source:
-    """Where a packed weight comes from, and how the module's own weight is made of it again."""
+    """Where a packed weight comes from, and how a module's own weight is made of it again.
+
+    Attributes:
+        load: reads the weight, as a file has it.
+        unpack: makes the module's own of it.
+        own: finds the module's own while something else still holds it, as a tied embedding.
+    """
 
     load: Callable[[], QuantizedTensor]
     unpack: Callable[[QuantizedTensor], Tensor]
+    own: Callable[[], nn.Parameter | None] = lambda: None
     packed: layers.Packed | None = None
-    given_back: nn.Parameter | None = None
 
     def pack(self) -> layers.Packed:
         """The weight in planes: once, however many modules share it."""
@@ -66,10 +74,12 @@ class Source:
 
     def parameter(self, weight: QuantizedTensor, requires_grad: bool) -> nn.Parameter:
         """The module's own weight, one for all that shared it."""
-        if self.given_back is None:
-            self.given_back = nn.Parameter(self.unpack(weight), requires_grad=requires_grad)
+        parameter = self.own()
+        if parameter is None:
+            parameter = nn.Parameter(self.unpack(weight), requires_grad=requires_grad)
+            self.own = ref(parameter)
         self.packed = None
-        return self.given_back
+        return parameter
 
 
 @dataclass
@@ -150,11 +160,13 @@ class Plan:
 
     def _of_module(self, weight: nn.Parameter, kind: str) -> Source:
         """A weight that transformers kept packed."""
+        own: Any = ref(weight)
         return self._sources.setdefault(
             id(weight),
             Source(
-                load=lambda: QuantizedTensor(weight.data, kind),
+                load=lambda: QuantizedTensor(own().data, kind),
                 unpack=lambda packed: packed.blocks,
+                own=own,
             ),
         )
 
@@ -170,6 +182,7 @@ class Plan:
             reasons = [self.file.reasons[name] for name in names if name in self.file.reasons]
             return reasons[0] if reasons else "the file has no such weight"
         source = _from_file(stored, weight.device, weight.dtype)
+        source.own = ref(weight)
         self._sources[id(weight)] = source
         return source
 
@@ -201,13 +214,12 @@ class Plan:
         return Step(names, module, build, lambda: _free(module, "weight"), give_back, True)
 
     def _gguf_experts(self, names: list[str], module: nn.Module) -> Step | str:
-        kinds = [KINDS.get(number) for number in (module.gate_up_type, module.down_type)]
-        if None in kinds:
-            numbers = f"{module.gate_up_type} and {module.down_type}"
-            return f"no kernel takes blocks of ggml's types {numbers}"
+        numbers = module.gate_up_type, module.down_type
+        if not {*numbers} <= KINDS.keys():
+            return f"no kernel takes blocks of ggml's types {numbers[0]} and {numbers[1]}"
         if not is_silu(module.act_fn):
             return "its activation is not silu"
-        n, (gate_up_kind, down_kind) = module.intermediate_dim, kinds
+        n, (gate_up_kind, down_kind) = module.intermediate_dim, (KINDS[i] for i in numbers)
 
         def part_of(weight: str, rows: slice, kind: str) -> Source:
             return Source(
@@ -217,7 +229,9 @@ class Plan:
 
         gate = part_of("gate_up_proj", slice(0, n), gate_up_kind)
         up = part_of("gate_up_proj", slice(n, None), gate_up_kind)
-        return self._experts_step(names, module, (gate, up, part_of("down_proj", slice(None), down_kind)))
+        return self._experts_step(
+            names, module, (gate, up, part_of("down_proj", slice(None), down_kind))
+        )
 
     def _experts(self, names: list[str], module: nn.Module) -> Step | str:
         if self.file is None:
@@ -281,9 +295,7 @@ class Plan:
 
 
 def _from_file(stored: Stored, device: torch.device, dtype: torch.dtype) -> Source:
-    return Source(
-        load=lambda: stored.load(device), unpack=lambda packed: packed.dequantize(dtype)
-    )
+    return Source(load=lambda: stored.load(device), unpack=lambda packed: packed.dequantize(dtype))
 
 
 def _free(module: nn.Module, name: str) -> None:
