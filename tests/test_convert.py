@@ -265,6 +265,23 @@ def test_packed_layers_take_any_number_of_rows(num_rows):
         torch.testing.assert_close(mlp(x), want, rtol=1e-4, atol=1e-4)
 
 
+def test_packed_layers_are_compiled_whole():
+    gate, up, down = (layers.Packed.of(pack(64, 64)) for _ in range(3))
+    linears = [layers.PackedLinear(weight, None) for weight in (gate, up, down)]
+    mlp = layers.GatedMLP(dict(zip("abc", linears, strict=True)), "silu")
+    table = layers.PackedEmbedding(gate, torch.float32)
+    stacks = (layers.Packed.of(pack(4, 64, 64)) for _ in range(3))
+    experts, shares = layers.PackedExperts(*stacks), torch.rand(5, 2)
+
+    def layer(ids):
+        x = mlp(table(ids))
+        return linears[0](x) + experts(x, ids[:, None] // torch.tensor([32, 64]), shares)
+
+    ids = torch.randint(64, (5,))
+    got = torch.compile(layer, backend="eager", fullgraph=True)(ids)
+    torch.testing.assert_close(got, layer(ids), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_packed_experts_are_the_sum_of_those_chosen(num_tokens):
     gate, up, down = pack(4, 96, 64), pack(4, 96, 64, kind="Q4_1"), pack(4, 64, 96)

@@ -102,12 +102,32 @@ def test_padding_behind_a_prompt_and_a_prompt_in_parts():
         torch.testing.assert_close(torch.cat(logits, dim=1)[0], want[7:18], rtol=1e-4, atol=1e-4)
 
 
-def test_compiled():
-    ours, theirs = make("gemma3")
+def test_a_compiled_step_is_one_graph_for_all_lengths():
+    ours, theirs = make("llama")
     ids, _ = padded([9, 9], size=9)
-    compiled = torch.compile(ours.forward, backend="eager")
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    step = torch.compile(ours.forward, backend=keep, fullgraph=True)
+    static = transformers.StaticCache(config=ours.config, max_cache_len=16)
     with torch.inference_mode():
-        torch.testing.assert_close(compiled(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+        ours(ids[:, :5], past_key_values=static)
+        for i in range(5, 9):
+            ids_so_far = torch.ones(2, i + 1, dtype=torch.int64)
+            inputs = {"past_key_values": static, "position_ids": torch.full((2, 1), i)}
+            made = masking_utils.create_masks_for_generate(
+                config=ours.config,
+                inputs_embeds=torch.empty(2, 1, 0),
+                attention_mask=ids_so_far,
+                **inputs,
+            )
+            got = step(ids[:, i : i + 1], attention_mask=made, **inputs).logits
+            want = theirs(ids[:, : i + 1]).logits[:, -1:]
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert len(graphs) <= 2
 
 
 def test_masks_say_what_they_are():

@@ -289,11 +289,10 @@ def _of_sequences(
     for (a, b), (c, d) in spans:
         q_len, kv_len = next(iter(lengths)) if len(lengths) == 1 else (b - a, d - c)
         if q_len and kv_len:
-            batch = (-1, q_len), (-1, kv_len), (-1, kv_len)
-            parts = (q[a:b], k[c:d], v[c:d])
-            sides = (t.unflatten(0, size) for t, size in zip(parts, batch, strict=True))
-            sums = None if lse is None else lse[:, a:b].unflatten(1, batch[0]).transpose(0, 1)
-            out[a:b] = _attend(*sides, sums, settings).flatten(0, 1)
+            queries = q[a:b].unflatten(0, (-1, q_len))
+            keys, values = (t[c:d].unflatten(0, (-1, kv_len)) for t in (k, v))
+            sums = None if lse is None else lse[:, a:b].unflatten(1, (-1, q_len)).transpose(0, 1)
+            out[a:b] = _attend(queries, keys, values, sums, settings).flatten(0, 1)
     return out
 
 
