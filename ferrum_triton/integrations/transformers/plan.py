@@ -75,7 +75,7 @@ class Source:
     def parameter(self, weight: QuantizedTensor, requires_grad: bool) -> nn.Parameter:
         """The module's own weight, one for all that shared it."""
         parameter = self.own()
-        if parameter is None:
+        if parameter is None or parameter.device != weight.device:
             parameter = nn.Parameter(self.unpack(weight), requires_grad=requires_grad)
             self.own = ref(parameter)
         self.packed = None
@@ -125,7 +125,8 @@ class Plan:
             make = self._experts if isinstance(module.gate_up_proj, nn.Parameter) else None
         if make is None and "Norm" in name:
             make = self._norm
-        if make is None and name.endswith("MLP"):
+        has_layers = hasattr(module, "gate_proj") and hasattr(module, "down_proj")
+        if make is None and (has_layers or name.endswith(("MLP", "FeedForward"))):
             make = self._mlp
         if make is None:
             return None
