@@ -264,3 +264,43 @@ def test_signatures_are_those_that_callers_look_for():
         names = [*inspect.signature(function).parameters]
         assert {"window_size", "softcap", "block_table", "s_aux"} <= {*names}
         assert len(names) <= 20
+
+
+@pytest.mark.parametrize("case", ["padded", "packed", "plain", "pages"])
+def test_transformers_calls_these(monkeypatch, case):
+    """Its flash attention, with these functions where it loads some."""
+    reason = "transformers is the caller"
+    utils = pytest.importorskip("transformers.modeling_flash_attention_utils", reason=reason)
+    functions = flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+    found = (*functions, utils._pad_input, utils._unpad_input)
+    monkeypatch.setattr(utils, "_lazy_imports", lambda *_, **__: found)
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    sinks = torch.randn(HEADS)
+    # It asks for no window over pages: the cache holds no more than that.
+    window = None if case == "pages" else 4
+    asked = {"is_causal": True, "sliding_window": window, "softcap": 3.0, "s_aux": sinks}
+    settings = {"causal": True, "softcap": 3.0, "s_aux": sinks}
+    settings |= {"window_size": (window - 1, 0)} if window else {}
+    lengths = [6, 6] if case == "plain" else [6, 2]
+    parts = [tensors(n, n) for n in lengths]
+    wanted = [reference(*part, **settings)[0] for part in parts]
+    shown = None
+    if case == "pages":  # the last token of each, from a cache that it is written to
+        k, v, table = pages(*([part[i][:-1] for part in parts] for i in (1, 2)))
+        sides = [torch.stack([part[i][-1] for part in parts])[None] for i in range(3)]
+        wanted = [torch.stack([want[-1] for want in wanted])]
+        asked |= {"cu_seq_lens_k": starts(lengths), "k_cache": k, "v_cache": v}
+        asked |= {"block_table": table, "max_length_q": 1, "max_length_k": 6}
+    elif case == "packed":
+        sides = [torch.cat(side)[None] for side in zip(*parts, strict=True)]
+        asked["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+        wanted = [torch.cat(wanted)]
+    else:
+        pad = torch.nn.utils.rnn.pad_sequence
+        sides = [pad(side, batch_first=True) for side in zip(*parts, strict=True)]
+        shown = torch.arange(6) < torch.tensor(lengths)[:, None] if case == "padded" else None
+    got = utils._flash_attention_forward(
+        *sides, shown, sides[0].shape[1], attn_implementation="ours", **asked
+    )
+    for row, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(row[: len(want)], want, rtol=1e-4, atol=1e-5)
