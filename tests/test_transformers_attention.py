@@ -44,16 +44,18 @@ MODELS = {
 def make(name):
     """(a converted model, the same one with masks of all pairs), of random weights."""
     kind, extra = MODELS[name]
-    config = getattr(transformers, kind)(**SHAPE | extra, pad_token_id=0)
     pair = []
     for _ in range(2):
         torch.manual_seed(0)
+        # Each has a configuration of its own, which says what its attention is.
+        config = getattr(transformers, kind)(**SHAPE | extra, pad_token_id=0)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
         pair.append(model.eval())
     assert convert(pair[0]).attention == "ferrum"
+    assert pair[1].config._attn_implementation == "eager"
     return pair
 
 
