@@ -16,7 +16,7 @@ from ferrum_triton.integrations.transformers import (
     library,
     revert,
 )
-from ferrum_triton.integrations.transformers.recognise import mlp_of, norm_of
+from ferrum_triton.integrations.transformers.recognise import mlp_of, norm_of, scale_of
 from ferrum_triton.quant import FORMATS, QuantizedTensor, dequantize_blocks, quantize_blocks
 from tests import tiny_files
 from tests.tiny_files import HEAD_DIM, INNER, VOCAB
@@ -84,7 +84,7 @@ def test_a_converted_model_says_the_same(files, architecture):
     assert torch.equal(got[1], want[1])
     packed = [m for m in model.modules() if isinstance(m, layers.PackedModule)]
     assert all(":planes" in kind for m in packed for kind in m._kinds.values())
-    left = {"gemma3": "model.embed_tokens", "qwen35moe": "model.layers.0.mlp.shared_expert_gate"}
+    left = {"qwen35moe": "model.layers.0.mlp.shared_expert_gate"}
     assert [entry.name for entry in report.left[:1]] == [
         left[a] for a in [architecture] if a in left
     ]
@@ -193,7 +193,7 @@ def test_what_is_left_alone_has_a_reason(files):
     assert "pass gguf_file" in reasons["lm_head"]
 
 
-def norm(name, *arguments, **options):
+def module_of(name, *arguments, **options):
     module, _, name = name.partition(".")
     models = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
     return getattr(models, name)(*arguments, **options)
@@ -206,16 +206,31 @@ def test_norms_are_known_by_what_they_compute():
         ("gemma3.Gemma3RMSNorm", 1),
         ("qwen3_5.Qwen3_5RMSNorm", 1),
     ):
-        module = norm(name, 24, eps=1e-3)
+        module = module_of(name, 24, eps=1e-3)
         assert norm_of(module) == (1e-3, offset, False)
         x = torch.randn(2, 3, 24)
         nn.init.normal_(module.weight)
         with torch.inference_mode():
             replacement = layers.RMSNorm(module.weight, 1e-3, offset)
             torch.testing.assert_close(replacement(x), module(x), rtol=1e-5, atol=1e-5)
-    assert norm_of(norm("qwen3_5.Qwen3_5RMSNormGated", 24, eps=1e-3)) == (1e-3, 0, True)
+    assert norm_of(module_of("qwen3_5.Qwen3_5RMSNormGated", 24, eps=1e-3)) == (1e-3, 0, True)
     assert norm_of(nn.LayerNorm(24)) is None
-    assert norm_of(norm("nanochat.NanoChatRMSNorm")) is None  # without a weight
+    assert norm_of(module_of("nanochat.NanoChatRMSNorm")) is None  # without a weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_embeddings_are_known_by_what_they_compute(dtype):
+    scaled = module_of("gemma3.Gemma3TextScaledWordEmbedding", 9, 8, 7, embed_scale=50.6).to(dtype)
+    ids = torch.tensor([[3, 0]])
+    with torch.inference_mode():
+        scale = scale_of(scaled)
+        assert torch.equal(nn.functional.embedding(ids, scaled.weight) * scale, scaled(ids))
+
+    class Shifted(nn.Embedding):
+        def forward(self, input_ids):
+            return super().forward(input_ids) + 1
+
+    assert scale_of(Shifted(9, 8).to(dtype)) is None
 
 
 @pytest.mark.parametrize(
@@ -231,7 +246,7 @@ def test_norms_are_known_by_what_they_compute():
 def test_mlps_are_known_by_what_they_compute(name, config, activation):
     sizes = {"hidden_size": 64, "intermediate_size": 24, "pad_token_id": 0}
     family = {"llama": transformers.LlamaConfig, "phi3": transformers.Phi3Config}
-    module = norm(name, family[name.partition(".")[0]](**sizes | config))
+    module = module_of(name, family[name.partition(".")[0]](**sizes | config))
     found = mlp_of(module)
     assert (found and found.activation) == activation
     if found:

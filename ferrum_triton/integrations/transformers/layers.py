@@ -90,19 +90,21 @@ class PackedLinear(PackedModule):
 
 
 class PackedEmbedding(PackedModule):
-    """y[i] = row ids[i] of a packed table, in ``dtype``."""
+    """y[i] = row ids[i] of a packed table, in ``dtype``, times ``scale`` if there is one."""
 
-    def __init__(self, weight: Packed, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Packed, dtype: torch.dtype, scale: Tensor | None = None) -> None:
         super().__init__()
+        self.register_buffer("scale", scale, persistent=False)
         self._hold(weight=weight)
         self.kind, self.dtype = weight.kind, dtype
         self.num_embeddings, row_bytes = weight.blocks.shape
         self.embedding_dim = format_of(self.kind).row_weights(row_bytes)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return backend_of(input_ids).embedding_lookup_quant(
+        rows = backend_of(input_ids).embedding_lookup_quant(
             self.weight, input_ids, self.kind, self.dtype
         )
+        return rows if self.scale is None else rows * self.scale
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.kind}"

@@ -14,7 +14,7 @@ from ferrum_triton.integrations.transformers import layers
 from ferrum_triton.integrations.transformers.file import File, Stored
 from ferrum_triton.integrations.transformers.kernel import KINDS
 from ferrum_triton.integrations.transformers.library import part
-from ferrum_triton.integrations.transformers.recognise import is_silu, mlp_of, norm_of
+from ferrum_triton.integrations.transformers.recognise import is_silu, mlp_of, norm_of, scale_of
 from ferrum_triton.integrations.transformers.report import Left
 from ferrum_triton.quant import QuantizedTensor
 
@@ -119,8 +119,10 @@ class Plan:
         """What to do with a module: a step, why not, or nothing to speak of."""
         make = self._makers.get(type(module))
         name = type(module).__name__
-        if make is None and isinstance(module, (nn.Linear, nn.Embedding)):
+        if make is None and isinstance(module, nn.Linear):
             return "a class of its own, whose weight stays as it is"
+        if make is None and isinstance(module, nn.Embedding):
+            make = self._embedding
         if make is None and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
             make = self._experts if isinstance(module.gate_up_proj, nn.Parameter) else None
         if make is None and "Norm" in name:
@@ -157,7 +159,10 @@ class Plan:
             return source
         if module.max_norm is not None:
             return "its max_norm changes its weight"
-        return self._embedding_step(names, module, source, module.weight.dtype)
+        scale = None if type(module) is nn.Embedding else scale_of(module)
+        if scale is None and type(module) is not nn.Embedding:
+            return "its formula is not known"
+        return self._embedding_step(names, module, source, module.weight.dtype, scale)
 
     def _of_module(self, weight: nn.Parameter, kind: str) -> Source:
         """A weight that transformers kept packed."""
@@ -202,12 +207,17 @@ class Plan:
         return Step(names, module, build, lambda: _free(module, "weight"), give_back, True)
 
     def _embedding_step(
-        self, names: list[str], module: nn.Module, source: Source, dtype: torch.dtype
+        self,
+        names: list[str],
+        module: nn.Module,
+        source: Source,
+        dtype: torch.dtype,
+        scale: Tensor | None = None,
     ) -> Step:
         needs_gradient = module.weight.requires_grad
 
         def build() -> nn.Module:
-            return layers.PackedEmbedding(source.pack(), dtype)
+            return layers.PackedEmbedding(source.pack(), dtype, scale)
 
         def give_back(now: nn.Module) -> None:
             module.weight = source.parameter(now.as_in_file("weight"), needs_gradient)

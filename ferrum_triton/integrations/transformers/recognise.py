@@ -75,6 +75,27 @@ def mlp_of(module: nn.Module) -> Gated | None:
     return None
 
 
+def scale_of(module: nn.Embedding) -> Tensor | None:
+    """The factor of an embedding that scales its rows, in its weight's dtype; None of another."""
+    weight = module.weight
+    rows, ids = _random(5, WIDTH).to(weight.device), torch.arange(5, device=weight.device)
+
+    def scaled(values: Tensor) -> Tensor:
+        trial = _with(module, {"weight": values}, {})
+        vars(trial).update(_buffers=module._buffers, padding_idx=None)  # the ids' own alone
+        return trial(ids)
+
+    with torch.inference_mode():
+        try:
+            scale = scaled(torch.ones_like(rows, dtype=weight.dtype))[0, 0]
+            wide = scaled(torch.ones_like(rows))[0, 0]
+            got = scaled(rows)
+        except Exception:  # whatever it needs, it is no scaled table
+            return None
+    is_scaled = got.shape == rows.shape and torch.allclose(got, rows * wide, rtol=1e-5, atol=0.0)
+    return scale.clone() if is_scaled else None
+
+
 def is_silu(function: Any) -> bool:
     """Whether an activation is silu."""
     x = _random(16) * 3
