@@ -183,14 +183,17 @@ def test_nothing_is_half_converted(files, monkeypatch):
     assert torch.equal(run(model, ids)[0], want[0])
 
 
-def test_what_is_left_alone_has_a_reason(files):
+def test_what_is_left_alone_has_a_reason(files, monkeypatch):
     model = load(files, "llama")
     model.model.norm.register_forward_hook(lambda *_: None)
     model.model.layers[0].input_layernorm.weight.data = torch.ones(64, dtype=torch.float16)
-    reasons = {entry.name: entry.reason for entry in convert(model).left}
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", staticmethod(lambda: False))
+    report = convert(model)
+    reasons = {entry.name: entry.reason for entry in report.left}
     assert "hooks" in reasons["model.norm"]
     assert "torch.float16" in reasons["model.layers.0.input_layernorm"]
     assert "pass gguf_file" in reasons["lm_head"]
+    assert "cannot be chosen" in reasons["attention"] and report.attention == "eager"
 
 
 def module_of(name, *arguments, **options):
