@@ -87,7 +87,7 @@ def save_tiny(directory: Path, variant: str, **changed: Any):
 def write_gguf(
     path: Path,
     architecture: str,
-    metadata: dict[str, str | int | float],
+    metadata: dict[str, Any],
     tensors: dict[str, torch.Tensor | QuantizedTensor],
 ) -> None:
     """A GGUF file of a model's hyperparameters and tensors, float32 or packed."""
@@ -98,10 +98,13 @@ def write_gguf(
         float: gguf_writer.F32,
     }
     pairs = [gguf_writer.pair("general.architecture", gguf_writer.STRING, architecture)]
-    pairs += [
-        gguf_writer.pair(f"{architecture}.{key}", kinds[type(value)], value)
-        for key, value in metadata.items()
-    ]
+    for key, value in metadata.items():
+        # What is said of a tokenizer has no architecture before it.
+        name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+        if isinstance(value, list):
+            pairs.append(gguf_writer.array(name, kinds[type(value[0])], value))
+        else:
+            pairs.append(gguf_writer.pair(name, kinds[type(value)], value))
     records, data = [], b""
     for name, tensor in tensors.items():
         packed = isinstance(tensor, QuantizedTensor)
