@@ -5,8 +5,8 @@
 
 Models have the shapes of :mod:`bench.random_models` and random weights. Every sequence has a prompt
 of its own, as long as the context less what is decoded; rows ``decode/<model>/<format>/b<batch>/
-ctx<context>`` are the tokens a second of all sequences together from the host's clock, and
-``prefill/...`` those of reading the prompts. The roof is the weights that a step reads, experts by
+ctx<context>`` are the tokens a second of all sequences together from the host's clock, while all of
+them run, and ``prefill/...`` those of reading the prompts. The roof is the weights that a step reads, experts by
 how many of them a batch is expected to choose, and the keys and values, at the copy bandwidth.
 """
 
@@ -89,10 +89,14 @@ def _answer(engine: Engine, batch: int, context: int, steps: int) -> tuple[float
     while len(begun) < batch:
         begun |= {new.key for new in engine.step()}
     middle = time.perf_counter()
-    count = 0
-    while engine.busy:
-        count += len(engine.step())
+    count, all_run = 0, True
+    while all_run:  # whoever began first ends first
+        news = engine.step()
+        count += len(news)
+        all_run = not any(new.stopped_by for new in news)
     end = time.perf_counter()
+    while engine.busy:
+        engine.step()
     return batch * length / (middle - start), count / (end - middle)
 
 
