@@ -4,10 +4,11 @@
                            [--contexts 1024] [--json FILE]
 
 Models have the shapes of :mod:`bench.random_models` and random weights. Every sequence has a prompt
-of its own, as long as the context less what is decoded; rows ``decode/<model>/<format>/b<batch>/
+of its own, as long as the context less what is decoded. Rows ``decode/<model>/<format>/b<batch>/
 ctx<context>`` are the tokens a second of all sequences together from the host's clock, while all of
-them run, and ``prefill/...`` those of reading the prompts. The roof is the weights that a step reads, experts by
-how many of them a batch is expected to choose, and the keys and values, at the copy bandwidth.
+them run; ``prefill/...`` are those of reading the prompts. The roof is the weights that a step
+reads, experts by how many of them a batch is expected to choose, and the keys and values, at the
+copy bandwidth.
 """
 
 from __future__ import annotations

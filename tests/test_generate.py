@@ -124,6 +124,36 @@ def test_seeds_decide_what_is_sampled(model, tokenizer):
     assert len({tuple(draw(seed)) for seed in range(4)}) > 1
 
 
+def test_texts_together_are_what_they_are_alone(model, tokenizer):
+    """Prompts as text, one by one, as a list, and as a stream."""
+    alone = [model.generate(text, max_tokens=12) for text in RAW]
+    together = model.generate(list(RAW), max_tokens=12)
+    assert [a.text for a in together] == [a.text for a in alone]
+    for text, answer in zip(RAW, together, strict=True):
+        assert answer.ids == greedy(model, tokenizer.encode(text), len(answer.ids))
+        assert answer.text == tokenizer.decode(answer.ids)
+    pieces = model.stream(list(RAW), max_tokens=12)
+    texts = ["", "", ""]
+    for piece in pieces:
+        texts[piece.index] += piece.text
+    assert texts == [a.text for a in alone]
+
+
+def test_stop_strings_end_an_answer_and_are_not_in_it(model):
+    whole = model.generate(RAW[0], max_tokens=16)
+    word = whole.text.split()[3]
+    at = whole.text.index(word)
+    stopped = model.generate(RAW[0], max_tokens=16, stop=[word, "no such words"])
+    assert (stopped.text, stopped.stopped_by) == (whole.text[:at], "stop")
+    assert len(stopped.ids) < len(whole.ids)
+    # A string that the text only begins with is held back, and given in the end.
+    begun = whole.text[-3:] + "\0"
+    assert model.generate(RAW[0], max_tokens=16, stop=begun).text == whole.text
+    pieces = list(model.stream(RAW[0], max_tokens=16, stop=word))
+    assert "".join(piece.text for piece in pieces) == whole.text[:at]
+    assert pieces[-1].stopped_by == "stop" and not model.engine.busy
+
+
 def test_length_limits(model, tokenizer):
     prompt = tokenizer.encode("One")
     for count in (0, 1, 3):

@@ -152,7 +152,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a sequence is running or waiting."""
-        return bool(self._running or self._waiting or self.runner.num_in_flight)
+        return bool(self._running or self._waiting)
 
     def progress(self, key: int) -> int:
         """How many tokens of a sequence have their keys in the cache."""
