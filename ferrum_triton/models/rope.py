@@ -41,7 +41,7 @@ def rope_tables(
         ramp = rope.low_freq_factor, rope.high_freq_factor
         frequency = schemes.llama3(plain, factor, *ramp, original)
     elif rope.kind == "yarn":
-        frequency = schemes.yarn(rope.dim, rope.theta, factor, original)
+        frequency = schemes.yarn(rope.dim, rope.theta, factor, original, truncate=rope.truncate)
         attention_factor = schemes.yarn_attention_factor(factor)
     elif rope.kind == "dynamic":
         frequency = schemes.dynamic_ntk(rope.dim, rope.theta, factor, original, num_positions)
