@@ -120,7 +120,8 @@ def make(num_layers):
                 gguf[gguf_name(name, ours)] = weight.clone()
             else:
                 kind = name.rpartition(".")[2]
-                gguf[gguf_name(name.removesuffix(f".{kind}"), ours)[:-6] + kind] = weight.clone()
+                stem = gguf_name(name.removesuffix(f".{kind}"), ours).removesuffix("weight")
+                gguf[stem + kind] = weight.clone()
     return Tiny(theirs, hf, gguf)
 
 

@@ -36,7 +36,8 @@ HF_NAMES = {
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 
-# What files leave out: it is the same in every model of the family.
+# What files may leave out: it is the same in every model of the family, as is YaRN's ramp, of which
+# GGUF files do not say that it is not widened to whole pairs.
 _THETA = 150000.0
 _WINDOW = 128
 _ROPE = {
@@ -153,6 +154,8 @@ class BiasedExperts(Experts):
 
 
 class GptOssLoader(LlamaLoader):
+    """Layers with sinks, whose experts have biases."""
+
     def layer(self, index: int) -> LayerWeights:
         config, prefix = self.config, f"blk.{index}."
         hidden, biased = config.hidden_size, config.qkv_bias

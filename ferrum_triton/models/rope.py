@@ -16,8 +16,9 @@ def rope_tables(
 
     Args:
         rope: wavelengths and their scaling; ``kind`` is ``"default"``, ``"linear"``, ``"llama3"``,
-            ``"yarn"`` (with its published bounds and attention factor) or ``"dynamic"``, whose
-            tables hold for sequences of up to num_positions.
+            ``"yarn"`` (with its published bounds and attention factor, its ramp widened to whole
+            pairs if ``truncate``) or ``"dynamic"``, whose tables hold for sequences of up to
+            num_positions.
         num_positions: rows.
         freq_factors: [dim / 2] divisors of the frequencies, which GGUF files store for models with
             llama3's scaling; they take the place of ``rope``'s own scaling.

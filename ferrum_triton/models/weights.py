@@ -445,6 +445,7 @@ class LlamaLoader(Loader):
         )
 
     def experts(self, prefix: str) -> Experts:
+        """The experts of a layer, packed, and their router."""
         config = self.config
         count, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
         router = self.matrix(f"{prefix}ffn_gate_inp.weight", (count, hidden))
