@@ -65,6 +65,7 @@ FAMILIES = {
     ),
     K + "moe/plane": ("interpret and quant_moe", "test_moe_planes test_moe"),
     K + "moe/routing": ("interpret and topk", "test_moe"),
+    K + "moe/activation": ("interpret and clamped_swiglu", "test_gpt_oss"),
     K + "moe/combine": ("interpret and (combine or weighted)", "test_moe_combine"),
     "ferrum_triton/ops/": ("cpu", "test_registry test_costs test_door test_strides"),
     "ferrum_triton/backends/": (
@@ -88,7 +89,7 @@ FAMILIES = {
     ),
     "ferrum_triton/models/": (
         "",
-        "test_models test_gemma3 test_bert test_packed_models test_generate",
+        "test_models test_gemma3 test_gpt_oss test_bert test_packed_models test_generate",
     ),
     "ferrum_triton/runtime/": (
         "",

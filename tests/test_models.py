@@ -243,6 +243,7 @@ def test_ids_out_of_range_read_nothing_foreign(tiny):
         ({"rms_norm_eps": 0}, "epsilon"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "embeddings is missing"),
+        ({"rope_parameters": YARN | {"truncate": "no"}}, "truncate is 'no'"),
         ({"rope_parameters": YARN | {"beta_fast": 16}}, "'beta_fast' of 16 is not supported"),
         ({"rope_parameters": {"mrope_section": [8, 8]}}, r"'mrope_section' of \[8, 8\] is not"),
         ({"rope_parameters": {"full_attention": YARN, "rope_theta": 1e6}}, "'rope_theta' stands"),
@@ -297,6 +298,7 @@ def test_every_spelling_of_the_rotary_embedding_is_read(tiny, tmp_path):
         {"rope_parameters": plain | flat},
         {"rope_parameters": llama3 | flat},
         {"rope_parameters": YARN | flat},
+        {"rope_parameters": YARN | flat | {"truncate": False}},
         {"rope_parameters": {"full_attention": plain | flat}},
         {"rope_parameters": {"full_attention": llama3 | flat, "sliding_attention": None}},
     ]

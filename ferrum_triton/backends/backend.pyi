@@ -1003,6 +1003,36 @@ class Backend:
         Returns:
             [num_tokens, num_heads, head_dim] in q's dtype; computed in float32.
         """
+    def clamped_swiglu_moe_id(
+        self,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor,
+        up_bias: Tensor,
+        ids: Tensor,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = (u + 1) · g · sigmoid(alpha · g), where g and u are bounded and have their expert's bias.
+
+        g[t, s] is gate[t, s] + gate_bias[ids[t, s]], and at most limit; u[t, s] is up[t, s] +
+        up_bias[ids[t, s]], and from -limit to limit.
+
+        Args:
+            gate: [num_tokens, top_k, intermediate_size], a product of each pair with its expert.
+            up: of gate's shape.
+            gate_bias, up_bias: [num_experts, intermediate_size], any float dtype.
+            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) adds no bias.
+            alpha: the slope of the sigmoid.
+            limit: the bound of g and u.
+
+        Returns:
+            A tensor of gate's shape and dtype; computed in float32, rounded once.
+
+        Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, and its reference code.
+        """
     def moe_combine(
         self,
         packed: Tensor,

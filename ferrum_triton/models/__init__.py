@@ -24,7 +24,6 @@ from ferrum_triton.models.families import (
 from ferrum_triton.models.llama import Llama
 from ferrum_triton.models.weights import (
     GgufSource,
-    HfSource,
     Progress,
     Source,
     load_weights,
@@ -70,7 +69,13 @@ def load_model(
 
     def assemble(family: Family, source: Source, config: LlamaConfig) -> Decoder:
         weights = load_weights(
-            source, config, backend, dtype, progress, allow_non_finite=allow_non_finite
+            source,
+            config,
+            backend,
+            dtype,
+            progress,
+            allow_non_finite=allow_non_finite,
+            loader=family.loader,
         )
         model = family.model(config, weights, backend, dtype)
         model.path = Path(path)
@@ -81,7 +86,7 @@ def load_model(
         values = read_json(path / "config.json")
         family = family_of_hf(values, path / "config.json")
         config = family.config.from_hf(values, path / "config.json")
-        source = HfSource(open_safetensors(path), family.hf_names, family.hf_norm_offset)
+        source = family.hf_source(open_safetensors(path), family.hf_names, family.hf_norm_offset)
         return assemble(family, source, config)
     with open_gguf(path) as file:
         family = family_of_gguf(file.metadata, path)

@@ -218,3 +218,19 @@ def refuse_quantised(config: Mapping[str, Any], path: Path) -> None:
     """Refuse a Hugging Face model whose weights are packed."""
     if config.get("quantization_config"):
         raise FileError(path, "quantised weights are supported in GGUF files only")
+
+
+def windows_of(types: Any, num_layers: int, window: int, path: Path) -> tuple[int, ...]:
+    """The window of each layer from ``layer_types`` of a Hugging Face model; 0 where all is seen.
+
+    Raises:
+        FileError: they are no list of as many known types.
+    """
+    sizes = {"full_attention": 0, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise FileError(path, f"layer_types is no list of {num_layers} types")
+    for kind in types:
+        if kind not in [*sizes]:
+            known = ", ".join(sizes)
+            raise FileError(path, f"layer type {kind!r:.80} is not supported; known: {known}")
+    return tuple(sizes[kind] for kind in types)

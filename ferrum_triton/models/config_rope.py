@@ -20,9 +20,10 @@ _READ = (
     "low_freq_factor",
     "high_freq_factor",
     "original_max_position_embeddings",
+    "truncate",
 )
 # Parameters that are taken only at the value which they have by definition.
-_FIXED = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+_FIXED = {"beta_fast": 32, "beta_slow": 1}
 # What older files write beside the scaling, not in it.
 _BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
@@ -41,6 +42,7 @@ class RopeConfig:
         factor: the scaling's factor.
         low_freq_factor, high_freq_factor: bounds of llama3's ramp.
         original_positions: context length before llama3's or yarn's scaling.
+        truncate: whether yarn's ramp is widened to whole pairs, as gpt-oss's is not.
     """
 
     theta: float
@@ -51,6 +53,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
+    truncate: bool = True
 
 
 def gguf_rope(
@@ -109,6 +112,7 @@ def hf_rope(
         original_positions=keys.size(
             "original_max_position_embeddings", None if stretched else 8192
         ),
+        truncate=scaling.get("truncate") is None or keys.flag("truncate"),
     )
 
 

@@ -256,6 +256,7 @@ class Decoder(ABC):
             **scales,
         )  # [num_tokens, num_heads, head_dim]
         settings = {
+            "sinks": layer.sinks,
             "softmax_scale": softmax_scale,
             "sliding_window": sliding_window,
             "layout": cache.layout,

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ferrum_triton.errors import FileError
-from ferrum_triton.models import bert, gemma3, weights
+from ferrum_triton.models import bert, gemma3, gpt_oss, weights
 from ferrum_triton.models import config as llama_config
 from ferrum_triton.models.bert import BertConfig
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.decoder import Decoder
 from ferrum_triton.models.llama import Llama
+from ferrum_triton.models.weights import HfSource, LlamaLoader
 
 T = TypeVar("T")
 
@@ -32,6 +33,8 @@ class Family:
         hf: its architectures by Hugging Face's names.
         hf_names: Hugging Face's names of its tensors by GGUF's.
         hf_norm_offset: what is added to norms' weights of Hugging Face files.
+        hf_source: the class that reads its Hugging Face directories.
+        loader: the class that makes its weights of tensors.
     """
 
     config: type[LlamaConfig]
@@ -40,6 +43,8 @@ class Family:
     hf: tuple[str, ...]
     hf_names: Mapping[str, str]
     hf_norm_offset: float = 0.0
+    hf_source: type[HfSource] = HfSource
+    loader: type[LlamaLoader] = LlamaLoader
 
 
 FAMILIES = (
@@ -57,6 +62,15 @@ FAMILIES = (
         gemma3.HF_ARCHITECTURES,
         gemma3.HF_NAMES,
         gemma3.HF_NORM_OFFSET,
+    ),
+    Family(
+        gpt_oss.GptOssConfig,
+        gpt_oss.GptOss,
+        gpt_oss.GGUF_ARCHITECTURES,
+        gpt_oss.HF_ARCHITECTURES,
+        gpt_oss.HF_NAMES,
+        hf_source=gpt_oss.GptOssSource,
+        loader=gpt_oss.GptOssLoader,
     ),
 )
 

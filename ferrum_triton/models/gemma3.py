@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.errors import FileError
-from ferrum_triton.models.config import LlamaConfig, refuse_quantised
+from ferrum_triton.models.config import LlamaConfig, refuse_quantised, windows_of
 from ferrum_triton.models.config_keys import Keys
 from ferrum_triton.models.config_rope import RopeConfig, gguf_rope, hf_rope
 from ferrum_triton.models.decoder import Decoder, predicted_rows
@@ -150,14 +150,7 @@ def _windows(config: Mapping[str, Any], keys: Keys, path: Path) -> tuple[int, ..
     if types is None:
         every = keys.size("sliding_window_pattern", _WINDOWS_OF)
         return tuple(0 if (i + 1) % every == 0 else window for i in range(layers))
-    sizes = {"full_attention": 0, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != layers:
-        raise FileError(path, f"layer_types is no list of {layers} types")
-    for kind in types:
-        if kind not in [*sizes]:
-            known = ", ".join(sizes)
-            raise FileError(path, f"layer type {kind!r:.80} is not supported; known: {known}")
-    return tuple(sizes[kind] for kind in types)
+    return windows_of(types, layers, window, path)
 
 
 class Gemma3(Decoder):

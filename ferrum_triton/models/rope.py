@@ -16,8 +16,9 @@ def rope_tables(
 
     Args:
         rope: wavelengths and their scaling; ``kind`` is ``"default"``, ``"linear"``, ``"llama3"``,
-            ``"yarn"`` (with its published bounds and attention factor) or ``"dynamic"``, whose
-            tables hold for sequences of up to num_positions.
+            ``"yarn"`` (with its published bounds and attention factor, its ramp widened to whole
+            pairs if ``truncate``) or ``"dynamic"``, whose tables hold for sequences of up to
+            num_positions.
         num_positions: rows.
         freq_factors: [dim / 2] divisors of the frequencies, which GGUF files store for models with
             llama3's scaling; they take the place of ``rope``'s own scaling.
@@ -41,7 +42,7 @@ def rope_tables(
         ramp = rope.low_freq_factor, rope.high_freq_factor
         frequency = schemes.llama3(plain, factor, *ramp, original)
     elif rope.kind == "yarn":
-        frequency = schemes.yarn(rope.dim, rope.theta, factor, original)
+        frequency = schemes.yarn(rope.dim, rope.theta, factor, original, truncate=rope.truncate)
         attention_factor = schemes.yarn_attention_factor(factor)
     elif rope.kind == "dynamic":
         frequency = schemes.dynamic_ntk(rope.dim, rope.theta, factor, original, num_positions)

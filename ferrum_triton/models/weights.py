@@ -59,6 +59,7 @@ class LayerWeights:
     mlp: Mlp | Experts
     attn_post_norm: Tensor | None = None  # [hidden_size], as mlp_post_norm: of sandwich norms
     mlp_post_norm: Tensor | None = None
+    sinks: Tensor | None = None  # [num_heads], logits of each head that attend to nothing
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,7 @@ def load_weights(
     *,
     planes: bool | None = None,
     allow_non_finite: bool = False,
+    loader: type[LlamaLoader] | None = None,
 ) -> LlamaWeights:
     """Read every weight a model of ``config`` has.
 
@@ -236,6 +238,7 @@ def load_weights(
         progress: a function called with the numbers of tensors loaded and to load.
         planes: whether packed weights are laid out in planes; None does so on CUDA devices only.
         allow_non_finite: whether weights may be NaN, infinite, or too large for their dtype.
+        loader: the class that reads a family's layers; None reads Llama's.
 
     Raises:
         FileError: a tensor is missing, has another shape than the hyperparameters say, is of a type
@@ -243,8 +246,8 @@ def load_weights(
             model of this family, so that leaving it out would change what is computed.
     """
     tell_what_decoding_takes(source, backend, dtype)
-    loader = _LlamaLoader(source, backend, dtype, progress, planes, allow_non_finite)
-    return loader.load(config)
+    kind = LlamaLoader if loader is None else loader
+    return kind(source, backend, dtype, progress, planes, allow_non_finite).load(config)
 
 
 def tell_what_decoding_takes(source: Source, backend: Backend, dtype: torch.dtype) -> None:
@@ -344,11 +347,15 @@ class Loader:
         return stored.to(self.device, self.dtype)
 
     def vector(self, name: str, size: int) -> Tensor:
-        stored = self.fetch(name, (size,), torch.float32)
+        vector = self.plain(name, (size,))
+        return vector + self.source.norm_offset if "_norm." in name else vector
+
+    def plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor that may not be packed, on the device in float32."""
+        stored = self.fetch(name, shape, torch.float32)
         if isinstance(stored, QuantizedTensor):
             raise self.error(name, "is packed; expected plain numbers")
-        vector = stored.to(self.device, torch.float32)
-        return vector + self.source.norm_offset if "_norm." in name else vector
+        return stored.to(self.device, torch.float32)
 
     def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
         """The tensor ``name`` on the CPU as it is stored, checked to be weights of ``dtype``."""
@@ -380,7 +387,9 @@ class Loader:
             raise FileError(self.source.path, reason)
 
 
-class _LlamaLoader(Loader):
+class LlamaLoader(Loader):
+    """Weights of a decoder. A family with layers of another kind has a subclass of its own."""
+
     config: LlamaConfig
 
     def load(self, config: LlamaConfig) -> LlamaWeights:
@@ -425,15 +434,20 @@ class _LlamaLoader(Loader):
 
     def mlp(self, prefix: str) -> Mlp | Experts:
         """An MLP, or experts in its place."""
+        if self.config.num_experts:
+            return self.experts(prefix)
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        if not self.config.num_experts:
-            gates = {"ffn_gate": inner, "ffn_up": inner}
-            return Mlp(
-                # In planes one launch takes both, and their activation, as matrices of their own.
-                gate_up=self.linear(prefix, gates, hidden, apart=True),
-                down=self.linear(prefix, {"ffn_down": hidden}, inner),
-            )
-        count = self.config.num_experts
+        gates = {"ffn_gate": inner, "ffn_up": inner}
+        return Mlp(
+            # In planes one launch takes both, and their activation, as matrices of their own.
+            gate_up=self.linear(prefix, gates, hidden, apart=True),
+            down=self.linear(prefix, {"ffn_down": hidden}, inner),
+        )
+
+    def experts(self, prefix: str) -> Experts:
+        """The experts of a layer, packed, and their router."""
+        config = self.config
+        count, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
         router = self.matrix(f"{prefix}ffn_gate_inp.weight", (count, hidden))
         return Experts(
             router=router.dequantize(self.dtype) if isinstance(router, QuantizedTensor) else router,
