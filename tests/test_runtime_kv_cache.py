@@ -380,7 +380,7 @@ def test_writing_to_a_copy_leaves_what_is_shared(layout, kind, device):
     assert cache.allocator.holders(old[1]) == cache.allocator.holders(new) == 1
     for pool, pages in zip(pools, before, strict=True):
         pages[new] = pages[old[1]]  # and no other page is touched
-        assert torch.equal(pool.float(), torch.stack(pages).float())
+        assert torch.equal(pool.float(), torch.stack([page.float() for page in pages]))
     assert_mirrored(cache, shared=True)
     cache.make_writable(1, 4)  # it has that block to itself already
     assert cache.blocks[1] == [old[0], new]
