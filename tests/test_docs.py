@@ -89,6 +89,14 @@ def test_tables_give_parameters_their_names(page):
         assert names == list(OPS[call.func.attr].signature.parameters)[: len(names)], quoted
 
 
+def test_the_engine_to_copy_stays_short():
+    code = [
+        body for kind, body in FENCE.findall((DOCS / "engine.md").read_text()) if kind == "python"
+    ]
+    assert sum(len(body.splitlines()) for body in code) <= 150
+    assert "ferrum_triton.models" not in "".join(code)
+
+
 def test_every_op_is_on_a_page():
     found = set().union(*(named_ops(page) for page in PAGES))
     declared = {

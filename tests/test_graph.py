@@ -5,6 +5,8 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ferrum_triton import FerrumError, InputError, get_backend
 from ferrum_triton.ops.rope import ROPE
@@ -92,9 +94,121 @@ def test_decode_state(device):
     ]
     assert addresses == [t.data_ptr() for t in (state.token, state.pos, state.kv_len)]
     assert all(t.dtype == torch.int32 for t in (state.token, state.pos, state.kv_len))
-    for token, step in ((-1, 0), (0, -1), (0, 2**31 - 1), ([1, 2], 0), (0, [1] * 4)):
+    for token, step in ((-1, 0), (0, -2), (0, 2**31 - 1), ([1, 2], 0), (0, [1] * 4)):
         with pytest.raises(InputError):
             state.set(token, step)
+        assert state.pos.tolist() == [0, 3, 2]
+
+
+def read(state):
+    return [t.tolist() for t in (state.token, state.pos, state.kv_len)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    steps=st.lists(st.integers(-1, 9), min_size=1, max_size=5),
+    chosen=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=5), max_size=4),
+)
+def test_advancing_is_setting_the_next_step(device, steps, chosen):
+    """Of the first rows only, and padding stays padding."""
+    batch = len(steps)
+    state, want = (DecodeState(device, batch) for _ in range(2))
+    tokens = [1] * batch
+    state.set(tokens, steps)
+    for new in chosen:
+        new = new[:batch]
+        state.advance(torch.tensor(new, dtype=torch.int32, device=device))
+        tokens[: len(new)] = new
+        steps = [s + (i < len(new) and s >= 0) for i, s in enumerate(steps)]
+        want.set(tokens, steps)
+        assert read(state) == read(want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_that_advance_need_no_host(device):
+    """A chain of replays chooses what steps do whose state the host sets."""
+    told, own, graph = Decoder(device), Decoder(device), Graph(device)
+
+    def choose(decoder, state):
+        y = decoder.step(state.token, state.pos, state.kv_len).reshape(1, -1)
+        return decoder.backend.argmax_rows(y[:, :VOCAB])
+
+    want, state = [3], DecodeState(device)
+    for step in range(12):
+        state.set(want[-1], step)
+        want.append(int(choose(told, state)))
+
+    def advancing():
+        chosen = choose(own, graph.state)
+        graph.state.advance(chosen)
+        return chosen
+
+    graph.set_decode_state(want[0], 0)
+    graph.capture("decode", advancing, owners=own.cache.tensors)
+    got = [graph.state.token.clone()]
+    for _ in range(11):
+        assert graph.replay("decode")
+        got.append(graph.state.token.clone())
+    assert torch.cat(got).tolist() == want[1:] and len(set(want)) > 3
+    assert [graph.state.pos.tolist(), graph.state.kv_len.tolist()] == [[12], [13]]
+
+
+@pytest.mark.parametrize("name", ["cpu", "interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_padding_rows_write_nothing_and_see_nothing(name):
+    """Rows in a captured step are what they are without the padding between them."""
+    backend = get_backend(name)
+    device, rows = backend.device, 4
+    sizes = {"num_layers": 1, "num_blocks": 6, "block_size": 4, "max_blocks_per_seq": 2}
+    cache = PagedKvCache(
+        **sizes, num_seqs=rows, num_kv_heads=2, head_dim=16, kind=KvDtypeKind.FP32, device=device
+    )
+    for tensor in (*cache.k, *cache.v):
+        tensor.normal_()
+    cache.reserve(dict.fromkeys(range(3), 8))  # the last row has no blocks
+    width = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    qkv = torch.randn(rows, width, device=device)
+    angle = torch.rand(8, 8, device=device)
+    graph = Graph(device, rows)
+
+    def attend(x, tables, positions, kv_lens, k, v):
+        q = backend.split_qkv_norm_rope_into_paged_cache(
+            x,
+            None,
+            None,
+            angle.cos(),
+            angle.sin(),
+            k,
+            v,
+            num_heads=NUM_HEADS,
+            block_tables=tables,
+            pos_offsets=positions,
+            qk_mode=ROPE,
+        )
+        return backend.paged_decode_attention(q[:, None], k, v, tables, kv_lens)
+
+    def step():
+        state, pools = graph.state, (cache.k[0], cache.v[0])
+        y = attend(qkv, cache.block_tables, state.pos, state.kv_len, *pools)
+        state.advance(state.token + 1)
+        return y
+
+    graph.set_decode_state(0, -1)
+    before = [t.clone() for t in (*cache.k, *cache.v)]
+    output = graph.capture("decode", step, owners=cache.tensors)
+    assert not output.any()
+    assert all(map(torch.equal, before, (*cache.k, *cache.v)))
+    for steps in ([5, -1, 2, -1], [-1, 0, -1, -1], [3, 1, 6, -1]):
+        graph.set_decode_state(0, steps)
+        pools = [cache.k[0].clone(), cache.v[0].clone()]
+        assert graph.replay("decode")
+        found = [row for row, at in enumerate(steps) if at >= 0]
+        where = torch.tensor([steps[row] for row in found], dtype=torch.int32, device=device)
+        want = attend(qkv[found], cache.block_tables[found], where, where + 1, *pools)
+        torch.testing.assert_close(output[found], want)
+        assert not output[[row for row, at in enumerate(steps) if at < 0]].any()
+        # The pools hold what the real rows alone write, and else what they held.
+        torch.testing.assert_close([cache.k[0], cache.v[0]], pools)
+        assert graph.state.pos.tolist() == [at + (at >= 0) for at in steps]
 
 
 @pytest.mark.parametrize("device", DEVICES)
