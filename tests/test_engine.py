@@ -229,6 +229,35 @@ def test_an_answer_left_half_way_leaves_the_engine_idle(models):
     assert model.engine is kept  # with its graphs
 
 
+def test_streams_that_share_an_engine(models):
+    """Each gets its own tokens, whoever asks for the next step."""
+    model = models("cpu")
+    engine = Engine(model, max_seqs=2, capacity=64)
+    want = [generate(model, p, max_tokens=6).ids for p in ([1, 2, 3], [5, 6])]
+    first = stream(model, [1, 2, 3], max_tokens=6, engine=engine)
+    begun = [next(first).token]
+    assert generate(model, [5, 6], max_tokens=6, engine=engine).ids == want[1]
+    assert begun + [piece.token for piece in first] == want[0]
+    assert not engine.busy
+
+
+def test_bounds_of_a_call_hold_on_a_larger_engine(models):
+    model = models("cpu")
+    generate(model, [[i] for i in range(8)], max_tokens=2)
+    assert model.engine.max_seqs == 8
+    short = generate(model, [1, 2, 3], max_tokens=50, capacity=20)
+    assert short.stopped_by == "context" and len(short.ids) == 18
+    running = []
+    for piece in stream(model, [[1]] * 4, max_tokens=5, max_seqs=1):
+        running.append(piece.index)
+    assert running == sorted(running)
+    empty = generate(model, (p for p in [[1]] * 5), max_tokens=0, max_seqs=1)
+    assert [a.stopped_by for a in empty] == ["length"] * 5
+    ids = torch.tensor([1, 2, 3])
+    assert generate(model, ids, max_tokens=4).ids == generate(model, [1, 2, 3], max_tokens=4).ids
+    assert len(generate(model, torch.stack((ids, ids)), max_tokens=1)) == 2
+
+
 def test_settings_change_what_is_chosen(models):
     model = models("cpu")
     plain = generate(model, [1, 2, 3], max_tokens=6, sampling=Sampling(logprobs=True))
@@ -257,6 +286,12 @@ def test_settings_change_what_is_chosen(models):
         ({"prompts": [[1]], "stop": [""]}, "empty string"),
         ({"prompts": [[1]], "sampling": []}, "0 settings"),
         ({"prompts": [[1]], "sampling": Sampling(logit_bias={96: 1.0})}, "holding 96"),
+        ({"prompts": [[1.5]]}, "holding 1.5"),
+        ({"prompts": [1.5, 2]}, "holding 1.5"),
+        ({"prompts": [[1]], "max_seqs": 0}, "max_seqs"),
+        ({"prompts": [[1]], "capacity": 0}, "capacity"),
+        ({"prompts": [[1, 2]], "capacity": 1}, "2 tokens"),
+        ({"prompts": iter([[1]]), "sampling": [Sampling()]}, "iterator"),
     ],
 )
 def test_bad_prompts_and_settings_are_refused(models, arguments, message):
@@ -264,6 +299,21 @@ def test_bad_prompts_and_settings_are_refused(models, arguments, message):
     with pytest.raises(InputError, match=message):
         generate(model, **arguments)
     assert len(generate(model, [1], max_tokens=2).ids) == 2  # nothing is left behind
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_k", 3.5), ("seed", 1.5), ("logit_bias", {1.5: 3.0})]
+)
+def test_settings_of_another_type_are_refused(name, value):
+    with pytest.raises(InputError, match=name):
+        Sampling(**{name: value})
+    assert hash(Sampling(logit_bias={1: 2.0})) == hash(Sampling(logit_bias={1: 2.0}))
+
+
+def test_a_sequence_that_is_none_is_refused(models):
+    model = models("cpu")
+    with pytest.raises(InputError, match="seq"):
+        model.forward([1], model.new_cache(8), seq=1)
 
 
 @pytest.mark.parametrize(

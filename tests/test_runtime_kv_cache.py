@@ -457,3 +457,11 @@ def test_shared_sequences_against_a_model_of_them(device, steps):
         assert_mirrored(cache, shared=True)
         for i, ids in enumerate(wanted):
             assert rows[cache.slots(i, 0, len(ids)), 1, 15].tolist() == ids
+
+
+def test_blocks_that_are_none_are_not_shared():
+    cache = paged()
+    for bad in ([-1], [1, 99], [3, 3]):
+        with pytest.raises(InputError, match="blocks"):
+            cache.share(0, bad)
+        assert cache.allocator.num_free == 9 and cache.blocks[0] == []

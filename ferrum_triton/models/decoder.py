@@ -175,8 +175,10 @@ class Decoder(ABC):
             Logits [1, vocab_size], or [num_tokens, vocab_size] for all.
 
         Raises:
-            InputError: there are no tokens, or more than the cache has room for; it is unchanged.
+            InputError: there are no tokens, more than the cache has room for, or no such sequence;
+                the cache is unchanged.
         """
+        cache.reserve({seq: 0})  # which refuses a sequence that is none
         tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         length, num_tokens = cache.lengths[seq], len(tokens)
         if num_tokens == 0 or length + num_tokens > cache.capacity:

@@ -54,6 +54,7 @@ class _Sequence:
     sampling: Sampling
     tokens_left: int
     end_ids: Collection[int]
+    capacity: int
     row: int = -1
     cached: int = 0
 
@@ -107,6 +108,7 @@ class Engine:
         self._free_rows = list(range(max_seqs - 1, -1, -1))
         self._keys = itertools.count()
         self._joined_or_left = False
+        self._unread: list[NewToken] = []
         self.num_preempted = 0
 
     def add(
@@ -115,6 +117,7 @@ class Engine:
         sampling: Sampling = GREEDY,
         max_tokens: int = 256,
         end_ids: Collection[int] = (),
+        capacity: int | None = None,
     ) -> int:
         """Have a sequence run as soon as there is room; its key.
 
@@ -123,28 +126,35 @@ class Engine:
             sampling: how it chooses.
             max_tokens: the most tokens to choose, 1 or more.
             end_ids: the tokens that end it, which are not returned.
+            capacity: the most positions it may have, up to the engine's; None is the engine's.
 
         Raises:
-            InputError: the prompt is empty, longer than the capacity, or holds an id that is not
-                in the vocabulary; max_tokens or a biased id is out of range.
+            InputError: the prompt is empty, longer than the capacity, or holds what is no id of the
+                vocabulary; max_tokens, the capacity or a biased id is out of range.
         """
         vocabulary = self.model.config.vocab_size
-        if not 1 <= len(ids) <= self.capacity:
-            allowed = f"1 to the {self.capacity} positions of a sequence"
+        room = self.capacity if capacity is None else capacity
+        if not 1 <= room <= self.capacity:
+            _reject("capacity", str(capacity), f"1 to the engine's {self.capacity}")
+        if not 1 <= len(ids) <= room:
+            allowed = f"1 to the {room} positions of a sequence"
             _reject("prompt", f"{len(ids)} tokens", allowed, "Shorten it, or write one.")
         for name, values in (("prompt", ids), ("logit_bias", sampling.logit_bias)):
-            unknown = next((i for i in values if not 0 <= i < vocabulary), None)
+            unknown = next(
+                (i for i in values if type(i) is not int or not 0 <= i < vocabulary), None
+            )
             if unknown is not None:
                 advice = "Use the tokenizer that came with the model."
                 _reject(name, f"holding {unknown}", f"ids in [0, {vocabulary})", advice)
         if max_tokens < 1:
             _reject("max_tokens", str(max_tokens), "1 or more")
         key = next(self._keys)
-        self._waiting.append(_Sequence(key, list(ids), sampling, max_tokens, end_ids))
+        self._waiting.append(_Sequence(key, list(ids), sampling, max_tokens, end_ids, room))
         return key
 
     def cancel(self, key: int) -> None:
         """Have a sequence end where it is; one that has ended is left alone."""
+        self._unread = [new for new in self._unread if new.key != key]
         for seq in [*self._waiting, *self._running]:
             if seq.key == key:
                 self._stop(seq)
@@ -158,6 +168,18 @@ class Engine:
         """How many tokens of a sequence have their keys in the cache."""
         found = (seq.cached for seq in [*self._waiting, *self._running] if seq.key == key)
         return next(found, 0)
+
+    def news_of(self, keys: Collection[int]) -> list[NewToken]:
+        """Run a step for some of the sequences; what it chose for others is kept for them.
+
+        For callers that share an engine: each asks for its own. Nothing runs where a step that
+        another asked for has left news of these.
+        """
+        if not any(new.key in keys for new in self._unread):
+            self._unread += self.step()
+        mine = [new for new in self._unread if new.key in keys]
+        self._unread = [new for new in self._unread if new.key not in keys]
+        return mine
 
     def step(self) -> list[NewToken]:
         """Run one step; what it, or one before it, chose."""
@@ -224,7 +246,7 @@ class Engine:
         needed = 0
         for seq in self._running:
             after = seq.cached + 2
-            if seq.tokens_left < 2 or after > self.capacity:
+            if seq.tokens_left < 2 or after > seq.capacity:
                 return False
             needed += blocks_of(after) - len(self._cache.blocks[seq.row])
         return needed <= self._cache.allocator.num_free
@@ -293,7 +315,7 @@ class Engine:
         stopped_by = ""
         if seq.tokens_left == 0:
             stopped_by = "length"
-        elif len(seq.ids) > self.capacity:
+        elif len(seq.ids) > seq.capacity:
             stopped_by = "context"
         if stopped_by:
             self._stop(seq)

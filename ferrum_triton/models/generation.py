@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, NoReturn, TypeAlias
+
+from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.files.tokenizer import Tokenizer
@@ -15,7 +18,7 @@ from ferrum_triton.models.engine import Engine, NewToken
 from ferrum_triton.models.weights import Progress
 from ferrum_triton.runtime.sampling import GREEDY, Sampling
 
-Prompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = str | Sequence[int] | Tensor
 
 _ADVICE = "Choose a value in range."
 
@@ -94,6 +97,7 @@ def generate(
         One answer for one prompt, else a list in the prompts' order.
     """
     answers: dict[int, Generation] = {}
+    prompts = _as_lists(prompts)
     single = _is_prompt(prompts)
     if not single and isinstance(prompts, Sequence):
         answers = {i: Generation() for i in range(len(prompts))}
@@ -129,7 +133,7 @@ def stream(
         max_tokens: the most tokens of an answer; the context length may allow fewer.
         stop: strings that end an answer and are no part of it; needs the model's tokenizer.
         end_ids: tokens that end an answer; None takes the tokenizer's.
-        max_seqs: sequences that run at a time; None has MAX_SEQS at most.
+        max_seqs: sequences that run at a time at most; None has up to MAX_SEQS.
         capacity: the most positions of a sequence, its prompt and answer together; None has what
             the prompts need, or LONGEST_UNKNOWN where they come from an iterator.
         engine: the engine to run them, for settings beyond these; None keeps one with the model.
@@ -142,6 +146,10 @@ def stream(
         _reject("stop", "an empty string", "strings of a character or more")
     if max_tokens < 0:
         _reject("max_tokens", str(max_tokens), "0 or more")
+    prompts = _as_lists(prompts)
+    for name, number in (("max_seqs", max_seqs), ("capacity", capacity)):
+        if number is not None and number < 1:
+            _reject(name, str(number), "1 or more")
     several: Any = [prompts] if _is_prompt(prompts) else prompts
     ids: Iterator[list[int]] = (_encode(model, prompt) for prompt in several)
     needed, num_seqs = LONGEST_UNKNOWN, max_seqs or MAX_SEQS
@@ -152,6 +160,8 @@ def stream(
         known = list(ids)
         needed = max(map(len, known)) + max(max_tokens - 1, 0)
         num_seqs, ids = min(len(known), num_seqs), iter(known)
+    elif not isinstance(sampling, Sampling):
+        _reject("sampling", "several", "one for all prompts of an iterator")
     if engine is None:
         context = model.config.max_positions
         engine = engine_of(model, num_seqs, min(capacity or needed, context))
@@ -159,35 +169,38 @@ def stream(
         end_ids = model.tokenizer.eos_ids if model.has_tokenizer else ()
     if stops and not model.has_tokenizer:
         _reject("stop", "given", "none for a model without a tokenizer")
-    yield from _run(engine, ids, sampling, max_tokens, stops, frozenset(end_ids))
+    if max_tokens == 0:
+        return (Piece(index, None, stopped_by="length") for index, _ in enumerate(ids))
+    add = partial(
+        engine.add,
+        max_tokens=max_tokens,
+        end_ids=frozenset(end_ids),
+        capacity=None if capacity is None else min(capacity, engine.capacity),
+    )
+    return _run(engine, add, ids, sampling, stops, max_seqs or 2 * engine.max_seqs)
 
 
 def _run(
     engine: Engine,
+    add: Callable[[Sequence[int], Sampling], int],
     prompts: Iterator[Sequence[int]],
     sampling: Sampling | Sequence[Sampling],
-    max_tokens: int,
     stops: Sequence[str],
-    end_ids: frozenset[int],
+    most: int,
 ) -> Iterator[Piece]:
-    """Keep the engine in prompts until all are answered."""
+    """Keep ``most`` prompts in the engine until all are answered."""
     tokenizer = engine.model.tokenizer if engine.model.has_tokenizer else None
     answering: dict[int, tuple[int, _Text]] = {}
     try:
         source = enumerate(prompts)
         while True:
-            # As many as run, and as many again that wait for a place.
-            for index, ids in islice(source, 2 * engine.max_seqs - len(answering)):
-                if max_tokens == 0:
-                    yield Piece(index, None, "", None, "length")
-                    continue
-                chosen = sampling if isinstance(sampling, Sampling) else sampling[index]
-                key = engine.add(ids, chosen, max_tokens, end_ids)
+            for index, ids in islice(source, most - len(answering)):
+                key = add(ids, sampling if isinstance(sampling, Sampling) else sampling[index])
                 answering[key] = index, _Text(tokenizer, stops)
             if not answering:
                 return
-            for new in engine.step():
-                if new.key not in answering:
+            for new in engine.news_of(answering.keys()):
+                if new.key not in answering:  # it has ended by a stop string
                     continue
                 index, text = answering[new.key]
                 piece = text.add(index, new)
@@ -304,13 +317,14 @@ def generate_ids(
     engine = engine_of(model, 1, capacity, sampling.temperature == 0, on_compile)
     key = engine.add(prompt, sampling, max_tokens, end_ids)
     stats.setup_seconds, start = time.perf_counter() - start, time.perf_counter()
-    compiled = engine.runner.compile_seconds
+    compiled, stopped = engine.runner.compile_seconds, False
     try:
-        while engine.busy:
+        while not stopped:
             if progress is not None and stats.new_tokens == 0:
                 progress(engine.progress(key), len(prompt))
-            for new in engine.step():
+            for new in engine.news_of((key,)):
                 now = time.perf_counter()
+                stopped = bool(new.stopped_by)
                 if stats.prompt_tokens == 0:
                     more = engine.runner.compile_seconds - compiled
                     stats.setup_seconds += more
@@ -346,15 +360,22 @@ def generate_text(
         yield rest
 
 
+def _as_lists(prompts: Any) -> Any:
+    """Prompts in a tensor or an array as lists."""
+    return prompts.tolist() if hasattr(prompts, "tolist") else prompts
+
+
 def _is_prompt(prompts: Any) -> bool:
     """Whether this is one prompt, not several."""
     if isinstance(prompts, str):
         return True
-    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int | float)
 
 
 def _encode(model: Decoder, prompt: Prompt) -> list[int]:
-    return model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+        return model.tokenizer.encode(prompt)
+    return prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
 
 
 def _check_settings(sampling: Sampling | Sequence[Sampling], count: int) -> None:

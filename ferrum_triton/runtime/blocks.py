@@ -56,7 +56,16 @@ class BlockAllocator:
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Have one more holder for each block; a free one is free no longer."""
+        """Have one more holder for each block; a free one is free no longer.
+
+        Raises:
+            InputError: one of them is no block of the pool, or named twice; nothing has changed.
+        """
+        unknown = next((b for b in blocks if not 0 <= b < len(self._holders)), None)
+        if unknown is not None or len(set(blocks)) < len(blocks):
+            got = f"holding {unknown}" if unknown is not None else "holding one twice"
+            allowed = f"different ones of the pool's {len(self._holders)}"
+            _reject("hold", "blocks", got, allowed, "Pass what PrefixIndex.find returned.")
         for block in blocks:
             self._free.pop(block, None)
             self._holders[block] += 1

@@ -41,20 +41,21 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         penalty, bias = self.repetition_penalty, self.logit_bias
+        known = all(type(i) is int and not math.isnan(value) for i, value in bias.items())
         checks = (
             ("temperature", 0 <= self.temperature < math.inf, "0 or more, finite"),
-            ("top_k", self.top_k >= 0, "0 (all) or more"),
+            ("top_k", type(self.top_k) is int and self.top_k >= 0, "0 (all) or a larger integer"),
             ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
             ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
             ("repetition_penalty", 0 < penalty < math.inf, "above 0, finite"),
-            ("logit_bias", not any(map(math.isnan, bias.values())), "ids with numbers, not NaN"),
-            ("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
+            ("logit_bias", known, "integer ids with numbers, none of them NaN"),
+            ("seed", type(self.seed) is int and 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
         )
         for name, fine, allowed in checks:
             if not fine:
@@ -87,6 +88,8 @@ class Sampler:
 
     def set(self, settings: Sequence[Sampling]) -> None:
         """Settings of the first rows; three uploads."""
+        if not settings:
+            return
         count = len(settings)
         floats = [[s.temperature, s.top_p, s.min_p] for s in settings]
         uploads = (
