@@ -99,6 +99,18 @@ def test_a_converted_model_says_the_same(files, architecture):
     torch.testing.assert_close(again[0], want[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", [*KEPT, *UNPACKED])
+def test_a_converted_model_says_the_same_on_a_gpu(files, architecture):
+    ids = prompt()
+    want = run(load(files, architecture, dequantize=True), ids)
+    model = load(files, architecture).to("cuda")
+    convert(model, **source(files, architecture))
+    got = run(model, ids.to("cuda"))
+    torch.testing.assert_close(got[0].cpu(), want[0], rtol=1e-3, atol=1e-3)
+    assert torch.equal(got[1].cpu(), want[1])
+
+
 def test_weights_are_not_held_twice(files):
     model = load(files, "llama")
     old = [weakref.ref(parameter) for name, parameter in model.named_parameters() if "proj" in name]
