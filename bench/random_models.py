@@ -22,7 +22,7 @@ from ferrum_triton.quant import FORMATS, QuantizedTensor
 FORMATS_OF_MODELS = ("q4_K", "q4_1", "bf16")
 
 # Root mean square of a weight of random bytes whose block scale is 1.
-SPREAD = {"Q4_K": 310.0, "Q6_K": 1370.0, "Q4_1": 4.6}
+SPREAD = {"Q4_K": 310.0, "Q6_K": 1370.0, "Q4_1": 4.6, "Q8_0": 74.0}
 # What the minimum is in scales, so that the mean weight is 0.
 MINIMUM = {"Q4_K": 7.5, "Q4_1": -7.5}
 
@@ -88,6 +88,8 @@ class RandomSource(Source):
         if len(shape) == 1:
             return 1 + 0.1 * torch.randn(shape, **on)
         kind = self._kind(name)
+        if kind and shape[-1] % FORMATS[kind].block_size:  # as llama.cpp falls back
+            kind = "Q8_0"
         return (
             random_blocks(kind, shape, self._device)
             if kind

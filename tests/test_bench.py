@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from bench import check, compile_time, decode_layer, fingerprint, peers, run
+from bench import check, compile_time, decode, decode_layer, fingerprint, peers, run
 from bench.attention_peers import flex_call, sdpa_call
 from bench.behind import Timing, behind_norm, stands_behind_norm
 from bench.cascade import cascade, sample, whole
@@ -22,7 +22,7 @@ from bench.decode_map import cliffs, draw
 from bench.decode_model import FORMATS as MODEL_FORMATS
 from bench.decode_model import Decoder, Shape, make_weights, uses_more_bits
 from bench.flashinfer_peers import pages
-from bench.launches import Recorded
+from bench.launches import Recorded, record
 from bench.llama_cpp import Timed, ours, timed_products
 from bench.load_speed import gb_per_second, load, write_random
 from bench.precompile import different
@@ -507,3 +507,18 @@ def test_what_is_timed_to_load_is_the_file_in_planes(tmp_path):
     stored = load_quant("Q4_K", file.read_bytes(), 6, 512)
     assert torch.equal(loaded.as_in_file().blocks, stored.blocks)
     assert gb_per_second(file, "Q4_K", 6, 512, "cpu", times=1) > 0
+
+
+@pytest.mark.parametrize(
+    ("row", "layers", "most"),
+    [
+        ("decode/qwen3-8b/q4_K/b1/ctx1024", 36, 9),
+        ("decode/qwen3-8b/q4_K/b32/ctx1024", 36, 16),
+        ("decode/qwen3-30b-a3b/q4_K/b1/ctx1024", 48, 12),
+    ],
+)
+def test_a_layer_launches_no_more_than_is_published(row, layers, most):
+    """docs/models.md has these numbers; beside its layers a step launches ten at most."""
+    found = record(decode.meta_call(row), "sm_90")
+    products = [name for name in found.operations if "matmul" in name]
+    assert len(found.launches) + len(products) <= most * layers + 10
