@@ -243,13 +243,15 @@ class Engine:
         """Whether the step after the one in flight is known: the same rows, with room for each."""
         if self._joined_or_left or (self._waiting and self._free_rows):
             return False
-        needed = 0
-        for seq in self._running:
-            after = seq.cached + 2
-            if seq.tokens_left < 2 or after > seq.capacity:
-                return False
-            needed += blocks_of(after) - len(self._cache.blocks[seq.row])
-        return needed <= self._cache.allocator.num_free
+        wanted = {seq.row: seq.cached + 2 for seq in self._running}
+        ends = any(seq.tokens_left < 2 or wanted[seq.row] > seq.capacity for seq in self._running)
+        return not ends and self._can_reserve(wanted)
+
+    def _can_reserve(self, lengths: dict[int, int]) -> bool:
+        """Whether there are blocks for so many positions of each row."""
+        held = self._cache.blocks
+        missing = (max(blocks_of(n) - len(held[row]), 0) for row, n in lengths.items())
+        return sum(missing) <= self._cache.allocator.num_free
 
     def _collect(self) -> list[NewToken]:
         tokens = self.runner.collect()
@@ -290,10 +292,7 @@ class Engine:
         """Have a block for the next token of all that run, sending the youngest away if need be."""
         while True:
             wanted = {seq.row: len(seq.ids) for seq in self._running}
-            needed = sum(
-                blocks_of(length) - len(self._cache.blocks[row]) for row, length in wanted.items()
-            )
-            if needed <= self._cache.allocator.num_free:
+            if self._can_reserve(wanted):
                 self._cache.reserve(wanted)
                 return
             self._preempt(self._running[-1])
