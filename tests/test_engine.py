@@ -11,6 +11,7 @@ from ferrum_triton.models import Llama
 from ferrum_triton.models.decoder import BLOCK_SIZE
 from ferrum_triton.models.engine import Engine
 from ferrum_triton.models.generation import generate, stream
+from ferrum_triton.models.roof import bytes_of_step
 from ferrum_triton.models.weights import load_weights
 from ferrum_triton.runtime.sampling import Sampling
 from ferrum_triton.types import KvDtypeKind
@@ -323,6 +324,17 @@ def test_a_sequence_that_is_none_is_refused(models):
 def test_bad_engines_are_refused(models, sizes, name):
     with pytest.raises(InputError, match=name):
         Engine(models("cpu"), **{"capacity": 6 * BLOCK_SIZE, **sizes})
+
+
+def test_bytes_of_a_step(models):
+    """Every weight but the embedding's rows once, and the keys and values of each sequence."""
+    model, c = models("cpu"), CONFIG
+    attention = c.hidden_size * (2 * c.q_dim + 2 * c.kv_dim)
+    weights = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+    weights += c.vocab_size * c.hidden_size
+    for batch, context in ((1, 0), (3, 50)):
+        keys = batch * context * c.num_layers * 2 * c.kv_dim
+        assert bytes_of_step(model, batch, context) == 4 * (weights + keys)
 
 
 @pytest.mark.gpu

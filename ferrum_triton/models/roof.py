@@ -38,7 +38,8 @@ def bytes_of_step(model: Decoder, batch: int, context: int) -> float:
 
 def copy_rate(device: torch.device) -> float:
     """Bytes that a CUDA device reads and writes in a second of a large copy, measured."""
-    source, target = (torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device) for _ in "ab")
+    nbytes = min(_COPIED_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
+    source, target = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in "ab")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     target.copy_(source)
     begin.record()
@@ -46,7 +47,7 @@ def copy_rate(device: torch.device) -> float:
         target.copy_(source)
     end.record()
     end.synchronize()
-    return 2 * _COPIES * _COPIED_BYTES / (begin.elapsed_time(end) / 1e3)
+    return 2 * _COPIES * nbytes / (begin.elapsed_time(end) / 1e3)
 
 
 def _nbytes(weight: Any) -> float:
