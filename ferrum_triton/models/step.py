@@ -66,7 +66,7 @@ def varlen_step(
         block_tables=cache.block_tables.index_select(0, rows),
         positions=first,
         kv_lens=last,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=None if max(counts) == 1 else cu_seqlens,
         longest=max(counts),
         predicted=after.long() if predicted else None,
     )
