@@ -93,7 +93,7 @@ class Runner:
         self._greedy = True
 
     @property
-    def buckets(self) -> list[int]:
+    def captured_sizes(self) -> list[int]:
         """Numbers of rows that there are graphs for, ascending."""
         sizes = [1]
         while sizes[-1] < self.num_rows:
@@ -105,7 +105,7 @@ class Runner:
         if not self._on_cuda:
             return
         self._set_rows([None] * self.num_rows)
-        for count in reversed(self.buckets):
+        for count in reversed(self.captured_sizes):
             self._launch(count, greedy)
 
     @torch.inference_mode()
@@ -211,7 +211,7 @@ class Runner:
         if not self._continues(wanted):
             self._set_rows(wanted)
         self._rows[: len(wanted)] = wanted  # and the others are padding
-        count = next(size for size in self.buckets if size >= len(wanted))
+        count = next(size for size in self.captured_sizes if size >= len(wanted))
         self._launch(count, self._greedy)
         for seq, row in rows.items():
             self.cache.lengths[seq] = row.end
