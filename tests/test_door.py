@@ -1,6 +1,7 @@
 """The checked entry of every op: what it refuses, at a shape's first call and at later ones."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -319,3 +320,26 @@ def test_doors_that_replay_know_calls_by_as_much(op):
         if name in LEAST:
             with pytest.raises(InputError, match="finite"):
                 door(**clone(good) | {name: float("nan")})
+
+
+@pytest.mark.parametrize("backend_name", ["cpu", "interpret"])
+def test_checks_are_of_each_stride_and_dtype(backend_name):
+    """Calls of the shapes of a good one before, which differ from it in strides or a dtype."""
+    backend = get_backend(backend_name)
+    x, weight = torch.randn(8, 8), torch.ones(8)
+    every_other = torch.ones(16)[::2]
+    for _ in range(2):  # the second good call finds the first one's key
+        backend.rms_norm(x, weight)
+    wrong = ((x.T, weight), (x, every_other), (x.long(), weight), (x, weight.long()))
+    for arguments in wrong:
+        with pytest.raises(InputError, match=r"rms_norm: (x|weight) is"):
+            backend.rms_norm(*arguments)
+
+
+def test_tensors_of_two_devices_are_refused():
+    """Of one type: what a machine with two GPUs has."""
+    on = [SimpleNamespace(device=torch.device("cuda", i)) for i in range(2)]
+    contract = OPS["rms_norm"].contract
+    contract._check_device("weight", on[0], on[0], "cuda")
+    with pytest.raises(InputError, match="weight is on cuda:1; allowed: on cuda:0"):
+        contract._check_device("weight", on[1], on[0], "cuda")
