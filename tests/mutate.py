@@ -57,7 +57,6 @@ FAMILIES = {
         "test_quant_planes test_quant_mma test_gemv_repacked test_small_m test_quant_fused",
     ),
     K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
-    K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
     K + "quant/rows": ("interpret and (dequantize or lookup_quant)", "test_quant_planes"),
     K + "moe/": (
         "interpret and (moe or topk or weighted or ids_tpe)",
@@ -69,7 +68,7 @@ FAMILIES = {
     K + "moe/combine": ("interpret and (combine or weighted)", "test_moe_combine"),
     "ferrum_triton/ops/": ("cpu", "test_registry test_costs test_door test_strides"),
     "ferrum_triton/backends/": (
-        "",
+        "dispatcher_agrees and rms_norm",
         "test_backends test_registry test_structure test_replay test_models",
     ),
     "ferrum_triton/backends/door": ("", "test_door test_replay"),
