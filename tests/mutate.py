@@ -88,7 +88,12 @@ FAMILIES = {
     ),
     "ferrum_triton/models/": (
         "",
-        "test_models test_gemma3 test_gpt_oss test_bert test_packed_models test_generate",
+        "test_engine test_models test_gemma3 test_gpt_oss test_bert test_packed_models "
+        "test_generate",
+    ),
+    "ferrum_triton/integrations/": (
+        "",
+        "test_convert test_transformers_attention test_flash_attn_door",
     ),
     "ferrum_triton/runtime/": (
         "",
