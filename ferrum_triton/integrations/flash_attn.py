@@ -45,7 +45,7 @@ def flash_attn_func(
         causal: whether a query sees only keys up to its own position, the last query the last key.
         window_size: keys seen to the left and right of that position; -1 means all.
         softcap: bound on the scores; 0 means none.
-        deterministic: of the backward pass, of which there is none.
+        deterministic: ignored: it concerns the backward pass, which does not exist here.
         return_attn_probs: return (out, lse, empty), lse [batch, num_heads, q_len].
         s_aux: [num_heads] sinks, or None.
 
@@ -161,7 +161,7 @@ def flash_attn_with_kvcache(
             cache. A sequence of -1 is padding: nothing of it is written.
         block_table: [batch, max_blocks] int32, or None.
         causal: as in :func:`flash_attn_func`; without it, q_len over pages has to be 1.
-        rotary_interleaved: of rotary embedding, which is refused.
+        rotary_interleaved: ignored, since rotary embedding itself is refused.
         num_splits: 0; over pages also 1, by which results do not depend on the batch.
         return_softmax_lse: return (out, lse), lse [batch, num_heads, q_len].
 

@@ -53,7 +53,8 @@ POOLINGS = ("mean", "cls")
 _GGUF_POOLINGS = ("none", "mean", "cls", "last", "rank")
 # In a directory: of heads that embeddings do without, and numbers that are counted anew.
 _UNUSED = ("pooler.", "cls.", "embeddings.position_ids", "embeddings.token_type_ids")
-# So many of a batch are run at a time, unless one text is longer: activations take their multiple.
+# Tokens that are run together at most, which bounds the memory of activations; a longer text is
+# run alone.
 _TOKENS_AT_A_TIME = 8192
 
 
@@ -428,7 +429,7 @@ class Bert:
 
 
 def _batches(texts: Sequence[_Text]) -> Iterator[list[_Text]]:
-    """The texts in runs of at most so many tokens, or of a single text."""
+    """Batches of texts: up to _TOKENS_AT_A_TIME tokens together, or one longer text."""
     batch: list[_Text] = []
     num_tokens = 0
     for text in texts:

@@ -111,7 +111,7 @@ class Decoder(ABC):
             capacity: the most positions of a sequence, up to the model's context length.
             num_seqs: sequences at a time.
             num_blocks: blocks of BLOCK_SIZE positions; None has enough for all sequences.
-            kind: of elements; None is the activations' dtype.
+            kind: the kind of its elements; None is the activations' dtype.
 
         Raises:
             InputError: the capacity is out of range, or a number is not positive.

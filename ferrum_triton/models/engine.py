@@ -68,7 +68,7 @@ class Engine:
         capacity: the most positions of a sequence; None is the model's context length.
         num_blocks: blocks of BLOCK_SIZE positions in the cache; None has enough for all.
         chunk: tokens of prompts that a step takes at most.
-        kind: of the cache's elements; None is the activations' dtype.
+        kind: the kind of the cache's elements; None is the activations' dtype.
         batch_invariant: whether a sequence's results may not depend on the others by a bit. Every
             step then takes max_seqs tokens, of prompts too, and no graph is used.
 
@@ -248,7 +248,7 @@ class Engine:
         return not ends and self._can_reserve(wanted)
 
     def _can_reserve(self, lengths: dict[int, int]) -> bool:
-        """Whether there are blocks for so many positions of each row."""
+        """Whether enough blocks are free for rows of these lengths."""
         held = self._cache.blocks
         missing = (max(blocks_of(n) - len(held[row]), 0) for row, n in lengths.items())
         return sum(missing) <= self._cache.allocator.num_free

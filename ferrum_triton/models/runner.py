@@ -19,7 +19,7 @@ from torch import Tensor
 from ferrum_triton.models.decoder import BLOCK_SIZE, Decoder
 from ferrum_triton.models.step import Step, varlen_step
 from ferrum_triton.runtime.graph import Graph
-from ferrum_triton.runtime.sampling import Sampler, Sampling, change_logits
+from ferrum_triton.runtime.sampling import GREEDY, Sampler, Sampling, change_logits
 from ferrum_triton.types import KvDtypeKind
 
 
@@ -58,7 +58,7 @@ class Runner:
         num_rows: sequences at a time.
         capacity: the most positions of a sequence.
         num_blocks: blocks of the cache; None has enough for all rows.
-        kind: of the cache's elements; None is the activations' dtype.
+        kind: the kind of the cache's elements; None is the activations' dtype.
 
     Attributes:
         on_compile: a function called with the numbers of kernels compiled and to compile, where a
@@ -124,11 +124,7 @@ class Runner:
         if kind not in self._seen:
             self._seen.add(kind)
             self._compile_ahead(lambda: self.model.run(step, self.cache))
-        logits = self.model.run(step, self.cache)
-        for seq, row in rows.items():
-            self.cache.lengths[seq] = row.end
-        reached = {seq: row for seq, row in rows.items() if row.sampling is not None}
-        return self._choose(logits, reached) if reached else Chosen({}, {})
+        return self._finish(rows, self.model.run(step, self.cache))
 
     @torch.inference_mode()
     def run_invariant(self, rows: dict[int, Row]) -> Chosen:
@@ -152,13 +148,12 @@ class Runner:
             batch_invariant=True,
         )
         logits = self.model.run(step, self.cache)
-        for seq, row in rows.items():
-            self.cache.lengths[seq] = row.end
-        reached = {seq: row for seq, row in rows.items() if row.sampling is not None}
-        if not reached:
-            return Chosen({}, {})
-        last = [tokens.index((seq, row.end - 1)) for seq, row in reached.items()]
-        return self._choose(logits.index_select(0, self._upload(last)), reached)
+        last = [
+            tokens.index((seq, row.end - 1))
+            for seq, row in rows.items()
+            if row.sampling is not None
+        ]
+        return self._finish(rows, logits.index_select(0, self._upload(last)))
 
     def _upload(self, numbers: list[Any]) -> Tensor:
         """Numbers as int32 on the device."""
@@ -176,6 +171,21 @@ class Runner:
         event.record()
         event.synchronize()
         return pinned.tolist()
+
+    def _finish(self, rows: dict[int, Row], logits: Tensor) -> Chosen:
+        """Note what is cached after a step, and choose for the rows that reached their last token.
+
+        Args:
+            rows: the rows of the step.
+            logits: [num_reached, vocab_size], in the rows' order; anything if none did.
+        """
+        self._note_lengths(rows)
+        reached = {seq: row for seq, row in rows.items() if row.sampling is not None}
+        return self._choose(logits, reached) if reached else Chosen({}, {})
+
+    def _note_lengths(self, rows: dict[int, Row]) -> None:
+        for seq, row in rows.items():
+            self.cache.lengths[seq] = row.end
 
     def _choose(self, logits: Tensor, rows: dict[int, Row]) -> Chosen:
         """One token after each row of logits, by each row's settings."""
@@ -213,8 +223,7 @@ class Runner:
         self._rows[: len(wanted)] = wanted  # and the others are padding
         count = next(size for size in self.captured_sizes if size >= len(wanted))
         self._launch(count, self._greedy)
-        for seq, row in rows.items():
-            self.cache.lengths[seq] = row.end
+        self._note_lengths(rows)
         buffer = self._read[self._num_started % 2]
         self._num_started += 1
         buffer.copy_(self.graph.state.token, non_blocking=True)
@@ -249,7 +258,7 @@ class Runner:
         tokens = [0 if row is None else row.ids[row.start] for row in padded]
         steps = [-1 if row is None else row.start for row in padded]
         self.graph.set_decode_state(tokens, steps)
-        settings = [row.sampling or Sampling() if row else Sampling() for row in padded]
+        settings = [(row and row.sampling) or GREEDY for row in padded]
         self._greedy = all(s.temperature == 0 for s in settings)
         if not self._greedy:
             self._sampler.set(settings)

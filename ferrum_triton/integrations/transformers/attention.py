@@ -32,7 +32,8 @@ class Pattern(NamedTuple):
         causal: whether a query sees only keys up to its own position.
         sliding_window: keys it sees then, itself included; 0 means all.
         kv_length: keys that the cache returns, some of which may not be filled yet.
-        end: of these, the filled ones; None if only the device knows: the mask holds it.
+        end: the number of those keys that are filled; None if only the device knows it, and the
+            mask holds it.
         spans: the keys [start, end) of each sequence that are no padding; None if all are none.
     """
 
@@ -104,7 +105,8 @@ def attention(
     Args:
         query: [batch, num_heads, q_len, head_dim].
         key, value: [batch, num_kv_heads, kv_len, head_dim] and [..., value_dim].
-        attention_mask: of :func:`mask`; None means ``is_causal``, or else what the module says.
+        attention_mask: what :func:`mask` made. Without one ``is_causal`` decides, or the module's
+            own ``is_causal`` where that is None too.
         scaling: factor on the scores; None means 1 / sqrt(head_dim).
         sliding_window: heeded where there is no mask, which says so itself.
         softcap: bound on the scores; None means none.
