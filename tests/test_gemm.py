@@ -1,8 +1,12 @@
 """Dense products of few tokens: every kernel that a launch choice may name, and what it leaves."""
 
+import itertools
+
 import pytest
 import torch
 
+import bench.behind
+from bench import tune
 from ferrum_triton import get_backend
 from ferrum_triton.backends.door import make_door
 from ferrum_triton.kernels.gpu import gpu_of_arch
@@ -22,7 +26,8 @@ from ferrum_triton.kernels.linear import (
 from ferrum_triton.kernels.rehearsal import NotReplayable, rehearse
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
-from ferrum_triton.registry import OPS
+from ferrum_triton.kernels.tables import table_file, user_directory
+from ferrum_triton.registry import OPS, Case
 from ferrum_triton.testing import assert_close
 from tests.compiling import compiled
 
@@ -69,14 +74,16 @@ def reference(a, b):
 
 @EACH_PATH
 @EACH_DTYPE
-@pytest.mark.parametrize("num_tokens", range(1, MOST_TOKENS + 1))
-def test_every_path_sums_every_row_and_column_once(config, dtype, num_tokens, device):
+def test_every_path_sums_every_row_and_column_once(config, dtype, device):
     """Rows past a program's last, columns past a step's, strides, and sums unrounded or rounded."""
-    num_rows = (1, 17, 37)[num_tokens % 3]
-    for num_cols, wide in ((8, True), (200, False), (328, True)):
+    sizes = itertools.product((1, 17, 37), (8, 200, 328))
+    for num_tokens, (num_rows, num_cols) in zip(
+        (*range(1, MOST_TOKENS + 1), MOST_TOKENS), sizes, strict=True
+    ):
         a = strided(num_tokens, num_cols, dtype, device, apart=16)
         b = strided(num_rows, num_cols, dtype, device, apart=8, first=8)
-        assert_close(multiplied(a, b, config, wide), reference(a, b), scale=4)
+        for wide in (False, True):
+            assert_close(multiplied(a, b, config, wide), reference(a, b), scale=4)
 
 
 @EACH_DTYPE
@@ -156,6 +163,34 @@ def test_a_kernels_calls_are_replayed():
         assert len(recipe.steps) == 1
 
 
+def test_bench_tune_times_torch_beside_the_kernels(monkeypatch, tmp_path):
+    op, tunable = OPS["gemm"], gemm_config
+    case = Case("bf16/n48k128/m4", torch.bfloat16, {"m": 4, "n": 48, "k": 128})
+    machine = tune.Machine("interpret", gpu_of_arch("sm_90"), TARGETS["sm_90"])
+    timed = []
+
+    def added_us(calls, before):
+        timed.append(tunable._forced)
+        assert_close(calls[0](), reference(*(calls[0].keywords[name] for name in "ab")), scale=4)
+        return 2.0 if tunable._forced == BLAS else 1.0
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(op, "bench", [case])
+    monkeypatch.setattr(tune, "this_machine", lambda: machine)
+    monkeypatch.setattr(tune, "environment", lambda commit: dict.fromkeys(tune.VERSIONS, "1"))
+    monkeypatch.setattr(tune, "copies_of", lambda arguments, nbytes: [arguments])
+    monkeypatch.setattr(bench.behind, "device_us", lambda call, sets: 0.0)
+    monkeypatch.setattr(bench.behind, "added_us", added_us)
+    monkeypatch.setattr(
+        tunable, "candidates", lambda *shape: [mma(16, 2, 2, 0), BLAS, matvec(8, 128, 4, 0)]
+    )
+    tune.main(["gemm"])
+    (row,) = tunable.read(table_file(user_directory(), "gemm", "sm_90"), machine.gpu)
+    assert row.config == mma(16, 2, 2, 0) and (row.us, row.default_us) == (1.0, 2.0)
+    assert row.shape == (True, 4, 48, 128)
+    assert {config["path"] for config in timed} == {"mma", "matvec", "blas"}
+
+
 def test_what_the_kernels_leave_to_cublas():
     hopper, ampere, amd = map(gpu_of_arch, ("sm_90", "sm_80", "gfx942"))
     few = (True, 8, 4096, 4096)
@@ -168,7 +203,7 @@ def test_what_the_kernels_leave_to_cublas():
     assert not fits(hopper, BLAS, True, 9, 4096, 4096)
     assert fits(hopper, mma(16, 8, 4, 0), False, 8, 4096, 4096)
     assert fits(amd, mma(16, 8, 4, 0), *few)
-    assert fits(hopper, matvec(8, 2048, 4, 0), *few)
+    assert fits(hopper, matvec(4, 2048, 8, 0), *few)
 
 
 @pytest.mark.parametrize("arch", TARGETS)

@@ -37,8 +37,8 @@ MOST_TOKENS = 8
 QUAD = tl.constexpr(32)
 # Bytes of what L2 is asked for at a time.
 LINE = 128
-# Sums in float32 that a thread of "matvec" may have: eight for each row and token.
-MOST_SUMS = 8
+# Float32 sums that a thread of "matvec" may have: of 255 registers, as many hold what is loaded.
+MOST_SUMS = 64
 
 _CONSTRAINTS = tl.constexpr("=f,=f,=f,=f,r,r,r,f,f,f,f")
 
@@ -297,11 +297,11 @@ def mma(rows: int, warps: int, depth: int, lines: int) -> Config:
 
 
 def heuristic(gpu: Gpu, aligned: bool, num_tokens: int, num_rows: int, num_cols: int) -> Config:
-    """Tensor cores on Hopper where every SM has a program; all of this file in the interpreter."""
+    """Tensor cores on Hopper where every SM has a program; in the interpreter every product."""
     if num_tokens > MOST_TOKENS:
         return BLAS
     if gpu.arch == INTERPRETER:
-        return matvec(1, 64, 1, 0) if num_tokens <= 2 or not aligned else mma(8, 2, 1, 0)
+        return mma(16, 2, 2, 0) if num_tokens > 2 and aligned else matvec(8, 256, 8, 0)
     if gpu.capability[0] == 9 and aligned and num_rows >= 16 * gpu.num_sms:
         return mma(16, 8, 4, 16)
     return BLAS
@@ -338,10 +338,9 @@ def fits(
     if path == "mma":
         ptx = gpu.capability >= (8, 0) or gpu.arch == INTERPRETER
         return "" if aligned and ptx else "mma takes 16 bytes at a time, on an NVIDIA GPU"
-    each = config["BLOCK_N"] * config["BLOCK_K"] * num_tokens
+    sums = config["BLOCK_N"] * config["BLOCK_K"] * num_tokens
     threads = gpu.warp_size * config["num_warps"]
-    most = 8 * MOST_SUMS * threads
-    return f"{each} sums are too many for {threads} threads" if each > most else ""
+    return f"{sums} sums are too many for {threads} threads" if sums > MOST_SUMS * threads else ""
 
 
 gemm_config = Tunable(
