@@ -26,7 +26,7 @@ from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
 from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.parameters import Config, one_of, power_of_two
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.planes import STREAM, is_aligned, load_words, uses_ptx
+from ferrum_triton.kernels.quant.planes import STREAM, is_aligned, load_one, load_words, uses_ptx
 from ferrum_triton.kernels.quant.thread_products import summed_over_warps
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.tuning import Tunable
@@ -111,17 +111,18 @@ def _matvec_kernel(
 
 @triton.jit
 def _eight(ptr, mask, PTX: tl.constexpr, HINT: tl.constexpr):
-    """Eight values that follow each other, 0 where masked off: four words of two by PTX."""
+    """Eight values that follow each other, 0 where masked off, as four words of two.
+
+    A word is an int32 by PTX, and elsewhere a tuple of two float32.
+    """
     if PTX:
-        values = load_words(ptr.to(tl.pointer_type(tl.int32)), mask, 4, PTX, HINT)
+        words = load_words(ptr.to(tl.pointer_type(tl.int32)), mask, 4, PTX, HINT)
     else:
-        values = ()
-        for i in tl.static_range(8):
-            if mask is None:
-                values += (tl.load(ptr + i).to(tl.float32),)
-            else:
-                values += (tl.load(ptr + i, mask=mask, other=0.0).to(tl.float32),)
-    return values
+        words = ()
+        for i in tl.static_range(4):
+            low, high = load_one(ptr + 2 * i, mask), load_one(ptr + 2 * i + 1, mask)
+            words += ((low.to(tl.float32), high.to(tl.float32)),)
+    return words
 
 
 @triton.constexpr_function
@@ -135,16 +136,43 @@ def _mma_asm(dtype):
 
 
 @triton.jit
-def _mma(sums, b, b_next, a, ASM: tl.constexpr):
-    """sums plus the products of two words of b, as rows eight apart, with one of a."""
-    return tl.inline_asm_elementwise(
-        ASM,
-        _CONSTRAINTS,
-        (b, b_next, a, sums[0], sums[1], sums[2], sums[3]),
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-        is_pure=True,
-        pack=1,
-    )
+def _mma(sums, b, b_next, a, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """sums plus the products of two words of b, as rows eight apart, with one of a.
+
+    Args:
+        sums: float32 [threads], two tokens' of the first row, and of the second.
+        b, b_next, a: words of :func:`_eight`.
+    """
+    if PTX:
+        ASM: tl.constexpr = _mma_asm(DTYPE)
+        sums = tl.inline_asm_elementwise(
+            ASM,
+            _CONSTRAINTS,
+            (b, b_next, a, sums[0], sums[1], sums[2], sums[3]),
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        first, second = _sums_of_quads(b, a), _sums_of_quads(b_next, a)
+        sums = (
+            sums[0] + first[0],
+            sums[1] + first[1],
+            sums[2] + second[0],
+            sums[3] + second[1],
+        )
+    return sums
+
+
+@triton.jit
+def _sums_of_quads(b, a):
+    """What an instruction gives a thread of one of its rows: two tokens' sums over the quad."""
+    WARPS: tl.constexpr = b[0].shape[0] // 32
+    total = tl.zeros([WARPS, 8, 8], tl.float32)  # rows by tokens
+    for i in tl.static_range(2):
+        product = tl.reshape(b[i], [WARPS, 8, 1, 4]) * tl.reshape(a[i], [WARPS, 1, 8, 4])
+        total += tl.sum(product, axis=3)
+    return tl.split(tl.reshape(total, [32 * WARPS, 2]))
 
 
 @triton.jit
@@ -157,23 +185,11 @@ def _add_products(sums, b, a, DTYPE: tl.constexpr, PTX: tl.constexpr):
             a thread's row and two tokens.
         b, a: the thread's :func:`_eight` of each.
     """
-    if PTX:
-        ASM: tl.constexpr = _mma_asm(DTYPE)
-        even, odd = (sums[0], sums[1], sums[2], sums[3]), (sums[4], sums[5], sums[6], sums[7])
-        for i in tl.static_range(0, 4, 2):
-            even = _mma(even, b[i], b[i + 1], a[i], ASM)
-            odd = _mma(odd, b[i], b[i + 1], a[i + 1], ASM)
-        sums = even + odd
-    else:
-        WARPS: tl.constexpr = b[0].shape[0] // 32
-        total = tl.zeros([WARPS, 8, 8], tl.float32)  # rows by tokens
-        for i in tl.static_range(8):
-            product = tl.reshape(b[i], [WARPS, 8, 1, 4]) * tl.reshape(a[i], [WARPS, 1, 8, 4])
-            total += tl.sum(product, axis=3)
-        first, second = tl.split(tl.reshape(total, [32 * WARPS, 2]))
-        none = tl.zeros_like(first)
-        sums = (sums[0] + first, sums[1] + second, none, none, none, none, none, none)
-    return sums
+    even, odd = (sums[0], sums[1], sums[2], sums[3]), (sums[4], sums[5], sums[6], sums[7])
+    for i in tl.static_range(0, 4, 2):
+        even = _mma(even, b[i], b[i + 1], a[i], DTYPE, PTX)
+        odd = _mma(odd, b[i], b[i + 1], a[i + 1], DTYPE, PTX)
+    return even + odd
 
 
 @triton.jit
