@@ -319,7 +319,7 @@ def heuristic(gpu: Gpu, aligned: bool, num_tokens: int, num_rows: int, num_cols:
     if gpu.arch == INTERPRETER:
         return mma(16, 2, 2, 0) if num_tokens > 2 and aligned else matvec(8, 256, 8, 0)
     if gpu.capability[0] == 9 and aligned and num_rows >= 16 * gpu.num_sms:
-        return mma(16, 8, 4, 16)
+        return mma(16, 4, 8, 16)
     return BLAS
 
 
@@ -330,14 +330,13 @@ def candidates(
     found = [
         mma(8, 4, 4, 16),
         mma(8, 4, 8, 16),
+        mma(8, 8, 4, 16),
         mma(16, 4, 4, 16),
-        mma(16, 8, 4, 0),
-        mma(16, 8, 4, 64),
         mma(16, 8, 2, 16),
-        mma(32, 8, 2, 16),
+        mma(16, 8, 4, 16),
     ]
     if num_tokens <= 2:
-        found += [matvec(4, 1024, 4, 16), matvec(4, 2048, 8, 16), matvec(4, 2048, 8, 64)]
+        found += [matvec(4, 1024, 4, 16), matvec(4, 2048, 8, 64)]
     shape = (aligned, num_tokens, num_rows, num_cols)
     return [*(config for config in found if not fits(gpu, config, *shape)), BLAS]
 
