@@ -23,8 +23,9 @@ import argparse
 import gc
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,38 +77,38 @@ def main() -> None:
         parser.error(f"--contexts: each is more than the {STEPS} tokens that are decoded")
     sizes = [Size(*size) for size in product(options.batches, options.contexts)]
     for name, form in product(options.models or ["qwen3-8b"], options.formats):
-        rows = our_rows(f"{name}/{form}", sizes)
+        rows: list[Row] = []
 
         def save(rows: Sequence[Row]) -> None:
             if options.json and rows:
                 save_rows(options.json, rows, options.commit, options.dirty)
 
-        save(rows)
+        for found in our_rows(f"{name}/{form}", sizes):
+            save(found)
+            rows += found
         peers = {"transformers/bf16": ""} if options.beside else {}
         if options.through:
             peers[f"convert/{form}"] = form
         for peer, packed in peers.items():
-            speeds = their_speeds(name, peer, packed, sizes)
-            rows = [with_peer(row, peer, speeds) for row in rows]
-        if peers:
-            save(rows)
+            for size, speed in their_speeds(name, peer, packed, sizes):
+                rows = [with_peer(row, peer, size, speed) for row in rows]
+                save(rows)
 
 
-def our_rows(name: str, sizes: Sequence[Size]) -> list[Row]:
+def our_rows(name: str, sizes: Sequence[Size]) -> Iterator[list[Row]]:
     """Rows of a ``model/format`` at each size that fits into memory; prints them."""
     start = time.perf_counter()
     model = attempt(name, lambda: random_model(*name.split("/"), get_backend("cuda")))
     if model is None:
-        return []
+        return
     print(f"{name}: made in {time.perf_counter() - start:.1f} s", flush=True)
-    rows = []
     for size in sizes:
-        case = f"{name}/{size}"
-        rows += attempt(case, lambda case=case, size=size: measure(model, case, *size)) or []
-    return rows
+        yield attempt(f"{name}/{size}", partial(measure, model, f"{name}/{size}", *size)) or []
 
 
-def their_speeds(name: str, peer: str, packed: str, sizes: Sequence[Size]) -> dict[str, float]:
+def their_speeds(
+    name: str, peer: str, packed: str, sizes: Sequence[Size]
+) -> Iterator[tuple[Size, float]]:
     """Tokens a second of transformers' model of a name, by size; prints them.
 
     Args:
@@ -118,30 +119,27 @@ def their_speeds(name: str, peer: str, packed: str, sizes: Sequence[Size]) -> di
     """
     gc.collect()
     torch.cuda.empty_cache()  # where ours was
-    config, speeds = CONFIGS[name], {}
 
     def make() -> Any:
-        model = their_model(config, "cuda")
+        model = their_model(CONFIGS[name], "cuda")
         if packed:
-            pack(model, config, packed)
+            pack(model, CONFIGS[name], packed)
             convert(model)
         return model
 
     model = attempt(f"{name} {peer}", make)
     for size in sizes if model is not None else ():
         case = f"{name} {peer} {size}"
-        speed = attempt(case, lambda size=size: decode_speed(model, *size, STEPS))
+        speed = attempt(case, partial(decode_speed, model, *size, STEPS))
         if speed is not None:
-            speeds[str(size)] = speed
             print(f"{case}: {speed:.1f} tok/s", flush=True)
-    return speeds
+            yield size, speed
 
 
-def with_peer(row: Row, peer: str, speeds: Mapping[str, float]) -> Row:
-    """A row of decoding with what a peer reached at its size, if it did."""
+def with_peer(row: Row, peer: str, size: Size, speed: float) -> Row:
+    """A row, with what a peer reached where it is of decoding at that size."""
     bench, *_, batch, context = row.id.split("/")
-    speed = speeds.get(f"{batch}/{context}") if bench == "decode" else None
-    if speed is None:
+    if (bench, f"{batch}/{context}") != ("decode", str(size)):
         return row
     print(f"{row.id}: {row.value:.1f} tok/s, {row.value / speed:.2f} times {peer}", flush=True)
     return replace(row, peers=row.peers | {peer: speed})

@@ -157,6 +157,7 @@ def decode_speed(model: Any, batch: int, context: int, steps: int) -> float:
         context: tokens of each in the end.
         steps: those of them that are decoded.
     """
+    torch._dynamo.reset()  # a step compiled for another size would be compiled for any
     ids = torch.randint(1, model.config.vocab_size, (batch, context - steps), device=model.device)
     try:
         return [_answer(model, ids, steps) for _ in range(ANSWERS)][-1]

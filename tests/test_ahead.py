@@ -9,7 +9,13 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from bench.cases import launches_of
+from bench.random_models import random_model
+from ferrum_triton import get_backend
+from ferrum_triton.backends import Backend
 from ferrum_triton.kernels import ahead
+from ferrum_triton.models.generation import engine_of
+from ferrum_triton.models.runner import Runner
+from tests.test_bench_decode import shrunk
 
 
 @pytest.fixture
@@ -64,3 +70,36 @@ def test_what_is_compiled_asks_triton_for_nothing(triton, monkeypatch):
     run = lambda: launch.kernel.launch(launch.grid, *launch.args, **launch.meta)  # noqa: E731
     assert ahead.compile_ahead(run) == 0
     assert triton == []
+
+
+def test_an_engine_compiles_all_its_steps_at_once(monkeypatch):
+    ran, compiled = [], []
+
+    def compile_ahead(backend, step, progress):
+        before = len(ran)
+        step()
+        compiled.append(ran[before:])
+
+    model = random_model("", "bf16", get_backend("cpu"), shrunk("llama-3.1-8b"))
+    run, start = type(model).run, Runner.__init__
+    note = lambda self, step, cache: ran.append(len(step.ids)) or run(self, step, cache)  # noqa: E731
+    monkeypatch.setattr(type(model), "run", note)
+    monkeypatch.setattr(Backend, "compile_ahead", compile_ahead)
+
+    def on_cuda(runner, *arguments):
+        start(runner, *arguments)
+        runner._on_cuda = True
+
+    monkeypatch.setattr(Runner, "__init__", on_cuda)
+    engine = engine_of(model, 3, 64, num_tokens=21)
+    assert compiled == [[4, 2, 1, 21]]
+    assert {(count, True) for count in (4, 2, 1)} == {*engine.runner.graph._captured}
+    engine.runner._on_cuda = False  # nor is anything else pinned or awaited
+    for _ in range(2):
+        engine.add(torch.randint(90, (21,)).tolist(), max_tokens=5)
+        while engine.busy:
+            engine.step()
+    assert len(compiled) == 1
+    engine.add(torch.randint(90, (40,)).tolist(), max_tokens=1)
+    engine.step()
+    assert len(compiled) == 2

@@ -6,11 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from bench import decode, decode_layer, first_answer
+from bench import decode, decode_layer, first_answer, transformers_models
 from bench.decode_model import FORMATS as MODEL_FORMATS
 from bench.decode_model import Decoder, Shape, make_weights, uses_more_bits
 from bench.launches import record
 from bench.random_models import CONFIGS, random_model
+from bench.results import read_rows
 from ferrum_triton import get_backend
 from ferrum_triton.models.engine import Engine
 from ferrum_triton.ops.quant_fused import MAX_ROWS
@@ -243,10 +244,11 @@ def test_peers_stand_beside_rows_of_decoding(capsys):
     rows = [
         decode.Row(f"{bench}/m/q4_K/b8/ctx1024", 60.0, "tok_s") for bench in ("decode", "prefill")
     ]
-    with_peers = [decode.with_peer(row, "transformers/bf16", {"b8/ctx1024": 20.0}) for row in rows]
+    size, peer = decode.Size(8, 1024), "transformers/bf16"
+    with_peers = [decode.with_peer(row, peer, size, 20.0) for row in rows]
     assert with_peers == [replace(rows[0], peers={"transformers/bf16": 20.0}), rows[1]]
     assert "3.00 times transformers/bf16" in capsys.readouterr().out
-    assert decode.with_peer(rows[0], "x", {"b1/ctx1024": 20.0}) == rows[0]
+    assert decode.with_peer(rows[0], peer, decode.Size(1, 1024), 20.0) == rows[0]
 
 
 def test_a_first_answer_is_taken_apart():
@@ -262,3 +264,50 @@ def test_a_process_without_a_model_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["first_answer", "no-such-model", "--began", "1.0"])
     with pytest.raises(SystemExit, match="no-such-model: no file, and no model of"):
         first_answer.main()
+
+
+def test_rows_are_kept_as_they_come_and_peers_added(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("transformers", reason="transformers is the peer")
+    kept = tmp_path / "rows.json"
+    arguments = ["tiny", "--formats", "q4_1", "--batches", "1", "2", "--contexts", "12"]
+    beside = ["--beside", "transformers", "--through", "convert", "--json", str(kept)]
+    monkeypatch.setattr("sys.argv", ["decode", *arguments, *beside])
+    monkeypatch.setitem(decode.CONFIGS, "tiny", shrunk("qwen3-8b", width=256, head_dim=32))
+    monkeypatch.setattr(decode, "get_backend", lambda name: get_backend("cpu"))
+    theirs = decode.their_model
+    monkeypatch.setattr(decode, "their_model", lambda config, device: theirs(config, "cpu"))
+    monkeypatch.setattr(decode, "STEPS", 4)
+    monkeypatch.setattr(transformers_models, "ANSWERS", 1)
+    measure = decode.measure
+
+    def measured(model, name, batch, context):
+        if batch == 2:
+            raise torch.cuda.OutOfMemoryError("too much")
+        return measure(model, name, batch, context, steps=4)
+
+    monkeypatch.setattr(decode, "measure", measured)
+    decode.main()
+    rows = {row["id"]: row for row in read_rows(kept)}
+    assert [*rows] == ["decode/tiny/q4_1/b1/ctx12", "prefill/tiny/q4_1/b1/ctx12"]
+    peers = rows["decode/tiny/q4_1/b1/ctx12"]["peers"]
+    assert [*peers] == ["transformers/bf16", "convert/q4_1"] and min(peers.values()) > 0
+    out = capsys.readouterr().out
+    assert "tiny/q4_1/b2/ctx12: left out, OutOfMemoryError: too much" in out
+    assert "tiny convert/q4_1 b2/ctx12: " in out
+
+
+def test_first_answers_are_rows(monkeypatch, tmp_path, capsys):
+    kept, caches = tmp_path / "rows.json", []
+
+    def child(options, cache):
+        caches.append(cache)
+        return dict.fromkeys(first_answer.PARTS, 0.5 * len(caches))
+
+    monkeypatch.setattr(first_answer, "child", child)
+    monkeypatch.setattr("sys.argv", ["first_answer", "qwen3-8b", "--json", str(kept)])
+    first_answer.main()
+    values = {row["id"]: row["value"] for row in read_rows(kept)}
+    assert len(values) == 2 * len(first_answer.PARTS) + 2 and caches[0] == caches[1]
+    assert values["first_answer/qwen3-8b/cold/total"] == 0.5 * len(first_answer.PARTS)
+    assert values["first_answer/qwen3-8b/warm/compile"] == 1.0
+    assert "warm: first token 6.00 s, last 7.00 s" in capsys.readouterr().out
