@@ -152,20 +152,20 @@ def stream(
             _reject(name, str(number), "1 or more")
     several: Any = [prompts] if _is_prompt(prompts) else prompts
     ids: Iterator[list[int]] = (_encode(model, prompt) for prompt in several)
-    longest, needed, num_seqs = 0, LONGEST_UNKNOWN, max_seqs or MAX_SEQS
+    num_tokens, needed, num_seqs = 0, LONGEST_UNKNOWN, max_seqs or MAX_SEQS
     if isinstance(several, Sequence):
         if not several:
             _reject("prompts", "none", "one or more")
         _check_settings(sampling, len(several))
         known = list(ids)
-        longest = max(map(len, known))
-        needed = longest + max(max_tokens - 1, 0)
+        num_tokens = sum(map(len, known))
+        needed = max(map(len, known)) + max(max_tokens - 1, 0)
         num_seqs, ids = min(len(known), num_seqs), iter(known)
     elif not isinstance(sampling, Sampling):
         _reject("sampling", "several", "one for all prompts of an iterator")
     if engine is None:
         context = model.config.max_positions
-        engine = engine_of(model, num_seqs, min(capacity or needed, context), num_tokens=longest)
+        engine = engine_of(model, num_seqs, min(capacity or needed, context), num_tokens=num_tokens)
     if end_ids is None:
         end_ids = model.tokenizer.eos_ids if model.has_tokenizer else ()
     if stops and not model.has_tokenizer:
@@ -265,7 +265,7 @@ def engine_of(
         greedy: whether a new engine captures steps that choose the likeliest token, not ones that
             draw; others are captured when they first run.
         on_compile: a function called with the numbers of kernels compiled and to compile.
-        num_tokens: tokens of the longest prompt that is known; 0 if none is.
+        num_tokens: tokens of the prompts, together; 0 where they are not known.
     """
     engine = model.engine
     if engine is None or engine.busy or engine.max_seqs < num_seqs or engine.capacity < capacity:

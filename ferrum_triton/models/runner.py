@@ -106,7 +106,7 @@ class Runner:
 
         Args:
             greedy: whether the steps choose the likeliest token.
-            num_tokens: tokens of a prompt, whose step is compiled beside them; 0 for none.
+            num_tokens: tokens of prompts in a first step, which is compiled too; 0 for none.
         """
         if not self._on_cuda:
             return
