@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from bench.cases import launches_of
@@ -13,6 +14,7 @@ from bench.random_models import random_model
 from ferrum_triton import get_backend
 from ferrum_triton.backends import Backend
 from ferrum_triton.kernels import ahead
+from ferrum_triton.kernels.sources import hash_source
 from ferrum_triton.models.generation import engine_of
 from ferrum_triton.models.runner import Runner
 from tests.test_bench_decode import shrunk
@@ -103,3 +105,28 @@ def test_an_engine_compiles_all_its_steps_at_once(monkeypatch):
     engine.add(torch.randint(90, (40,)).tolist(), max_tokens=1)
     engine.step()
     assert len(compiled) == 2
+
+
+_STEP = tl.constexpr(3)
+
+
+def _called(x):
+    return x + _STEP
+
+
+def _calling(x):
+    return _called(x)
+
+
+def test_a_hash_does_not_depend_on_what_was_hashed_before(monkeypatch):
+    """Triton's own does: it takes in the constants of such functions alone as it has met."""
+    hashes = set()
+    for is_met in (True, False):
+        called, calling = JITFunction(_called), JITFunction(_calling)
+        monkeypatch.setitem(globals(), "_called", called)
+        if is_met:
+            _ = called.cache_key
+        hash_source(calling)
+        monkeypatch.undo()
+        hashes.add(calling.cache_key)
+    assert len(hashes) == 1

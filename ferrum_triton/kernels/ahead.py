@@ -18,6 +18,7 @@ from triton.compiler import make_backend
 from triton.runtime import cache, driver
 
 from ferrum_triton.kernels.jit import Launch, note_launches
+from ferrum_triton.kernels.sources import hash_source
 
 Progress = Callable[[int, int], None]
 
@@ -57,6 +58,8 @@ def compile_ahead(step: Callable[[], object], progress: Progress | None = None) 
         progress(0, len(missing))
     device = torch.cuda.current_device()
     _hash_triton()
+    for launch in missing:
+        hash_source(launch.kernel.jit)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, len(missing))) as pool:
         jobs = [pool.submit(_compile, launch, device) for launch in missing]
         for done, job in enumerate(as_completed(jobs), start=1):

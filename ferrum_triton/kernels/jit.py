@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from ferrum_triton.errors import FerrumError
 from ferrum_triton.kernels import compiled, interpreter
+from ferrum_triton.kernels.sources import hash_source
 
 # Compiler options a launch may set beside the kernel's own constexprs.
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")
@@ -214,6 +215,7 @@ class Kernel:
                 f"{self.name} is not compiled for these arguments yet, and compiling cannot be "
                 "captured in a graph. Run the step once before capturing it."
             )
+        hash_source(self.jit)
         with torch.cuda.device(device):
             result = self.jit[grid](*args, **_given(meta))
         if not known:

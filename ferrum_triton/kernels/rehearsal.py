@@ -269,9 +269,10 @@ class _Rehearsal(TorchDispatchMode):
         self._tensors.append((base, made))
         return made
 
-    def __torch_dispatch__(
+    def meet(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Do what the launcher asks of torch, on stand-ins."""
         kwargs = kwargs or {}
         if func is _aten.zero_.default and type(args[0]) is StandIn:
             self.take_launches()
@@ -353,6 +354,11 @@ class _Rehearsal(TorchDispatchMode):
                 if self.place(result) == self.place(tensor):
                     return base
         raise NotReplayable("what is returned is neither an argument nor allocated")
+
+
+# Assigned afterwards, so that torch does not wrap it: what a class defines under this name imports
+# torch._dynamo at its first call, which takes seconds.
+_Rehearsal.__torch_dispatch__ = _Rehearsal.meet  # type: ignore[method-assign]
 
 
 def _meta_of(value: Any) -> Any:

@@ -19,6 +19,7 @@ from triton.runtime.jit import mangle_type
 
 from ferrum_triton.kernels.jit import OPTIONS, Launch
 from ferrum_triton.kernels.sass import cuobjdump
+from ferrum_triton.kernels.sources import hash_source
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Resources:
 
 def compile_launch(launch: Launch, target: Target) -> Resources:
     """Compile what a launcher asked for."""
+    hash_source(launch.kernel.jit)
     source, options = _source(launch)
     compiled = triton.compile(source, target=target.gpu, options=options)
     if target.gpu.backend == "hip":
