@@ -49,7 +49,13 @@ def first_block(a_row, num_weights, num_padded, BLOCK_K: tl.constexpr):
     for first in range(BLOCK_K, num_padded, BLOCK_K):
         more = load_block(a_row, first, num_weights, BLOCK_K)
         largest = tl.maximum(largest, tl.abs(more).to(tl.int32, bitcast=True))
-    return a, tl.minimum(265 - (tl.max(largest, axis=0) >> 23), 253)
+    return a, inverse_of(largest)
+
+
+@triton.jit
+def inverse_of(magnitudes):
+    """The exponent bits of the inverse of a row's factor, of its magnitudes as integers."""
+    return tl.minimum(265 - (tl.max(magnitudes, axis=0) >> 23), 253)
 
 
 @triton.jit
@@ -193,3 +199,36 @@ def arrange(a: Tensor, words: int, halves: int = 1, interleave: int = 0) -> Arra
         num_warps=warps,
     )
     return to
+
+
+class Order(NamedTuple):
+    """What :func:`arrange` takes beside the activations."""
+
+    words: int
+    halves: int = 1
+    interleave: int = 0
+
+
+class Tokens:
+    """Activations [m, k] of one call's products, arranged once in each order that these take.
+
+    Attributes:
+        like: a tensor of their shape, dtype and device.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self._arranged: dict[Order, Arranged] = {}
+
+    def values(self) -> Tensor:
+        """The activations themselves."""
+        return self.like
+
+    def arranged(self, order: Order) -> Arranged:
+        """The activations in an order."""
+        if order not in self._arranged:
+            self._arranged[order] = self._arrange(order)
+        return self._arranged[order]
+
+    def _arrange(self, order: Order) -> Arranged:
+        return arrange(self.like, *order)
