@@ -2,8 +2,9 @@
 
 Two formats. ``q4_K`` is what llama.cpp calls Q4_K_M, in planes: every matrix in Q4_K but V and down
 of half of the layers, and the head, which are in Q6_K. ``bf16`` is dense, its products go through
-``gemm``. A step takes a token of every sequence through the layers and a greedy choice; its ops are
-the backend's, the fused ones where there are such for the batch.
+``gemm``. A step takes a token of every sequence through the layers and a greedy choice, over a
+residual stream in float32; its ops are the backend's, the fused ones where there are such for the
+batch.
 """
 
 from __future__ import annotations
