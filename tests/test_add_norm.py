@@ -166,6 +166,15 @@ def test_past_a_rows_end_there_are_zeros():
         assert_same(part, part_of_h)
 
 
+@pytest.mark.parametrize("m", [2, 9])
+def test_products_over_nothing_are_zeros(backend, m):
+    w = torch.empty(16, 0, dtype=torch.uint8, device=backend.device)
+    kind = "Q8_0:planes"
+    norm = norm_arguments(m, 0, torch.float16, torch.float32, backend.device)
+    assert not backend.add_rms_norm_quant_qkv(*norm, w, None, w, kind, "", kind).any()
+    assert not backend.add_rms_norm_quant_gate_up_silu(*norm, w, w, kind, kind).any()
+
+
 def test_wrong_calls_are_refused():
     backend = get_backend("cpu")
     w = weight("Q8_0:planes", 3, 1, k=64)

@@ -98,7 +98,7 @@ class NormedTokens(Tokens):
         to = room_for(order.interleave or num_tokens, num_weights, self.like.device)
         num_padded = to.x.shape[1]
         block, warps = block_and_warps(num_padded)
-        if block < num_padded:
+        if not 0 < num_padded <= block:
             return arrange(self.values(), *order)
         _add_norm_arrange_kernel.launch(
             (num_tokens,),
