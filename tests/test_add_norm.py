@@ -13,6 +13,8 @@ from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
 from tests.test_quant_fused import weight
 from tests.test_quant_ops import seeded
+from tests.test_replay import assert_same as assert_launched_alike
+from tests.test_replay import door_of, kinds_of
 
 NORM, FUSED, ARRANGE = (
     "_fused_add_rms_norm_kernel",
@@ -201,3 +203,20 @@ def test_wrong_calls_are_refused():
             door(*arguments)
         assert error.value.argument == name
     assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("op", ["add_rms_norm_quant_qkv", "add_rms_norm_quant_gate_up_silu"])
+def test_calls_are_replayed(op):
+    """With the norm that arranges, and with what is arranged in a second order."""
+    op, kinds = OPS[op], ("Q4_K:planes", "Q5_K:planes")
+    door = door_of(op)
+    for seed in range(4):
+        q, v = (weight(kind, 16, seed, k=256) for kind in kinds)
+        norm = norm_arguments(9, 256, torch.float16, torch.float32, "cpu")
+        matrices = (q.blocks, None, v.blocks, q.kind, "", v.kind)
+        if "gate" in op.name:
+            matrices = (q.blocks, q.blocks, q.kind, q.kind, "silu")
+        arguments = dict(zip(op.signature.parameters, (*norm, *matrices), strict=True))
+        arguments["x"] += seed
+        assert_launched_alike(op, door, arguments)
+    assert kinds_of(door) == [True]

@@ -257,7 +257,7 @@ def _norm_gate_up_case(kind: str, m: int, n: int, k: int) -> Case:
         "activation": ACTIVATIONS,
     },
     bench=[
-        *(_norm_gate_up_case("Q4_K:planes", m, 12288, 4096) for m in (1, 8, 32)),
+        *(_norm_gate_up_case("Q4_K:planes", m, 12288, 4096) for m in (8, 32, 1)),
         *(_norm_gate_up_case("Q4_K:planes", m, 25600, 5120) for m in (8, 32)),
     ],
     mutates=("residual",),
@@ -353,7 +353,7 @@ def _norm_qkv_case(v_kind: str | None, m: int, k: int) -> Case:
         "nkv": (1, 0, 16),
     },
     bench=[
-        *(_norm_qkv_case("Q6_K:planes", m, 4096) for m in (1, 8, 32)),
+        *(_norm_qkv_case("Q6_K:planes", m, 4096) for m in (8, 32, 1)),
         *(_norm_qkv_case(None, m, k) for m in (8, 32) for k in (4096, 5120)),
     ],
     mutates=("residual",),
