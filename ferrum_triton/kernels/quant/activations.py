@@ -1,7 +1,8 @@
 """Activations in the order the products of :mod:`ferrum_triton.kernels.quant.fragments` sum in.
 
-:func:`arrange` is the launch before every product with planes on tensor cores. Of each token it
-writes x = a / factor in float16, factor a power of two, and the sums over each word's eight.
+:func:`arrange` is the launch before a product with planes on tensor cores, where no norm before it
+does that itself (:mod:`ferrum_triton.kernels.quant.add_norm`). Of each token it writes
+x = a / factor in float16, factor a power of two, and the sums over each word's eight.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 # K is filled up with zeros to whole steps of the products' loops.
 STEP = 256
+# Elements of a token that a program holds at a time, at most.
+LONGEST_BLOCK = 16384
 
 
 class Arranged(NamedTuple):
@@ -169,7 +172,7 @@ def room_for(num_tokens: int, num_weights: int, device: torch.device) -> Arrange
 def block_and_warps(padded: int) -> tuple[int, int]:
     """Elements of a token at a time, and a program's warps."""
     # Few tokens are a matter of latency: all of K at once where the registers hold it.
-    block = min(next_power_of_2(max(padded, 1)), 16384)
+    block = min(next_power_of_2(max(padded, 1)), LONGEST_BLOCK)
     return block, 16 if block > 4096 else (8 if block > 1024 else 2)
 
 

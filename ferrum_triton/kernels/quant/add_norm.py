@@ -18,6 +18,7 @@ from ferrum_triton.kernels.norm import (
 )
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import (
+    LONGEST_BLOCK,
     Arranged,
     Order,
     Tokens,
@@ -95,11 +96,11 @@ class NormedTokens(Tokens):
 
     def _arrange(self, order: Order) -> Arranged:
         num_tokens, num_weights = self.like.shape
+        if not 0 < num_weights <= LONGEST_BLOCK:
+            return arrange(self.values(), *order)
         to = room_for(order.interleave or num_tokens, num_weights, self.like.device)
         num_padded = to.x.shape[1]
         block, warps = block_and_warps(num_padded)
-        if not 0 < num_padded <= block:
-            return arrange(self.values(), *order)
         _add_norm_arrange_kernel.launch(
             (num_tokens,),
             arranged_ptr=to.x,
