@@ -17,7 +17,7 @@ from ferrum_triton.quant.kinds import KINDS
 from ferrum_triton.registry import OPS, Case, Op
 
 # Benches whose rows are the time of a composition: each has a function ``meta_call(row id)``.
-COMPOSED = ("moe_layer", "cascade", "decode_layer", "decode")
+COMPOSED = ("moe_layer", "cascade", "decode_layer", "decode", "convert")
 # Rows of bench.compile_time: this, the arch, and the row that times the case.
 COMPILE_TIME = "compile_time"
 # A product of a size that no case declares, as bench.llama_cpp times them.

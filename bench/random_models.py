@@ -1,7 +1,8 @@
 """Models of known shapes with random weights, through the package's own loader.
 
 Formats: ``q4_K`` is what llama.cpp calls Q4_K_M, ``q4_1`` has every matrix in Q4_1, ``bf16`` is
-dense. Weights are random bytes under scales that keep activations about as large as they are.
+dense, ``mxfp4`` is dense but for the experts. gpt-oss has its experts in MXFP4 in every format.
+Weights are random bytes under scales that keep activations about as large as they are.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from ferrum_triton.backends import Backend
 from ferrum_triton.models import Decoder, Llama, LlamaConfig
 from ferrum_triton.models.config_rope import RopeConfig
 from ferrum_triton.models.gemma3 import Gemma3, Gemma3Config
+from ferrum_triton.models.gpt_oss import GptOss, GptOssConfig, GptOssLoader
 from ferrum_triton.models.weights import POST_NORMS, Matrix, Source, load_weights
 from ferrum_triton.quant import FORMATS, QuantizedTensor
 
-FORMATS_OF_MODELS = ("q4_K", "q4_1", "bf16")
+FORMATS_OF_MODELS = ("q4_K", "q4_1", "bf16", "mxfp4")
 
 # Root mean square of a weight of random bytes whose block scale is 1.
-SPREAD = {"Q4_K": 310.0, "Q6_K": 1370.0, "Q4_1": 4.6, "Q8_0": 74.0}
+SPREAD = {"Q4_K": 310.0, "Q6_K": 1370.0, "Q4_1": 4.6, "Q8_0": 74.0, "MXFP4": 5.85}
 # What the minimum is in scales, so that the mean weight is 0.
 MINIMUM = {"Q4_K": 7.5, "Q4_1": -7.5}
 
@@ -50,9 +52,31 @@ def _gemma() -> Gemma3Config:
         **{
             **vars(_llama(5376, 21504, layers, "32/16/128", 262208, qk_norm=True)),
             "tie_embeddings": True,
+            "rope": RopeConfig(theta=1e6, dim=128, kind="linear", factor=8.0),
             "windows": tuple(0 if i % 6 == 5 else 1024 for i in range(layers)),
             "local_rope": RopeConfig(theta=1e4, dim=128),
             "softmax_scale": 168**-0.5,
+        }
+    )
+
+
+def _gpt_oss() -> GptOssConfig:
+    layers = 24
+    return GptOssConfig(
+        **{
+            **vars(_llama(2880, 2880, layers, "64/8/64", 201088, num_experts=32)),
+            "experts_per_token": 4,
+            "rms_norm_eps": 1e-5,
+            "qkv_bias": True,
+            "rope": RopeConfig(
+                theta=150000.0,
+                dim=64,
+                kind="yarn",
+                factor=32.0,
+                original_positions=4096,
+                truncate=False,
+            ),
+            "windows": tuple(0 if i % 2 else 128 for i in range(layers)),
         }
     )
 
@@ -64,6 +88,7 @@ CONFIGS: dict[str, LlamaConfig] = {
         2048, 768, 48, "32/4/128", 151936, qk_norm=True, num_experts=128, experts_per_token=8
     ),
     "gemma3-27b": _gemma(),
+    "gpt-oss-20b": _gpt_oss(),
     "smollm2-135m": _llama(576, 1536, 30, "9/3/64", 49152, tie_embeddings=True),
 }
 
@@ -85,20 +110,28 @@ class RandomSource(Source):
     def fetch(self, name: str) -> Matrix:
         shape = self._shapes[name]
         on = {"dtype": torch.bfloat16, "device": self._device}
+        if name.endswith(".bias"):
+            return 0.1 * torch.randn(shape, **on)
         if len(shape) == 1:
             return 1 + 0.1 * torch.randn(shape, **on)
-        kind = self._kind(name)
-        if kind and shape[-1] % FORMATS[kind].block_size:  # as llama.cpp falls back
-            kind = "Q8_0"
-        return (
-            random_blocks(kind, shape, self._device)
-            if kind
-            else torch.randn(shape, **on) * shape[-1] ** -0.5
-        )
+        kind = self.kind(name)
+        if kind:
+            return random_blocks(kind, shape, self._device)
+        return torch.randn(shape, **on) * shape[-1] ** -0.5
 
-    def _kind(self, name: str) -> str:
+    def kind(self, name: str) -> str:
         """The file's format of a matrix; ``""`` for a dense one."""
-        if self._form == "bf16" or "ffn_gate_inp" in name:
+        kind = self._wanted(name)
+        if kind and self._shapes[name][-1] % FORMATS[kind].block_size:  # as llama.cpp falls back
+            return "Q8_0"
+        return kind
+
+    def _wanted(self, name: str) -> str:
+        """The format of a matrix if its rows are of whole blocks."""
+        in_mxfp4 = self._form == "mxfp4" or isinstance(self._config, GptOssConfig)
+        if in_mxfp4 and "_exps." in name:
+            return "MXFP4"
+        if self._form in ("bf16", "mxfp4") or "ffn_gate_inp" in name or name.endswith(".bias"):
             return ""
         if self._form == "q4_1":
             return "Q4_1"
@@ -128,11 +161,11 @@ def _shapes(config: LlamaConfig) -> Mapping[str, tuple[int, ...]]:
     """Every tensor of a model by GGUF's names."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "token_embd": (config.vocab_size, hidden),
-        "output_norm": (hidden,),
+        "token_embd.weight": (config.vocab_size, hidden),
+        "output_norm.weight": (hidden,),
     }
     if not config.tie_embeddings:
-        shapes["output"] = (config.vocab_size, hidden)
+        shapes["output.weight"] = (config.vocab_size, hidden)
     for layer in range(config.num_layers):
         each: dict[str, tuple[int, ...]] = {
             "attn_norm": (hidden,),
@@ -146,6 +179,10 @@ def _shapes(config: LlamaConfig) -> Mapping[str, tuple[int, ...]]:
             each |= {"attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
         if config.sandwich_norms:
             each |= dict.fromkeys(POST_NORMS.values(), (hidden,))
+        is_gpt_oss = isinstance(config, GptOssConfig)
+        if is_gpt_oss:
+            each["post_attention_norm"] = each.pop("ffn_norm")
+            each["attn_sinks"] = (config.num_heads,)
         if count := config.num_experts:
             each["ffn_gate_inp"] = (count, hidden)
             each |= {f"ffn_{part}_exps": (count, inner, hidden) for part in ("gate", "up")}
@@ -153,8 +190,15 @@ def _shapes(config: LlamaConfig) -> Mapping[str, tuple[int, ...]]:
         else:
             each |= {f"ffn_{part}": (inner, hidden) for part in ("gate", "up")}
             each["ffn_down"] = (hidden, inner)
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in each.items()}
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in each.items()}
+        if is_gpt_oss:  # every product of a layer has a bias
+            products = {n: s for n, s in each.items() if n.startswith(("attn_", "ffn_"))}
+            shapes |= {
+                f"blk.{layer}.{name}.bias": shape[:-1]
+                for name, shape in products.items()
+                if len(shape) > 1
+            }
+    return shapes
 
 
 def random_model(
@@ -164,8 +208,18 @@ def random_model(
     config = CONFIGS[name] if config is None else config
     source = RandomSource(config, form, backend.device)
     on_gpu = backend.device.type != "cpu"
+    family, loader = Llama, None
+    if isinstance(config, Gemma3Config):
+        family = Gemma3
+    elif isinstance(config, GptOssConfig):
+        family, loader = GptOss, GptOssLoader
     weights = load_weights(
-        source, config, backend, torch.bfloat16, planes=on_gpu, allow_non_finite=True
+        source,
+        config,
+        backend,
+        torch.bfloat16,
+        planes=on_gpu,
+        allow_non_finite=True,
+        loader=loader,
     )
-    family = Gemma3 if isinstance(config, Gemma3Config) else Llama
     return family(config, weights, backend, torch.bfloat16)

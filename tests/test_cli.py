@@ -330,5 +330,5 @@ def test_ops_table(capsys):
     assert set(rows) >= set(OPS)
     assert all(name in text for name in OPS)
     assert rows["rms_norm"]["backends"]["cuda"] == "triton"
-    assert rows["gemm"]["backends"]["interpret"] == "blas"
+    assert rows["gemm"]["backends"]["cpu"] == "blas"
     assert rows["rms_norm"]["dtypes"] == ["float32", "float16", "bfloat16"]

@@ -9,7 +9,9 @@ from itertools import cycle
 
 import pytest
 
+from bench.shipped import picks_of
 from ferrum_triton.backends.triton_provider import load_kernels
+from ferrum_triton.kernels.linear import BLAS
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.registry import OPS
@@ -40,10 +42,17 @@ def cases():
     return params
 
 
+def is_for_torch(op, case, target):
+    """Whether a dense product is torch's: chosen so, or of too many tokens to be chosen for."""
+    picks = picks_of(op, case, target.capability)
+    return op.name == "gemm" and all(pick.config == BLAS for pick in picks)
+
+
 @pytest.mark.parametrize(("op", "case", "target_name"), cases())
 def test_compiles_within_limits(op, case, target_name):
-    launches = launches_of(op, case, TARGETS[target_name])
-    assert launches, f"{op.name}/{case.id} launches nothing"
+    target = TARGETS[target_name]
+    launches = launches_of(op, case, target)
+    assert launches or is_for_torch(op, case, target), f"{op.name}/{case.id} launches nothing"
     for launch in launches:
         asm = compiled(launch, target_name).asm
         if "wgmma" in asm.get("ptx", ""):

@@ -23,6 +23,10 @@ WITHOUT_PDL = frozenset({"dequantize", "embedding_lookup_quant"})
 # Packages whose kernels read packed weights, which no kernel writes, before they wait.
 READ_WEIGHTS = ("ferrum_triton.kernels.quant.", "ferrum_triton.kernels.moe.")
 
+# Modules whose kernels ask L2 for lines before they wait, which changes no byte, whoever writes it.
+PREFETCH = ("ferrum_triton.kernels.linear",)
+PREFETCHED = re.compile(r"prefetch\.global\.L2 \[[^]]*\];")
+
 WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 STORE = re.compile(r"\b(?:st|atom|red)\.\S*global|\bcp\.(?:async|reduce)\.bulk\S*\.global\.shared")
 ACCESS = re.compile(r"\b(?:ld|st|atom|red|prefetch)\.\S*global|\bcp\.(?:async|reduce)")
@@ -51,6 +55,8 @@ def find_fault(launch) -> str:
         return "never waits"
     if launch.kernel.jit.fn.__module__.startswith(READ_WEIGHTS):
         return "writes before it waits" if STORE.search(before) else ""
+    if launch.kernel.jit.fn.__module__ in PREFETCH:
+        before = PREFETCHED.sub("", before)
     if ACCESS.search(before):
         return "accesses memory before it waits"
     return "branches before it waits" if BRANCH.search(before) else ""
@@ -79,6 +85,10 @@ def test_the_check_finds_what_comes_before_the_wait():
     assert ACCESS.search("cp.async.cg.shared.global [ %r9 + 0 ], [ %rd4 + 0 ], 0x10, %r8;")
     assert not ACCESS.search("ld.param.b64 %rd1, [_rms_norm_kernel_param_0];")
     assert not ACCESS.search("ld.shared.b32 %r1, [%r2];")
+    assert not ACCESS.search(PREFETCHED.sub("", "prefetch.global.L2 [%rd11]; mov.b32 %r3, 0;"))
+    assert ACCESS.search(
+        PREFETCHED.sub("", "prefetch.global.L2 [%rd1]; ld.global.b32 %r1, [%rd2];")
+    )
     assert STORE.search("@%p1 st.global.v4.b32 [ %rd2 + 0 ], { %r1, %r2 };")
     assert STORE.search("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1}]")
     assert not STORE.search("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier [%r1]")

@@ -357,9 +357,8 @@ def test_replays_hand_the_c_launcher_what_ordinary_calls_do(op, case, fake_gpu):
         door = make_door(op, op.impls["triton"], "cuda")
         for _ in range(4):  # two more where the launcher looks at integers
             door(**fake_gpu.arguments(made))
-    except NotReplayable:  # torch multiplies by decoded weights
-        assert op.name == "gemm_quant"
-        assert case.axes["m"] == 4096
+    except NotReplayable:  # torch multiplies, by dense weights or by many that were decoded
+        assert op.name == "gemm" or (op.name == "gemm_quant" and case.axes["m"] == 4096)
         return
     assert kinds_of(door) == [True]
 

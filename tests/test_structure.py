@@ -121,6 +121,24 @@ def test_the_interpreting_backend_brings_its_kernels():
     assert out.splitlines() == ["[[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]", "triton"]
 
 
+def test_products_import_no_tracer():
+    """torch._dynamo takes seconds to import, which a first prompt would wait for."""
+    out = run(
+        """
+        import sys
+        import torch
+        from ferrum_triton import get_backend
+        from ferrum_triton.quant import quantize_rows
+        backend, a = get_backend("cpu"), torch.randn(3, 32)
+        backend.gemm(a, torch.randn(4, 32), out=torch.empty(3, 4))
+        for op in (backend.gemv_quant, backend.gemm_quant):
+            op(a, quantize_rows(torch.randn(4, 32), "Q4_0"), "Q4_0", out=torch.empty(3, 4))
+        print("torch._dynamo" in sys.modules)
+        """
+    )
+    assert out.strip() == "False"
+
+
 def test_ci_skips_nothing_that_it_could_run():
     absent = ["needs a CUDA device"] * MOST_SKIPPED
     assert wrongly_skipped(absent) == []

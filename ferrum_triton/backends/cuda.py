@@ -1,4 +1,4 @@
-"""Compiled Triton kernels on CUDA tensors; dense products through cuBLAS."""
+"""Compiled Triton kernels on CUDA tensors; dense products of many tokens through cuBLAS."""
 
 import torch
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ferrum_triton.contract import LEAST, MAX_FLOAT
 from ferrum_triton.registry import Op
@@ -227,12 +226,15 @@ def _check_scalars(op: Op, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_out(op: Op, arguments: Mapping[str, Any], out: Any) -> None:
-    """Hold ``out`` against the shape, dtype and device that the op's fake says it returns."""
-    with FakeTensorMode() as mode:
-        fakes = {
-            k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in arguments.items()
-        }
-        wanted = op.fake(**fakes)
+    """Hold ``out`` against the shape and dtype that the op's fake says it returns."""
+    # On meta tensors: the first fake tensor of a process imports torch._dynamo for seconds.
+    tensors = {k: v for k, v in arguments.items() if isinstance(v, Tensor)}
+    metas = {
+        k: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")
+        for k, v in tensors.items()
+    }
+    device = next(iter(tensors.values())).device
+    wanted = op.fake(**{**arguments, **metas})
     wanted = (wanted,) if isinstance(wanted, Tensor) else wanted
     outs = (out,) if isinstance(out, Tensor) else out
     is_right = isinstance(out, Tensor) == (op.num_outputs == 1) and isinstance(outs, tuple)
@@ -242,7 +244,10 @@ def _check_out(op: Op, arguments: Mapping[str, Any], out: Any) -> None:
         allowed = "a tensor" if len(wanted) == 1 else f"a tuple of {len(wanted)} tensors"
         op.reject("out", got, allowed, "Pass what the call without out would return.")
     for got, want in zip(outs, wanted, strict=True):
-        described = [f"{str(t.dtype)[6:]}{list(t.shape)} on {t.device}" for t in (got, want)]
+        described = [
+            f"{str(t.dtype)[6:]}{list(t.shape)} on {on}"
+            for t, on in ((got, got.device), (want, device))
+        ]
         if described[0] != described[1]:
             op.reject("out", described[0], described[1], "Allocate it so.")
         if got.numel() and got.dim() and got.size(-1) > 1 and got.stride(-1) != 1:

@@ -4,9 +4,9 @@ from importlib import import_module
 
 from ferrum_triton.ops import FAMILIES
 
-# Dense products are cuBLAS's, and all families of packed weights in the package ``quant``.
+# All families of packed weights are in the package ``quant``.
 for _family in FAMILIES:
-    if _family != "linear" and not _family.startswith("quant_"):
+    if not _family.startswith("quant_"):
         import_module(f"ferrum_triton.kernels.{_family}")
 # Ops of the families norm and sampling, in files of their own.
 for _module in ("softmax", "sample_rows"):

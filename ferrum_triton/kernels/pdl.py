@@ -8,7 +8,8 @@ that takes part has a constexpr ``PDL``, which
 * every program waits, whatever branch it takes. The wait ends when the launch before has ended,
   which waited in its turn, so everything launched earlier has ended too;
 * nothing but packed weights is read before the wait, and nothing is written before it. No kernel
-  here writes packed weights, and whoever else does (a copy, a load) never triggers early;
+  here writes packed weights, and whoever else does (a copy, a load) never triggers early. Of other
+  tensors lines may be asked for into L2, which all SMs share: what is written later is seen there;
 * the trigger may stand anywhere, since it promises nothing about results. Row kernels, whose
   programs are few and short, trigger at entry, which lets the product behind them load weights
   soonest. All others trigger after their wait: else programs of three launches share the SMs, and

@@ -14,7 +14,7 @@ from torch import Tensor
 from ferrum_triton.errors import InputError
 from ferrum_triton.files.tokenizer import Tokenizer
 from ferrum_triton.models.decoder import Decoder
-from ferrum_triton.models.engine import Engine, NewToken
+from ferrum_triton.models.engine import PREFILL_CHUNK, Engine, NewToken
 from ferrum_triton.models.weights import Progress
 from ferrum_triton.runtime.sampling import GREEDY, Sampling
 
@@ -152,19 +152,20 @@ def stream(
             _reject(name, str(number), "1 or more")
     several: Any = [prompts] if _is_prompt(prompts) else prompts
     ids: Iterator[list[int]] = (_encode(model, prompt) for prompt in several)
-    needed, num_seqs = LONGEST_UNKNOWN, max_seqs or MAX_SEQS
+    num_tokens, needed, num_seqs = 0, LONGEST_UNKNOWN, max_seqs or MAX_SEQS
     if isinstance(several, Sequence):
         if not several:
             _reject("prompts", "none", "one or more")
         _check_settings(sampling, len(several))
         known = list(ids)
+        num_tokens = sum(map(len, known))
         needed = max(map(len, known)) + max(max_tokens - 1, 0)
         num_seqs, ids = min(len(known), num_seqs), iter(known)
     elif not isinstance(sampling, Sampling):
         _reject("sampling", "several", "one for all prompts of an iterator")
     if engine is None:
         context = model.config.max_positions
-        engine = engine_of(model, num_seqs, min(capacity or needed, context))
+        engine = engine_of(model, num_seqs, min(capacity or needed, context), num_tokens=num_tokens)
     if end_ids is None:
         end_ids = model.tokenizer.eos_ids if model.has_tokenizer else ()
     if stops and not model.has_tokenizer:
@@ -251,6 +252,7 @@ def engine_of(
     capacity: int,
     greedy: bool = True,
     on_compile: Progress | None = None,
+    num_tokens: int = 0,
 ) -> Engine:
     """The model's engine if it is idle and large enough, else a new one in its place.
 
@@ -263,6 +265,7 @@ def engine_of(
         greedy: whether a new engine captures steps that choose the likeliest token, not ones that
             draw; others are captured when they first run.
         on_compile: a function called with the numbers of kernels compiled and to compile.
+        num_tokens: tokens of the prompts, together; 0 where they are not known.
     """
     engine = model.engine
     if engine is None or engine.busy or engine.max_seqs < num_seqs or engine.capacity < capacity:
@@ -271,7 +274,7 @@ def engine_of(
         model.engine = None  # its memory is given back first
         model.engine = engine = Engine(model, max_seqs=num_seqs, capacity=capacity)
         engine.runner.on_compile = on_compile
-        engine.runner.warm_up(greedy)
+        engine.runner.warm_up(greedy, min(num_tokens, PREFILL_CHUNK))
     engine.runner.on_compile = on_compile
     return engine
 
@@ -314,7 +317,9 @@ def generate_ids(
         return
     # The last token is chosen, not fed back: it needs no place in the cache.
     capacity = min(len(prompt) + max_tokens - 1, context)
-    engine = engine_of(model, 1, capacity, sampling.temperature == 0, on_compile)
+    engine = engine_of(
+        model, 1, capacity, sampling.temperature == 0, on_compile, num_tokens=len(prompt)
+    )
     key = engine.add(prompt, sampling, max_tokens, end_ids)
     stats.setup_seconds, start = time.perf_counter() - start, time.perf_counter()
     compiled, stopped = engine.runner.compile_seconds, False

@@ -100,13 +100,31 @@ class Runner:
             sizes.append(min(2 * sizes[-1], self.num_rows))
         return sizes
 
-    def warm_up(self, greedy: bool = True) -> None:
-        """Compile and capture every decode step beforehand, the largest first; on CUDA alone."""
+    @torch.inference_mode()
+    def warm_up(self, greedy: bool = True, num_tokens: int = 0) -> None:
+        """Compile and capture every decode step beforehand, the largest first; on CUDA alone.
+
+        Args:
+            greedy: whether the steps choose the likeliest token.
+            num_tokens: tokens of prompts in a first step, which is compiled too; 0 for none.
+        """
         if not self._on_cuda:
             return
         self._set_rows([None] * self.num_rows)
-        for count in reversed(self.captured_sizes):
-            self._launch(count, greedy)
+        sizes = self.captured_sizes[::-1]
+
+        def every_step() -> None:
+            for count in sizes:
+                self._choose_next(count, greedy)
+            if num_tokens:
+                step = varlen_step(self.cache, [(0, [0] * num_tokens)], [num_tokens - 1])
+                self._seen.add(_kind_of(step))
+                self.model.run(step, self.cache)
+
+        # All at once: a kernel that is slow to compile is waited for once, beside all others.
+        self._compile_ahead(every_step)
+        for count in sizes:
+            self._capture(count, greedy)
 
     @torch.inference_mode()
     def run(self, rows: dict[int, Row]) -> Chosen:
@@ -119,8 +137,7 @@ class Runner:
                 settings.append(row.sampling)
         parts = [(seq, row.ids[row.start : row.end]) for seq, row in rows.items()]
         step = varlen_step(self.cache, parts, predicted or [last])
-        # Kernels are chosen by the number of tokens; between powers of two they seldom change.
-        kind = (len(step.ids).bit_length(), len(settings).bit_length(), step.longest > 1)
+        kind = _kind_of(step)
         if kind not in self._seen:
             self._seen.add(kind)
             self._compile_ahead(lambda: self.model.run(step, self.cache))
@@ -267,11 +284,14 @@ class Runner:
     @torch.inference_mode()
     def _launch(self, count: int, greedy: bool) -> None:
         """One decode step of the first ``count`` rows: replayed, or captured at its first time."""
-        key = (count, greedy)
-        if not self.graph.replay(key):
+        if not self.graph.replay((count, greedy)):
             self._compile_ahead(lambda: self._choose_next(count, greedy))
-            owners = [*self.cache.tensors, *(t for pair in self.model.tables for t in pair)]
-            self.graph.capture(key, lambda: self._step(count, greedy), owners)
+            self._capture(count, greedy)
+
+    def _capture(self, count: int, greedy: bool) -> None:
+        """Run a decode step whose kernels are compiled, and keep a graph of it."""
+        owners = [*self.cache.tensors, *(t for pair in self.model.tables for t in pair)]
+        self.graph.capture((count, greedy), lambda: self._step(count, greedy), owners)
 
     def _compile_ahead(self, step: Callable[[], object]) -> None:
         start = time.perf_counter()
@@ -301,6 +321,12 @@ class _InFlight:
     seqs: tuple[int, ...]
     tokens: Tensor
     event: torch.cuda.Event | None
+
+
+def _kind_of(step: Step) -> tuple[int, int, bool]:
+    """What a step's kernels depend on: between powers of two of tokens they seldom change."""
+    num_predicted = len(step.ids if step.predicted is None else step.predicted)
+    return len(step.ids).bit_length(), num_predicted.bit_length(), step.longest > 1
 
 
 def blocks_of(length: int) -> int:

@@ -11,13 +11,25 @@ from ferrum_triton.registry import Case, op
     tensors={"a": "T[m, k]", "b": "T[n, k]"},
     axes={"m": (0, 1, 5), "n": (1, 7, 64), "k": (1, 33, 128), "wide": (False, True)},
     bench=[
-        Case(f"bf16/n{n}k{k}/m{m}", torch.bfloat16, {"m": m, "n": n, "k": k})
-        for n, k, tokens in (
-            (4096, 4096, (1, 4, 8, 4096)),
-            (6144, 4096, (1, 4, 8)),
-            (4096, 12288, (1, 4, 8)),
-        )
-        for m in tokens
+        *(
+            Case(f"bf16/n{n}k{k}/m{m}", torch.bfloat16, {"m": m, "n": n, "k": k})
+            for n, k, tokens in (
+                (4096, 4096, (1, 4, 8, 4096)),
+                (6144, 4096, (1, 4, 8)),
+                (4096, 12288, (1, 4, 8)),
+                (24576, 4096, (1, 8)),
+            )
+            for m in tokens
+        ),
+        *(
+            Case(
+                f"bf16/wide/n151936k4096/m{m}",
+                torch.bfloat16,
+                {"m": m, "n": 151936, "k": 4096, "wide": True},
+            )
+            for m in (1, 8)
+        ),
+        Case("f16/n4096k4096/m1", torch.float16, {"m": 1, "n": 4096, "k": 4096}),
     ],
     after_norm="a",
 )
@@ -48,7 +60,7 @@ def _(a, b, wide):
 
 @gemm.impl("blas")
 def _gemm_blas(a: Tensor, b: Tensor, wide: bool = False, *, out: Tensor | None = None) -> Tensor:
-    """cuBLAS or the CPU's BLAS: no hand-written kernel beats them on dense products."""
+    """cuBLAS or the CPU's BLAS: no hand-written kernel beats them by many tokens."""
     if wide and a.dtype != torch.float32:
         if not a.is_cuda:
             y = gemm.reference(a, b, wide)

@@ -80,11 +80,23 @@ def _config(block_n: int, programs: int, least_keys: int, warps: int, stages: in
 
 def decode_candidates(gpu: Gpu, *shape: Dim) -> list[Config]:
     """Tiles of 16 to 128 keys, on one warp for every 16 to 32 of them."""
-    tiles = ((16, 1, 6), (32, 2, 5), (32, 4, 2), (64, 2, 5), (64, 4, 3), (64, 4, 5), (128, 4, 3))
+    tiles = (
+        (16, 1, 6),
+        (32, 1, 4),
+        (32, 2, 3),
+        (32, 2, 5),
+        (32, 4, 2),
+        (64, 2, 3),
+        (64, 2, 5),
+        (64, 4, 3),
+        (64, 4, 5),
+        (128, 4, 2),
+        (128, 4, 3),
+    )
     configs = [
         _config(block_n, programs, least_keys, warps, stages)
         for block_n, warps, stages in tiles
-        for programs in (256, 512, 1024)
+        for programs in (128, 256, 512)
         for least_keys in (64, 128)
     ]
     return [config for config in configs if not decode_fits(gpu, config, *shape)]
@@ -105,6 +117,8 @@ decode_config = Tunable(
     decode_heuristic,
     decode_candidates,
     fits=decode_fits,
+    # Programs that fill the GPU once do not fill it at twice the work.
+    within={"batch": 1.5, "num_kv_heads": 1.5, "capacity": 1.5, "key_bytes": 1.0},
 )
 
 

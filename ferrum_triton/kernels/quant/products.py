@@ -179,6 +179,9 @@ def candidates(
         ]
     elif is_long:
         found = [
+            gemv(4, 2, prefetch=True),
+            gemv(4, 4),
+            gemv(8, 2),
             gemv(8, 4),
             gemv(8, 2, prepared=True),
             gemv(8, 4, prepared=True),
@@ -189,6 +192,7 @@ def candidates(
         ]
     else:
         found = [
+            gemv(8, 2),
             gemv(8, 4),
             gemv(16, 4),
             gemv(8, 1, prepared=True),

@@ -47,7 +47,8 @@ def _decode_case(heads: str, batch: int, ctx: int, dtype: str = "bf16", **axes) 
     },
     bench=[
         *(_decode_case("h32k8d128", 1, ctx) for ctx in (1024, 8192, 32768)),
-        _decode_case("h32k8d128", 8, 8192),
+        *(_decode_case("h32k8d128", 8, ctx) for ctx in (1024, 8192)),
+        _decode_case("h32k8d128", 32, 1024),
         _decode_case("h32k8d128", 64, 1024),
         _decode_case("h32k8d128", 64, 8192),
         _decode_case("h32k8d128", 256, 2048),

@@ -1,0 +1,427 @@
+"""Dense products of few tokens: as long as the weights are read, and no longer.
+
+y[m, n] = Σₖ a[m, k] · b[n, k], float32 sums, rounded once or, for logits, not at all. cuBLAS takes
+what is left: float32, more than MOST_TOKENS tokens, and shapes and GPUs where it was faster.
+
+* ``"mma"``: tensor cores that are fed from memory. ``mma.m16n8k8`` sums over the four threads of a
+  quad and does not care which columns of K they have, as long as a and b have the same. So a thread
+  takes eight that follow each other, 16 bytes, of a row of b and of a. In the registers that they
+  were loaded to, two words of b are an operand as they lie: 16 rows to the instruction, in truth
+  eight and two pairs of columns of each. Of its sums the half is kept whose pair met its own of a.
+  Nothing is moved, so that registers are loaded again as soon as they were multiplied. The warps of
+  a program share K, and their sums are added up once, at its end.
+* ``"matvec"``: multiply-adds of threads that lie along K, for any alignment.
+
+Here b may be what the launch before writes, unlike packed weights. So nothing is read before the
+PDL wait, but the first lines of b are asked for into L2. That is safe whoever writes them: L2 is
+where all SMs see the same bytes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
+from ferrum_triton.kernels.jit import can_overlap, kernel
+from ferrum_triton.kernels.parameters import Config, one_of, power_of_two
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.quant.planes import STREAM, is_aligned, load_one, load_words, uses_ptx
+from ferrum_triton.kernels.quant.thread_products import summed_over_warps
+from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.kernels.tuning import Tunable
+from ferrum_triton.ops import linear as ops
+
+MOST_TOKENS = 8
+# Columns that a quad takes at a time.
+QUAD = tl.constexpr(32)
+# Bytes of what L2 is asked for at a time.
+LINE = 128
+# Float32 sums that a thread of "matvec" may have: of 255 registers, as many hold what is loaded.
+MOST_SUMS = 64
+
+_CONSTRAINTS = tl.constexpr("=f,=f,=f,=f,r,r,r,f,f,f,f")
+
+
+@triton.jit
+def _prefetch(b_ptr, row, num_cols, stride_b_row, LINES: tl.constexpr, PER_LINE: tl.constexpr):
+    """Ask for the first LINES lines of rows, int64 [rows], to be brought to L2."""
+    column = tl.minimum(tl.arange(0, LINES) * PER_LINE, num_cols - 1)
+    ptr = b_ptr + row[:, None] * stride_b_row + column[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [ptr.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@kernel(dynamic=("num_rows",))
+def _matvec_kernel(
+    y_ptr,  # [m, n]
+    a_ptr,  # [m, k]
+    b_ptr,  # [n, k]
+    stride_y_token,
+    stride_a_token,
+    stride_b_row,
+    num_cols,
+    num_rows,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
+    PER_LINE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, num_rows - 1)
+    if LINES > 0:
+        _prefetch(b_ptr, row, num_cols, stride_b_row, LINES, PER_LINE)
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
+
+    k = tl.arange(0, BLOCK_K)[None, :]
+    b_row = b_ptr + row[:, None] * stride_b_row
+    sums = ()
+    for _ in tl.static_range(TOKENS):
+        sums += (tl.zeros([BLOCK_N, BLOCK_K], tl.float32),)
+    b = tl.load(b_row + k, mask=k < num_cols, other=0.0, eviction_policy="evict_first")
+    for begin in range(0, num_cols, BLOCK_K):
+        later = begin + BLOCK_K + k
+        ahead = tl.load(
+            b_row + later, mask=later < num_cols, other=0.0, eviction_policy="evict_first"
+        )
+        b = b.to(tl.float32)
+        added = ()
+        for token in tl.static_range(TOKENS):
+            a_row = a_ptr + tl.full((), token, tl.int64) * stride_a_token + begin
+            a = tl.load(a_row + k, mask=begin + k < num_cols, other=0.0).to(tl.float32)
+            added += (tl.fma(b, tl.broadcast_to(a, [BLOCK_N, BLOCK_K]), sums[token]),)
+        sums = added
+        b = ahead
+
+    for token in tl.static_range(TOKENS):
+        y = tl.sum(sums[token], axis=1)
+        y_row = y_ptr + tl.full((), token, tl.int64) * stride_y_token
+        tl.store(y_row + n, y.to(y_ptr.dtype.element_ty), mask=n < num_rows)
+
+
+@triton.jit
+def _eight(ptr, mask, PTX: tl.constexpr, HINT: tl.constexpr):
+    """Eight values that follow each other, 0 where masked off, as four words of two.
+
+    A word is an int32 by PTX, and elsewhere a tuple of two float32.
+    """
+    if PTX:
+        words = load_words(ptr.to(tl.pointer_type(tl.int32)), mask, 4, PTX, HINT)
+    else:
+        words = ()
+        for i in tl.static_range(4):
+            low, high = load_one(ptr + 2 * i, mask), load_one(ptr + 2 * i + 1, mask)
+            words += ((low.to(tl.float32), high.to(tl.float32)),)
+    return words
+
+
+@triton.constexpr_function
+def _mma_asm(dtype):
+    """PTX: a product of tensor cores, 16 rows by 8 tokens over 8 columns."""
+    name = {"fp16": "f16", "bf16": "bf16"}[dtype.name]
+    return (
+        f"mma.sync.aligned.m16n8k8.row.col.f32.{name}.{name}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
+    )
+
+
+@triton.jit
+def _mma(sums, b, b_next, a, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """sums plus the products of two words of b, as rows eight apart, with one of a.
+
+    Args:
+        sums: float32 [threads], two tokens' of the first row, and of the second.
+        b, b_next, a: words of :func:`_eight`.
+    """
+    if PTX:
+        ASM: tl.constexpr = _mma_asm(DTYPE)
+        sums = tl.inline_asm_elementwise(
+            ASM,
+            _CONSTRAINTS,
+            (b, b_next, a, sums[0], sums[1], sums[2], sums[3]),
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        first, second = _sums_of_quads(b, a), _sums_of_quads(b_next, a)
+        sums = (
+            sums[0] + first[0],
+            sums[1] + first[1],
+            sums[2] + second[0],
+            sums[3] + second[1],
+        )
+    return sums
+
+
+@triton.jit
+def _sums_of_quads(b, a):
+    """What an instruction gives a thread of one of its rows: two tokens' sums over the quad."""
+    WARPS: tl.constexpr = b[0].shape[0] // 32
+    total = tl.zeros([WARPS, 8, 8], tl.float32)  # rows by tokens
+    for i in tl.static_range(2):
+        product = tl.reshape(b[i], [WARPS, 8, 1, 4]) * tl.reshape(a[i], [WARPS, 1, 8, 4])
+        total += tl.sum(product, axis=3)
+    return tl.split(tl.reshape(total, [32 * WARPS, 2]))
+
+
+@triton.jit
+def _add_products(sums, b, a, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """sums plus the products of eight rows by eight tokens over a warp's columns.
+
+    Args:
+        sums: of the even words of a, four float32 [threads], and of the odd ones, four more. An
+            even word met its own of b in the first two, an odd one in the last two: these are of
+            a thread's row and two tokens.
+        b, a: the thread's :func:`_eight` of each.
+    """
+    even, odd = (sums[0], sums[1], sums[2], sums[3]), (sums[4], sums[5], sums[6], sums[7])
+    for i in tl.static_range(0, 4, 2):
+        even = _mma(even, b[i], b[i + 1], a[i], DTYPE, PTX)
+        odd = _mma(odd, b[i], b[i + 1], a[i + 1], DTYPE, PTX)
+    return even + odd
+
+
+@triton.jit
+def _load_columns(
+    a_row,
+    b_row,
+    column,
+    num_cols,
+    GROUPS: tl.constexpr,
+    MASKED: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """What a thread multiplies at a time: its :func:`_eight` of a and of each group of rows."""
+    if MASKED:
+        mask = column < num_cols
+    else:
+        mask = None
+    found = ()
+    for group in tl.static_range(GROUPS):
+        found += (_eight(b_row[group] + column, mask, PTX, STREAM),)
+    found += (_eight(a_row + column, mask, PTX, ""),)
+    return found
+
+
+@triton.jit
+def _add_columns(sums, columns, GROUPS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """sums of each group of rows plus the products of what was loaded."""
+    added = ()
+    for group in tl.static_range(GROUPS):
+        added += (_add_products(sums[group], columns[group], columns[GROUPS], DTYPE, PTX),)
+    return added
+
+
+@kernel(dynamic=("num_rows", "num_tokens"))
+def _mma_kernel(
+    y_ptr,  # [m, n]
+    a_ptr,  # [m, k]
+    b_ptr,  # [n, k]
+    stride_y_token,
+    stride_a_token,
+    stride_b_row,
+    num_cols,  # a multiple of 8
+    num_rows,
+    num_tokens,  # at most 8
+    BLOCK_N: tl.constexpr,  # a multiple of 8
+    DEPTH: tl.constexpr,  # loads of each row in flight
+    LINES: tl.constexpr,
+    PER_LINE: tl.constexpr,
+    MASKED: tl.constexpr,  # whether the last step has columns past the end
+    PTX: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    GROUPS: tl.constexpr = BLOCK_N // 8
+    DTYPE: tl.constexpr = b_ptr.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64) * BLOCK_N
+    last = num_rows - 1
+    if LINES > 0:
+        row = tl.minimum(first + tl.arange(0, BLOCK_N), last)
+        _prefetch(b_ptr, row, num_cols, stride_b_row, LINES, PER_LINE)
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
+
+    i = tl.arange(0, 32 * WARPS)
+    warp, quad, thread = i // 32, i // 4 % 8, i % 4
+    # Rows past the last are its again, and so are tokens: neither is stored.
+    b_row = ()
+    none = tl.zeros([32 * WARPS], tl.float32)
+    sums = ()
+    for group in tl.static_range(GROUPS):
+        b_row += (b_ptr + tl.minimum(first + group * 8 + quad, last) * stride_b_row,)
+        sums += ((none, none, none, none, none, none, none, none),)
+    a_row = a_ptr + tl.minimum(quad, num_tokens - 1).to(tl.int64) * stride_a_token
+    SPAN: tl.constexpr = WARPS * DEPTH * QUAD
+    column = warp * (DEPTH * QUAD) + thread * 8
+    window = ()
+    for d in tl.static_range(DEPTH):
+        at = column + d * QUAD
+        window += (_load_columns(a_row, b_row, at, num_cols, GROUPS, MASKED, PTX),)
+    for begin in range(SPAN, num_cols, SPAN):
+        # Registers that were multiplied are loaded again at once.
+        later = ()
+        for d in tl.static_range(DEPTH):
+            sums = _add_columns(sums, window[d], GROUPS, DTYPE, PTX)
+            at = begin + column + d * QUAD
+            later += (_load_columns(a_row, b_row, at, num_cols, GROUPS, MASKED, PTX),)
+        window = later
+    for d in tl.static_range(DEPTH):
+        sums = _add_columns(sums, window[d], GROUPS, DTYPE, PTX)
+    totals = ()
+    for group in tl.static_range(GROUPS):
+        of_row = sums[group]
+        totals += (of_row[0] + of_row[6], of_row[1] + of_row[7])
+    y = summed_over_warps(totals, 2 * GROUPS)
+
+    j = tl.arange(0, 64 * GROUPS)
+    lane, j = j // (2 * GROUPS), j % (2 * GROUPS)
+    token = lane % 4 * 2 + j % 2
+    n = first + j // 2 * 8 + lane // 4
+    y_at = y_ptr + token.to(tl.int64) * stride_y_token + n
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=(token < num_tokens) & (n < num_rows))
+
+
+BLAS: Config = {"path": "blas"}
+
+
+def matvec(rows: int, columns: int, warps: int, lines: int) -> Config:
+    """A launch of threads along K."""
+    return {
+        "path": "matvec",
+        "BLOCK_N": rows,
+        "BLOCK_K": columns,
+        "LINES": lines,
+        "num_warps": warps,
+    }
+
+
+def mma(rows: int, warps: int, depth: int, lines: int) -> Config:
+    """A launch of tensor cores."""
+    return {"path": "mma", "BLOCK_N": rows, "DEPTH": depth, "LINES": lines, "num_warps": warps}
+
+
+def heuristic(gpu: Gpu, aligned: bool, num_tokens: int, num_rows: int, num_cols: int) -> Config:
+    """Tensor cores on Hopper where every SM has a program; in the interpreter every product."""
+    if num_tokens > MOST_TOKENS:
+        return BLAS
+    if gpu.arch == INTERPRETER:
+        return mma(16, 2, 2, 0) if num_tokens > 2 and aligned else matvec(8, 256, 8, 0)
+    if gpu.capability[0] == 9 and aligned and num_rows >= 16 * gpu.num_sms:
+        return mma(16, 4, 8, 16)
+    return BLAS
+
+
+def candidates(
+    gpu: Gpu, aligned: bool, num_tokens: int, num_rows: int, num_cols: int
+) -> list[Config]:
+    """Launches worth timing."""
+    found = [
+        mma(8, 4, 4, 16),
+        mma(8, 4, 8, 16),
+        mma(8, 8, 4, 16),
+        mma(16, 4, 4, 16),
+        mma(16, 8, 2, 16),
+        mma(16, 8, 4, 16),
+    ]
+    if num_tokens <= 2:
+        found += [matvec(4, 1024, 4, 16), matvec(4, 2048, 8, 64)]
+    shape = (aligned, num_tokens, num_rows, num_cols)
+    return [*(config for config in found if not fits(gpu, config, *shape)), BLAS]
+
+
+def fits(
+    gpu: Gpu, config: Config, aligned: bool, num_tokens: int, num_rows: int, num_cols: int
+) -> str:
+    """Why a launch cannot take a shape; "" if it can."""
+    path = config.get("path")
+    if path == "blas":
+        return ""
+    if num_tokens > MOST_TOKENS:
+        return f"{path} takes {MOST_TOKENS} tokens at most"
+    if path == "mma":
+        ptx = gpu.capability >= (8, 0) or gpu.arch == INTERPRETER
+        return "" if aligned and ptx else "mma takes 16 bytes at a time, on an NVIDIA GPU"
+    sums = config["BLOCK_N"] * config["BLOCK_K"] * num_tokens
+    threads = gpu.warp_size * config["num_warps"]
+    return f"{sums} sums are too many for {threads} threads" if sums > MOST_SUMS * threads else ""
+
+
+gemm_config = Tunable(
+    "gemm",
+    ("aligned", "num_tokens", "num_rows", "num_cols"),
+    heuristic,
+    candidates,
+    fits=fits,
+    parameters={
+        "path": one_of("mma", "matvec", "blas"),
+        "BLOCK_N": power_of_two(1, 64),
+        "BLOCK_K": power_of_two(8, 1 << 14),
+        "DEPTH": power_of_two(1, 8),
+        "LINES": one_of(0, 4, 8, 16, 32, 64, 128),
+    },
+)
+
+
+def is_in_units(a: Tensor, b: Tensor) -> bool:
+    """Whether rows of both are whole units of 16 bytes, and lie at multiples of them."""
+    return a.shape[1] * a.element_size() % 16 == 0 and is_aligned(a) and is_aligned(b)
+
+
+def product(a: Tensor, b: Tensor, config: Config, y: Tensor) -> None:
+    """y ← a · bᵀ for up to MOST_TOKENS tokens of 16 bits, by the kernel of a launch choice."""
+    (num_tokens, num_cols), num_rows = a.shape, b.shape[0]
+    options = {name: value for name, value in config.items() if name != "path"}
+    if not can_overlap(a.device):
+        options["LINES"] = 0
+    arguments = {
+        "y_ptr": y,
+        "a_ptr": a,
+        "b_ptr": b,
+        "stride_y_token": y.stride(0),
+        "stride_a_token": a.stride(0),
+        "stride_b_row": b.stride(0),
+        "num_cols": num_cols,
+        "num_rows": num_rows,
+        "PER_LINE": LINE // b.element_size(),
+    }
+    grid = (cdiv(num_rows, config["BLOCK_N"]),)
+    if config["path"] == "mma":
+        span = config["num_warps"] * config["DEPTH"] * QUAD.value
+        _mma_kernel.launch(
+            grid,
+            **arguments,
+            **options,
+            num_tokens=num_tokens,
+            MASKED=num_cols % span != 0,
+            PTX=uses_ptx(a),
+            WARPS=config["num_warps"],
+        )
+    else:
+        _matvec_kernel.launch(grid, **arguments, TOKENS=num_tokens, **options)
+
+
+@ops.gemm.impl("triton")
+def gemm(a: Tensor, b: Tensor, wide: bool = False, *, out: Tensor | None = None) -> Tensor:
+    (num_tokens, num_cols), num_rows = a.shape, b.shape[0]
+    few = 0 < num_tokens <= MOST_TOKENS and a.dtype != torch.float32
+    if not few or num_cols == 0 or num_rows == 0:
+        return ops.gemm.impls["blas"](a, b, wide, out=out)
+    config = gemm_config.pick(a.device, is_in_units(a, b), num_tokens, num_rows, num_cols)
+    if config["path"] == "blas":
+        return ops.gemm.impls["blas"](a, b, wide, out=out)
+    dtype = torch.float32 if wide else a.dtype
+    y = a.new_empty((num_tokens, num_rows), dtype=dtype) if out is None else out
+    product(a, b, config, y)
+    return y
