@@ -33,16 +33,6 @@ from ferrum_triton import get_backend
 
 BATCHES, CONTEXT = (1, 8, 32), 1024
 ROW = re.compile(r"decode_layer/qwen3-8b/(\w+)/b(\d+)/ctx(\d+)")
-LAYER_PARTS = (
-    "attn_norm",
-    "qkv",
-    "rope_cache",
-    "attention",
-    "out",
-    "mlp_norm",
-    "gate_up",
-    "down",
-)
 END_PARTS = ("embedding", "final_norm", "head", "argmax")
 REPLAYS = 9
 
@@ -83,8 +73,8 @@ def measure(decoder: Decoder, name: str) -> list[Row]:
     speed = decoder.batch / step * 1e6
     print(f"{name}: {speed:.0f} tok/s, {step:.0f} us a step")
     print(f"decode_layer/{name}: {layer:.2f} us")
-    for part in (*LAYER_PARTS, *END_PARTS):
-        each = layers if part in LAYER_PARTS else 1
+    for part in (*decoder.layer_parts, *END_PARTS):
+        each = layers if part in decoder.layer_parts else 1
         cost = (step - replay_us(partial(decoder.step, left_out=part))) / each
         print(f"  {part:<12} {cost:8.2f} us", flush=True)
     code = code_of(f"decode_layer/{name}", arch_here()) or ""

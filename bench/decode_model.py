@@ -2,8 +2,9 @@
 
 Two formats. ``q4_K`` is what llama.cpp calls Q4_K_M, in planes: every matrix in Q4_K but V and down
 of half of the layers, and the head, which are in Q6_K. ``bf16`` is dense, its products go through
-``gemm``. A step takes a token of every sequence through the layers and a greedy choice; its ops are
-the backend's, the fused ones where there are such for the batch.
+``gemm``. A step takes a token of every sequence through the layers and a greedy choice, over a
+residual stream in float32; its ops are the backend's, the fused ones where there are such for the
+batch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,16 @@ from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from ferrum_triton.testing import TensorFactory
 
 FORMATS = ("q4_K", "bf16")
+LAYER_PARTS = (
+    "attn_norm",
+    "qkv",
+    "rope_cache",
+    "attention",
+    "out",
+    "mlp_norm",
+    "gate_up",
+    "down",
+)
 Q4_K, Q6_K = "Q4_K:planes", "Q6_K:planes"
 EPS = 1e-6
 BLOCK_SIZE = 16
@@ -208,31 +219,49 @@ class Decoder:
             with_layers: whether the layers run; without them the embedding goes to the head.
         """
         self._left_out = left_out
-        x, added = self._part("embedding", self._embed), None
+        x = self._part("embedding", self._embed)
+        residual = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         if with_layers:
             for i in range(len(self.weights.layers)):
-                x, added = self.layer(i, x, added)
-        h = self._norm("final_norm", x, added, self.weights.final_norm)
+                x = self.layer(i, residual, x)
+        h = self._norm("final_norm", residual, x, self.weights.final_norm)
         logits = self._part("head", lambda: self._product(h, self.weights.head))
         return self._part("argmax", lambda: self.backend.argmax_rows(logits))
 
-    def layer(self, index: int, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after a layer, and what is to be added to it by the next norm.
+    @property
+    def layer_parts(self) -> tuple[str, ...]:
+        """The parts of a layer; norms are parts where they are not one op with the product."""
+        parts = LAYER_PARTS
+        return tuple(p for p in parts if not p.endswith("norm")) if self._norms_fused else parts
+
+    @property
+    def _norms_fused(self) -> bool:
+        return bool(self.weights.layers[0].out.kind) and self.batch <= MAX_ROWS
+
+    def layer(self, index: int, residual: Tensor, x: Tensor) -> Tensor:
+        """What is to be added to the residual stream after a layer, [batch, hidden].
 
         Args:
             index: the layer.
-            x: the residual stream [batch, hidden]; dense layers write it in place.
-            added: what the layer before left to add, or None.
+            residual: the residual stream, float32 [batch, hidden]; x and what attention gives are
+                added to it in place.
+            x: what the layer before left to be added.
         """
         w, part = self.weights.layers[index], self._part
-        h = self._norm("attn_norm", x, added, w.attn_norm)
-        qkv = part("qkv", lambda: self._qkv(h, w.qkv))
+        if self._norms_fused:
+            qkv = part("qkv", lambda: self._norm_qkv(residual, x, w))
+        else:
+            h = self._norm("attn_norm", residual, x, w.attn_norm)
+            qkv = part("qkv", lambda: self._side_by_side(h, w.qkv))
         q = part("rope_cache", lambda: self._write_cache(index, qkv))
         attended = part("attention", lambda: self._attend(index, q))
-        x, added = self._add("out", x, attended, w.out)
-        h = self._norm("mlp_norm", x, added, w.mlp_norm)
-        inner = part("gate_up", lambda: self._gate_up(h, w.gate_up))
-        return self._add("down", x, inner, w.down)
+        x = part("out", lambda: self._product(attended, w.out))
+        if self._norms_fused:
+            inner = part("gate_up", lambda: self._norm_gate_up(residual, x, w))
+        else:
+            h = self._norm("mlp_norm", residual, x, w.mlp_norm)
+            inner = part("gate_up", lambda: self._gate_up(h, w.gate_up))
+        return part("down", lambda: self._product(inner, w.down))
 
     def _part(self, name: str, call: Callable[[], Tensor]) -> Tensor:
         if name == self._left_out:
@@ -249,19 +278,8 @@ class Decoder:
             return self.backend.embedding_lookup_quant(table.data, self.ids, table.kind, dtype)
         return self.backend.embedding_lookup_dev(table.data, self.ids)
 
-    def _norm(self, name: str, x: Tensor, added: Tensor | None, weight: Tensor) -> Tensor:
-        if added is None:
-            return self._part(name, lambda: self.backend.rms_norm(x, weight, EPS))
-        return self._part(name, lambda: self.backend.fused_add_rms_norm(x, added, weight, EPS))
-
-    def _add(self, name: str, x: Tensor, a: Tensor, w: Matrix) -> tuple[Tensor, Tensor | None]:
-        """x + a · Wᵀ: summed by the product if W is packed, and else by the norm that follows."""
-        if not w.kind:
-            return x, self._part(name, lambda: self._product(a, w))
-        return self._part(name, lambda: self._summed(a, w, x)), None
-
-    def _summed(self, a: Tensor, w: Matrix, residual: Tensor) -> Tensor:
-        return self.backend.linear_quant(a, w.data, w.kind, residual=residual)
+    def _norm(self, name: str, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return self._part(name, lambda: self.backend.fused_add_rms_norm(residual, x, weight, EPS))
 
     def _product(self, a: Tensor, w: Matrix, out: Tensor | None = None) -> Tensor:
         if w.kind:
@@ -278,11 +296,13 @@ class Decoder:
             self._product(a, w, out=columns)
         return y
 
-    def _qkv(self, h: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
-        if len(matrices) == 1 or self.batch > MAX_ROWS:
-            return self._side_by_side(h, matrices)
-        qk, v = matrices
-        return self.backend.gemv_quant_qkv(h, qk.data, None, v.data, qk.kind, "", v.kind)
+    def _norm_qkv(self, residual: Tensor, x: Tensor, w: LayerWeights) -> Tensor:
+        """The norm's product with Q, K and V."""
+        missing = 3 - len(w.qkv)
+        blocks = [*(m.data for m in w.qkv), *[None] * missing]
+        kinds = [*(m.kind for m in w.qkv), *[""] * missing]
+        call = self.backend.add_rms_norm_quant_qkv
+        return call(residual, x, w.attn_norm, EPS, *blocks, *kinds)
 
     def _write_cache(self, index: int, qkv: Tensor) -> Tensor:
         """Q [batch, 1, num_heads, head_dim], normed and rotated; K and V go to the cache."""
@@ -309,8 +329,9 @@ class Decoder:
 
     def _gate_up(self, h: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
         """silu(gate) · up"""
-        if len(matrices) == 1 or self.batch > MAX_ROWS:
-            return self.backend.fused_silu_mul_split(self._side_by_side(h, matrices))
-        gate, up = matrices
-        call = self.backend.gemv_quant_gate_up_silu
-        return call(h, gate.data, up.data, gate.kind, up.kind)
+        return self.backend.fused_silu_mul_split(self._side_by_side(h, matrices))
+
+    def _norm_gate_up(self, residual: Tensor, x: Tensor, w: LayerWeights) -> Tensor:
+        """silu(gate) · up of the norm."""
+        (gate, up), call = w.gate_up, self.backend.add_rms_norm_quant_gate_up_silu
+        return call(residual, x, w.mlp_norm, EPS, gate.data, up.data, gate.kind, up.kind)

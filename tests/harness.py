@@ -45,6 +45,8 @@ ROUNDED_SUMS = (
     "gemm_quant_moe_id_gate_up_silu",
     "gemv_quant_gate_up_silu",
     "gemv_quant_qkv",
+    "add_rms_norm_quant_gate_up_silu",
+    "add_rms_norm_quant_qkv",
 )
 
 # Products whose weights may be rounded to the activations' dtype.
@@ -200,7 +202,8 @@ def _has_minimums(arguments: dict[str, Any]) -> bool:
     """Whether 16-bit activations meet a format in planes that has minimums."""
     kinds = [value for value in arguments.values() if isinstance(value, str)]
     formats = [PLANE_FORMATS[kind].file for kind in kinds if kind in PLANE_FORMATS]
-    return arguments["a"].dtype != torch.float32 and any(fmt.m for fmt in formats)
+    a = arguments["a" if "a" in arguments else "x"]
+    return a.dtype != torch.float32 and any(fmt.m for fmt in formats)
 
 
 def assert_call_matches(op: Op, got: tuple, arguments: dict, want: tuple, left: dict) -> None:

@@ -56,6 +56,7 @@ FAMILIES = {
         "interpret and quant and not moe",
         "test_quant_planes test_quant_mma test_gemv_repacked test_small_m test_quant_fused",
     ),
+    K + "quant/add_norm": ("interpret and add_rms_norm_quant", "test_add_norm"),
     K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
     K + "quant/rows": ("interpret and (dequantize or lookup_quant)", "test_quant_planes"),
     K + "moe/": (

@@ -16,7 +16,7 @@ from ferrum_triton.kernels.quant.products import (
     product,
     products,
 )
-from ferrum_triton.models.linear import Linear, apply, gated
+from ferrum_triton.models.linear import Linear, Norm, apply, apply_to_norm, gated_norm
 from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FusedTensor, QuantizedTensor
 from ferrum_triton.quant.kinds import quantize_rows
@@ -81,14 +81,26 @@ def test_layers_take_packed_parts_in_planes_or_not(backend, kinds, m):
     parts = [weight(kind, sizes[i], i, backend.device) for i, kind in enumerate(kinds)]
     stored, planes = FusedTensor.of(parts), FusedTensor(tuple(parts)).in_planes()
     a = activations(m, backend.device)
+
+    def normed(layer):
+        def call(backend, a, linear):
+            residual = torch.ones_like(a)
+            y = layer(backend, Norm(residual, a, torch.ones_like(a[0]), 1e-6), linear)
+            assert torch.equal(residual, a + 1)
+            return y
+
+        return call
+
+    gated = normed(gated_norm)
     for one, other in ((stored, planes), (parts[0], planes.parts[0])):
-        for layer in (apply, gated):
+        for layer in (apply, normed(apply_to_norm), gated):
             want, got = layer(backend, a, Linear(one)), layer(backend, a, Linear(other))
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     bias = torch.ones(16, device=backend.device)
-    got, want = (gated(backend, a, Linear(w, bias)) for w in (planes, stored))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(got, gated(backend, a, Linear(planes)), atol=1e-2)
+    for layer in (normed(apply_to_norm), gated):
+        got, want = (layer(backend, a, Linear(w, bias)) for w in (planes, stored))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(got, layer(backend, a, Linear(planes)), atol=1e-2)
 
 
 def test_wrong_calls_are_refused(backend):

@@ -561,6 +561,73 @@ class Backend:
         Returns:
             [m, nq + nk + nv] in a's dtype.
         """
+    def add_rms_norm_quant_gate_up_silu(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        gate_blocks: Tensor,
+        up_blocks: Tensor,
+        gate_kind: str,
+        up_kind: str,
+        activation: str = 'silu',
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """residual ← residual + x and h = rms_norm(residual) · norm_weight, then silu(h Gᵀ) · (h Uᵀ).
+
+        h is that of :func:`fused_add_rms_norm`, rounded to x's dtype, and y that of
+        :func:`gemv_quant_gate_up_silu`. By weights in planes they are two launches, if more than 8
+        rows meet one format.
+
+        Args:
+            residual: [m, K], updated in place; of x's dtype, or float32.
+            x: [m, K] with m <= 64.
+            norm_weight: [K], any float dtype.
+            eps: added to the mean square.
+            gate_blocks: uint8 [n, row_bytes], G's packed rows.
+            up_blocks: uint8 [n, row_bytes], U's, of a format that may be another.
+            gate_kind, up_kind: the formats.
+            activation: ``"silu"``, or ``"gelu_tanh"`` in its place.
+
+        Returns:
+            [m, n] in x's dtype.
+        """
+    def add_rms_norm_quant_qkv(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        q_blocks: Tensor,
+        k_blocks: Tensor | None,
+        v_blocks: Tensor | None,
+        q_kind: str,
+        k_kind: str,
+        v_kind: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """residual ← residual + x and h = rms_norm(residual) · norm_weight, then h · [Q; K; V]ᵀ.
+
+        h is that of :func:`fused_add_rms_norm`, rounded to x's dtype, and y that of
+        :func:`gemv_quant_qkv`. By weights in planes they are two launches, if more than 8 rows meet
+        one format.
+
+        Args:
+            residual: [m, K], updated in place; of x's dtype, or float32.
+            x: [m, K] with m <= 64.
+            norm_weight: [K], any float dtype.
+            eps: added to the mean square.
+            q_blocks: uint8 [nq, row_bytes], packed rows.
+            k_blocks: uint8 [nk, row_bytes], or None: rows of one format lie in one matrix.
+            v_blocks: uint8 [nv, row_bytes], or None.
+            q_kind, k_kind, v_kind: the formats; that of None is not read.
+
+        Returns:
+            [m, nq + nk + nv] in x's dtype.
+        """
     def kv_cache_append_head_major(
         self,
         k_cache: Tensor,

@@ -222,7 +222,7 @@ class Decoder(ABC):
 
     def _attention(
         self,
-        h: Tensor,
+        qkv: Tensor,
         index: int,
         step: Step,
         cache: PagedKvCache,
@@ -231,10 +231,14 @@ class Decoder(ABC):
         sliding_window: int,
         softmax_scale: float | None = None,
     ) -> Tensor:
-        """[num_tokens, hidden_size] to the same, reading and extending a layer's cache.
+        """What attention adds to the residual stream; reads and extends a layer's cache.
 
-        After the last layer only the tokens after which to predict are of use:
-        [num_predicted, hidden_size].
+        Args:
+            qkv: [num_tokens, q_dim + 2 · kv_dim], the products with the layer's Q, K and V.
+
+        Returns:
+            [num_tokens, hidden_size]. After the last layer only the tokens after which to predict
+            are of use: [num_predicted, hidden_size].
         """
         backend, config = self.backend, self.config
         layer: LayerWeights = self.weights.layers[index]
@@ -243,7 +247,7 @@ class Decoder(ABC):
             scales = {"k_scales": cache.k_scales[index], "v_scales": cache.v_scales[index]}
         pool = (cache.k[index], cache.v[index])
         q = backend.split_qkv_norm_rope_into_paged_cache(
-            apply(backend, h, layer.qkv),
+            qkv,
             layer.q_norm,
             layer.k_norm,
             *tables,
@@ -283,7 +287,7 @@ class Decoder(ABC):
                 max_q_len=step.longest,
                 **settings,
             )
-        attended = attended.view(h.shape[0], config.q_dim)
+        attended = attended.view(qkv.shape[0], config.q_dim)
         if index == config.num_layers - 1:
             attended = predicted_rows(attended, step)
         return apply(backend, attended, layer.attn_out)

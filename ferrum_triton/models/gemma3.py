@@ -169,7 +169,7 @@ class Gemma3(Decoder):
         for index, (layer, window) in enumerate(zip(weights.layers, config.windows, strict=True)):
             h = backend.rms_norm_to(residual, layer.attn_norm, self.dtype, eps)
             x = self._attention(
-                h,
+                apply(backend, h, layer.qkv),
                 index,
                 step,
                 cache,

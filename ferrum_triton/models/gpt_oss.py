@@ -17,7 +17,7 @@ from ferrum_triton.models.config_keys import Keys
 from ferrum_triton.models.config_rope import RopeConfig, hf_rope
 from ferrum_triton.models.decoder import Decoder, predicted_rows
 from ferrum_triton.models.experts import Experts
-from ferrum_triton.models.linear import Matrix
+from ferrum_triton.models.linear import Matrix, apply
 from ferrum_triton.models.step import Step
 from ferrum_triton.models.weights import HF_NAMES as LLAMA_NAMES
 from ferrum_triton.models.weights import HfSource, LayerWeights, LlamaLoader
@@ -272,7 +272,14 @@ class GptOss(Decoder):
         backend.copy_slice(x, residual)
         h = backend.rms_norm_to(residual, weights.layers[0].attn_norm, self.dtype, eps)
         for index, (layer, window) in enumerate(zip(weights.layers, config.windows, strict=True)):
-            x = self._attention(h, index, step, cache, tables=self.tables[0], sliding_window=window)
+            x = self._attention(
+                apply(backend, h, layer.qkv),
+                index,
+                step,
+                cache,
+                tables=self.tables[0],
+                sliding_window=window,
+            )
             if index == config.num_layers - 1:
                 residual = predicted_rows(residual, step)
             h = backend.fused_add_rms_norm(residual, x, layer.mlp_norm, eps)

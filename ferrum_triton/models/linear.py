@@ -1,9 +1,12 @@
-"""Linear layers: activations by weights that are dense, packed, or several of the two stacked."""
+"""Linear layers: activations by weights that are dense, packed, or several of the two stacked.
+
+Activations are there, or they are a norm that is computed on the way to the product.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -32,7 +35,7 @@ def matmul(
         [m, n] in x's dtype, which is also a dense W's.
     """
     if isinstance(weight, FusedTensor):
-        packed = _in_planes(weight.parts) if x.shape[0] <= MAX_ROWS else ()
+        packed = _few_in_planes(x, weight)
         if len(packed) in (2, 3):
             q, *between, v = packed
             k_blocks, k_kind = (between[0].blocks, between[0].kind) if between else (None, "")
@@ -56,18 +59,49 @@ def apply(backend: Backend, x: Tensor, linear: Linear) -> Tensor:
     return y
 
 
-def gated(backend: Backend, x: Tensor, linear: Linear) -> Tensor:
-    """silu(gate) · up, [m, n / 2], which are the halves of x Wᵀ + bias."""
-    weight = linear.weight
-    if linear.bias is None and x.shape[0] <= MAX_ROWS:
-        packed = _in_planes(weight.parts) if isinstance(weight, FusedTensor) else ()
-        if len(packed) == 2 and packed[0].shape == packed[1].shape:
-            gate, up = packed
-            return backend.gemv_quant_gate_up_silu(x, gate.blocks, up.blocks, gate.kind, up.kind)
-    return backend.fused_silu_mul_split(apply(backend, x, linear))
+class Norm(NamedTuple):
+    """h = rms_norm(residual ← residual + x) · weight, which is for one product: it adds x.
+
+    Attributes:
+        residual: [m, k], updated in place; of x's dtype, or float32.
+        x: [m, k].
+        weight: [k].
+        eps: added to the mean square.
+    """
+
+    residual: Tensor
+    x: Tensor
+    weight: Tensor
+    eps: float
 
 
-def _in_planes(parts: tuple[Matrix, ...]) -> tuple[QuantizedTensor, ...]:
-    """The parts if all are packed in planes, else none."""
+def apply_to_norm(backend: Backend, norm: Norm, linear: Linear) -> Tensor:
+    """h Wᵀ + bias, [m, n]."""
+    packed = _few_in_planes(norm.x, linear.weight)
+    if len(packed) not in (1, 2, 3):
+        return apply(backend, backend.fused_add_rms_norm(*norm), linear)
+    missing = 3 - len(packed)
+    blocks = [part.blocks for part in packed] + [None] * missing
+    kinds = [part.kind for part in packed] + [""] * missing
+    y = backend.add_rms_norm_quant_qkv(*norm, *blocks, *kinds)
+    if linear.bias is not None:
+        backend.add_bias(y, linear.bias)
+    return y
+
+
+def gated_norm(backend: Backend, norm: Norm, linear: Linear) -> Tensor:
+    """silu(gate) · up, [m, n / 2], which are the halves of h Wᵀ + bias."""
+    packed = _few_in_planes(norm.x, linear.weight) if linear.bias is None else ()
+    if len(packed) == 2 and packed[0].shape == packed[1].shape:
+        gate, up = packed
+        return backend.add_rms_norm_quant_gate_up_silu(
+            *norm, gate.blocks, up.blocks, gate.kind, up.kind
+        )
+    return backend.fused_silu_mul_split(apply_to_norm(backend, norm, linear))
+
+
+def _few_in_planes(x: Tensor, weight: Matrix | FusedTensor) -> tuple[QuantizedTensor, ...]:
+    """The parts of a weight if all are packed in planes and x has few rows, else none."""
+    parts = weight.parts if isinstance(weight, FusedTensor) else (weight,)
     packed = [p for p in parts if isinstance(p, QuantizedTensor) and p.kind in PLANE_FORMATS]
-    return tuple(packed) if len(packed) == len(parts) else ()
+    return tuple(packed) if len(packed) == len(parts) and x.shape[0] <= MAX_ROWS else ()

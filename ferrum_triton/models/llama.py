@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrum_triton.models.decoder import Decoder, predicted_rows
 from ferrum_triton.models.experts import Experts, mixture
-from ferrum_triton.models.linear import apply, gated
+from ferrum_triton.models.linear import Norm, apply, apply_to_norm, gated_norm
 from ferrum_triton.models.step import Step
 from ferrum_triton.models.weights import Mlp
 from ferrum_triton.runtime.kv_cache import PagedKvCache
@@ -27,9 +27,8 @@ class Llama(Decoder):
         # alone changes the likeliest token at one position in a hundred.
         residual = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index, layer in enumerate(weights.layers):
-            h = backend.fused_add_rms_norm(residual, x, layer.attn_norm, eps)
             x = self._attention(
-                h,
+                apply_to_norm(backend, Norm(residual, x, layer.attn_norm, eps), layer.qkv),
                 index,
                 step,
                 cache,
@@ -38,12 +37,11 @@ class Llama(Decoder):
             )
             if index == config.num_layers - 1:
                 residual = predicted_rows(residual, step)
-            h = backend.fused_add_rms_norm(residual, x, layer.mlp_norm, eps)
-            x = self._mlp(h, layer.mlp)
+            x = self._mlp(Norm(residual, x, layer.mlp_norm, eps), layer.mlp)
         return backend.fused_add_rms_norm(residual, x, weights.final_norm, eps)
 
-    def _mlp(self, h: Tensor, mlp: Mlp | Experts) -> Tensor:
-        """down(silu(gate(h)) · up(h)), or a mixture of such experts."""
+    def _mlp(self, norm: Norm, mlp: Mlp | Experts) -> Tensor:
+        """down(silu(gate(h)) · up(h)) of h = norm, or a mixture of such experts."""
         if isinstance(mlp, Experts):
-            return mixture(self.backend, h, mlp)
-        return apply(self.backend, gated(self.backend, h, mlp.gate_up), mlp.down)
+            return mixture(self.backend, self.backend.fused_add_rms_norm(*norm), mlp)
+        return apply(self.backend, gated_norm(self.backend, norm, mlp.gate_up), mlp.down)

@@ -92,13 +92,15 @@ def check_dtype(op: Op, dtype: torch.dtype) -> None:
         op.reject("dtype", str(dtype), "float32, float16, bfloat16")
 
 
-def check_product(op: Op, a: Tensor, blocks: Tensor, kind: str, prefix: str = "") -> None:
+def check_product(
+    op: Op, a: Tensor, blocks: Tensor, kind: str, prefix: str = "", a_name: str = "a"
+) -> None:
     """Reject blocks that are none of ``kind``, and activations of another K."""
     check_kind(op, blocks, kind, f"{prefix}blocks", f"{prefix}kind")
     k = format_of(kind).row_weights(blocks.shape[-1])
     if a.shape[-1] != k:
         allowed = f"[m, {k}], the weights in a row of {prefix}blocks"
-        op.reject("a", f"of shape {list(a.shape)}", allowed)
+        op.reject(a_name, f"of shape {list(a.shape)}", allowed)
 
 
 def check_few(op: Op, a: Tensor, advice: str = "") -> None:

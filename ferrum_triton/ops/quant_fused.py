@@ -1,14 +1,17 @@
 """Products with several packed matrices at once: a layer's gate and up, and its Q, K and V.
 
 For a token or two what a layer's products take is the time to read its weights and to launch them.
+The norm before them is an op with them, for kernels that leave its result in no memory.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.ops.elementwise import gelu_tanh
+from ferrum_triton.ops.norm import fused_add_rms_norm
 from ferrum_triton.ops.quant import (
     case_name,
     check_product,
@@ -25,10 +28,10 @@ MAX_ROWS = 64
 SIZES = {"m": (0, 1, 2, 3, 8), "num_blocks": (1, 3)}
 
 
-def _check_rows(op: Op, a: Tensor) -> None:
+def _check_rows(op: Op, a: Tensor, a_name: str = "a") -> None:
     if a.shape[0] > MAX_ROWS:
         advice = "Call gemm_quant for each matrix."
-        op.reject("a", f"of shape {list(a.shape)}", f"at most {MAX_ROWS} rows", advice)
+        op.reject(a_name, f"of shape {list(a.shape)}", f"at most {MAX_ROWS} rows", advice)
 
 
 def _case(kinds: tuple[str, ...], shape: str, m: int, axes: dict[str, Any]) -> Case:
@@ -178,7 +181,11 @@ def gemv_quant_qkv(
     Returns:
         [m, nq + nk + nv] in a's dtype.
     """
-    parts = [(q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind)]
+    return _side_by_side(a, [(q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind)])
+
+
+def _side_by_side(a: Tensor, parts: Sequence[tuple[Tensor | None, str]]) -> Tensor:
+    """a · [W₁; W₂; W₃]ᵀ of the matrices there are."""
     products = [wide_product(a, blocks, kind) for blocks, kind in parts if blocks is not None]
     return torch.cat(products, dim=1).to(a.dtype)
 
@@ -207,4 +214,206 @@ def _(make, q_kind, k_kind, v_kind, m, nq, nkv, num_blocks):
         "q_kind": q_kind,
         "k_kind": k_kind or "",
         "v_kind": v_kind,
+    }
+
+
+NORM_TENSORS = {"residual": "float[m, k]", "x": "T[m, k]", "norm_weight": "float[k]"}
+NORM_AXES = {**SIZES, "wide_residual": (False, True)}
+
+
+def _check_norm(op: Op, residual: Tensor, x: Tensor) -> None:
+    if residual.dtype not in (x.dtype, torch.float32):
+        op.reject("residual", str(residual.dtype), f"x's dtype {x.dtype}, or float32")
+    _check_rows(op, x, "x")
+
+
+def _norm_sample(make, m: int, k: int, wide_residual: bool) -> dict[str, Any]:
+    residual = make.randn(m, k)
+    return {
+        "residual": residual.float() if wide_residual else residual,
+        "x": make.randn(m, k),
+        "norm_weight": make.weight(k, dtype=torch.float32),
+        "eps": 1e-6,
+    }
+
+
+def _norm_gate_up_case(kind: str, m: int, n: int, k: int) -> Case:
+    axes = {"gate_kind": kind, "up_kind": kind, "n": n, "num_blocks": k // 256}
+    axes |= {"activation": "silu", "wide_residual": True}
+    return _case((kind, kind), f"n{n}k{k}", m, axes)
+
+
+@op(
+    tensors={
+        **NORM_TENSORS,
+        "gate_blocks": "uint8[n, gate_row_bytes]",
+        "up_blocks": "uint8[n, up_row_bytes]",
+    },
+    axes={
+        "gate_kind": KINDS,
+        "up_kind": KINDS,
+        **NORM_AXES,
+        "n": (1, 2, 9),
+        "activation": ACTIVATIONS,
+    },
+    bench=[
+        *(_norm_gate_up_case("Q4_K:planes", m, 12288, 4096) for m in (8, 32, 1)),
+        *(_norm_gate_up_case("Q4_K:planes", m, 25600, 5120) for m in (8, 32)),
+    ],
+    mutates=("residual",),
+)
+def add_rms_norm_quant_gate_up_silu(
+    residual: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_blocks: Tensor,
+    up_blocks: Tensor,
+    gate_kind: str,
+    up_kind: str,
+    activation: str = "silu",
+) -> Tensor:
+    """residual ← residual + x and h = rms_norm(residual) · norm_weight, then silu(h Gᵀ) · (h Uᵀ).
+
+    h is that of :func:`fused_add_rms_norm`, rounded to x's dtype, and y that of
+    :func:`gemv_quant_gate_up_silu`. By weights in planes they are two launches, if more than 8
+    rows meet one format.
+
+    Args:
+        residual: [m, K], updated in place; of x's dtype, or float32.
+        x: [m, K] with m <= 64.
+        norm_weight: [K], any float dtype.
+        eps: added to the mean square.
+        gate_blocks: uint8 [n, row_bytes], G's packed rows.
+        up_blocks: uint8 [n, row_bytes], U's, of a format that may be another.
+        gate_kind, up_kind: the formats.
+        activation: ``"silu"``, or ``"gelu_tanh"`` in its place.
+
+    Returns:
+        [m, n] in x's dtype.
+    """
+    h = fused_add_rms_norm.reference(residual, x, norm_weight, eps)
+    return gemv_quant_gate_up_silu.reference(
+        h, gate_blocks, up_blocks, gate_kind, up_kind, activation
+    )
+
+
+@add_rms_norm_quant_gate_up_silu.rule
+def _(residual, x, norm_weight, eps, gate_blocks, up_blocks, gate_kind, up_kind, activation):
+    this = add_rms_norm_quant_gate_up_silu
+    check_product(this, x, gate_blocks, gate_kind, "gate_", "x")
+    check_product(this, x, up_blocks, up_kind, "up_", "x")
+    _check_norm(this, residual, x)
+    if activation not in ACTIVATIONS:
+        this.reject("activation", repr(activation), ", ".join(ACTIVATIONS))
+
+
+@add_rms_norm_quant_gate_up_silu.sample
+def _(make, gate_kind, up_kind, m, n, num_blocks, activation, wide_residual):
+    k = 256 * num_blocks
+    gate, up = (
+        pack_sample(make, kind, n, k // format_of(kind).block_size) for kind in (gate_kind, up_kind)
+    )
+    return _norm_sample(make, m, k, wide_residual) | {
+        "gate_blocks": gate,
+        "up_blocks": up,
+        "gate_kind": gate_kind,
+        "up_kind": up_kind,
+        "activation": activation,
+    }
+
+
+def _norm_qkv_case(v_kind: str | None, m: int, k: int) -> Case:
+    q_kind = "Q4_K:planes"
+    axes: dict[str, Any] = {
+        "q_kind": q_kind,
+        "k_kind": None,
+        "v_kind": v_kind,
+        "nq": 5120 if v_kind else 6144,
+        "nkv": 1024,
+        "num_blocks": k // 256,
+        "wide_residual": True,
+    }
+    return _case((q_kind, v_kind) if v_kind else (q_kind,), f"n6144k{k}", m, axes)
+
+
+@op(
+    tensors={
+        **NORM_TENSORS,
+        "q_blocks": "uint8[nq, q_row_bytes]",
+        "k_blocks": "uint8[nk, k_row_bytes]",
+        "v_blocks": "uint8[nv, v_row_bytes]",
+    },
+    axes={
+        "q_kind": KINDS,
+        "k_kind": (None, *KINDS),
+        "v_kind": (None, *KINDS),
+        **NORM_AXES,
+        "nq": (1, 2, 17),
+        "nkv": (1, 0, 16),
+    },
+    bench=[
+        *(_norm_qkv_case("Q6_K:planes", m, 4096) for m in (8, 32, 1)),
+        *(_norm_qkv_case(None, m, k) for m in (8, 32) for k in (4096, 5120)),
+    ],
+    mutates=("residual",),
+)
+def add_rms_norm_quant_qkv(
+    residual: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    q_blocks: Tensor,
+    k_blocks: Tensor | None,
+    v_blocks: Tensor | None,
+    q_kind: str,
+    k_kind: str,
+    v_kind: str,
+) -> Tensor:
+    """residual ← residual + x and h = rms_norm(residual) · norm_weight, then h · [Q; K; V]ᵀ.
+
+    h is that of :func:`fused_add_rms_norm`, rounded to x's dtype, and y that of
+    :func:`gemv_quant_qkv`. By weights in planes they are two launches, if more than 8 rows meet
+    one format.
+
+    Args:
+        residual: [m, K], updated in place; of x's dtype, or float32.
+        x: [m, K] with m <= 64.
+        norm_weight: [K], any float dtype.
+        eps: added to the mean square.
+        q_blocks: uint8 [nq, row_bytes], packed rows.
+        k_blocks: uint8 [nk, row_bytes], or None: rows of one format lie in one matrix.
+        v_blocks: uint8 [nv, row_bytes], or None.
+        q_kind, k_kind, v_kind: the formats; that of None is not read.
+
+    Returns:
+        [m, nq + nk + nv] in x's dtype.
+    """
+    h = fused_add_rms_norm.reference(residual, x, norm_weight, eps)
+    return _side_by_side(h, [(q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind)])
+
+
+@add_rms_norm_quant_qkv.rule
+def _(residual, x, norm_weight, eps, q_blocks, k_blocks, v_blocks, q_kind, k_kind, v_kind):
+    parts = (("q_", q_blocks, q_kind), ("k_", k_blocks, k_kind), ("v_", v_blocks, v_kind))
+    for prefix, blocks, kind in parts:
+        if blocks is not None:
+            check_product(add_rms_norm_quant_qkv, x, blocks, kind, prefix, "x")
+    _check_norm(add_rms_norm_quant_qkv, residual, x)
+
+
+@add_rms_norm_quant_qkv.sample
+def _(make, q_kind, k_kind, v_kind, m, nq, nkv, num_blocks, wide_residual):
+    k = 256 * num_blocks
+    q, key, v = (
+        None if kind is None else pack_sample(make, kind, n, k // format_of(kind).block_size)
+        for kind, n in ((q_kind, nq), (k_kind, nkv), (v_kind, nkv))
+    )
+    return _norm_sample(make, m, k, wide_residual) | {
+        "q_blocks": q,
+        "k_blocks": key,
+        "v_blocks": v,
+        "q_kind": q_kind,
+        "k_kind": k_kind or "",
+        "v_kind": v_kind or "",
     }

@@ -1,7 +1,7 @@
 """Packed weights. One module a shape of work.
 
 ``products`` has the ops of one matrix and chooses their kernels, ``gemv_fused`` those of several,
-and ``rows`` decodes rows or looks them up.
+``add_norm`` those behind a norm; ``rows`` decodes rows or looks them up.
 
 Blocks as files store them: ``decode`` reads them; ``gemv`` takes few activations, ``gemm`` many.
 
@@ -21,6 +21,7 @@ what ``ptx`` writes. ``codebooks`` looks codes up, ``matrices`` tells of several
 """
 
 from ferrum_triton.kernels.quant import (  # noqa: F401  registers the launchers
+    add_norm,
     gemv_fused,
     products,
     rows,

@@ -1,7 +1,8 @@
 """Activations in the order the products of :mod:`ferrum_triton.kernels.quant.fragments` sum in.
 
-:func:`arrange` is the launch before every product with planes on tensor cores. Of each token it
-writes x = a / factor in float16, factor a power of two, and the sums over each word's eight.
+:func:`arrange` is the launch before a product with planes on tensor cores, where no norm before it
+does that itself (:mod:`ferrum_triton.kernels.quant.add_norm`). Of each token it writes
+x = a / factor in float16, factor a power of two, and the sums over each word's eight.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 # K is filled up with zeros to whole steps of the products' loops.
 STEP = 256
+# Elements of a token that a program holds at a time, at most.
+LONGEST_BLOCK = 16384
 
 
 class Arranged(NamedTuple):
@@ -49,7 +52,13 @@ def first_block(a_row, num_weights, num_padded, BLOCK_K: tl.constexpr):
     for first in range(BLOCK_K, num_padded, BLOCK_K):
         more = load_block(a_row, first, num_weights, BLOCK_K)
         largest = tl.maximum(largest, tl.abs(more).to(tl.int32, bitcast=True))
-    return a, tl.minimum(265 - (tl.max(largest, axis=0) >> 23), 253)
+    return a, inverse_of(largest)
+
+
+@triton.jit
+def inverse_of(magnitudes):
+    """The exponent bits of the inverse of a row's factor, of its magnitudes as integers."""
+    return tl.minimum(265 - (tl.max(magnitudes, axis=0) >> 23), 253)
 
 
 @triton.jit
@@ -163,7 +172,7 @@ def room_for(num_tokens: int, num_weights: int, device: torch.device) -> Arrange
 def block_and_warps(padded: int) -> tuple[int, int]:
     """Elements of a token at a time, and a program's warps."""
     # Few tokens are a matter of latency: all of K at once where the registers hold it.
-    block = min(next_power_of_2(max(padded, 1)), 16384)
+    block = min(next_power_of_2(max(padded, 1)), LONGEST_BLOCK)
     return block, 16 if block > 4096 else (8 if block > 1024 else 2)
 
 
@@ -193,3 +202,36 @@ def arrange(a: Tensor, words: int, halves: int = 1, interleave: int = 0) -> Arra
         num_warps=warps,
     )
     return to
+
+
+class Order(NamedTuple):
+    """What :func:`arrange` takes beside the activations."""
+
+    words: int
+    halves: int = 1
+    interleave: int = 0
+
+
+class Tokens:
+    """Activations [m, k] of one call's products, arranged once in each order that these take.
+
+    Attributes:
+        like: a tensor of their shape, dtype and device.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self._arranged: dict[Order, Arranged] = {}
+
+    def values(self) -> Tensor:
+        """The activations themselves."""
+        return self.like
+
+    def arranged(self, order: Order) -> Arranged:
+        """The activations in an order."""
+        if order not in self._arranged:
+            self._arranged[order] = self._arrange(order)
+        return self._arranged[order]
+
+    def _arrange(self, order: Order) -> Arranged:
+        return arrange(self.like, *order)

@@ -21,11 +21,10 @@ from ferrum_triton.kernels.elementwise import (
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger
-from ferrum_triton.kernels.quant.activations import Arranged
+from ferrum_triton.kernels.quant.activations import Tokens
 from ferrum_triton.kernels.quant.gemv_repacked import first_row, one_block, plan_of, row_sums
 from ferrum_triton.kernels.quant.matrices import launch_matrices, part_of_grid
-from ferrum_triton.kernels.quant.mma import arrange_for, mma_products
-from ferrum_triton.kernels.quant.mma_operands import halves_of
+from ferrum_triton.kernels.quant.mma import mma_products, order_of
 from ferrum_triton.kernels.quant.planes import Matrix, layout_of
 from ferrum_triton.kernels.quant.products import (
     FEW,
@@ -34,7 +33,7 @@ from ferrum_triton.kernels.quant.products import (
     mma_config,
     pick,
 )
-from ferrum_triton.kernels.quant.small_m import small_m_product, takes_small_m
+from ferrum_triton.kernels.quant.small_m import ORDER, small_m_product, takes_small_m
 from ferrum_triton.kernels.quant.thread_products import (
     Activations,
     Output,
@@ -176,20 +175,10 @@ def gemv_quant_gate_up_silu(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    num_tokens, n = a.shape[0], gate_blocks.shape[0]
-    y = a.new_empty((num_tokens, n)) if out is None else out
-    if y.numel() == 0:
-        return y
-    if gate_kind in PLANE_FORMATS and up_kind in PLANE_FORMATS:
-        parts = [(gate_blocks, gate_kind), (up_blocks, up_kind)]
-        if _gate_up(a, parts, activation, y):
-            return y
-    both = torch.empty((num_tokens, 2 * n), dtype=torch.float32, device=a.device)
-    gemm_quant(a, gate_blocks, gate_kind, out=both[:, :n])
-    gemm_quant(a, up_blocks, up_kind, out=both[:, n:])
-    if activation == "silu":
-        return fused_silu_mul_split(both, out=y)
-    return fused_gelu_tanh_mul_split(both, out=y)
+    y = a.new_empty((a.shape[0], gate_blocks.shape[0])) if out is None else out
+    if y.numel():
+        gate_up(Tokens(a), [(gate_blocks, gate_kind), (up_blocks, up_kind)], activation, y)
+    return y
 
 
 @ops.gemv_quant_qkv.impl("triton")
@@ -204,30 +193,58 @@ def gemv_quant_qkv(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    parts = [(q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind)]
-    parts = [(blocks, kind) for blocks, kind in parts if blocks is not None]
-    counts = [blocks.shape[0] for blocks, _ in parts]
-    y = a.new_empty((a.shape[0], sum(counts))) if out is None else out
-    if y.numel() == 0:
-        return y
-    if all(kind in PLANE_FORMATS for _, kind in parts) and _side_by_side(a, parts, y):
-        return y
-    for (blocks, kind), columns in zip(parts, y.split(counts, dim=1), strict=True):
-        gemm_quant(a, blocks, kind, out=columns)
+    parts = stacked((q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind))
+    num_rows = sum(blocks.shape[0] for blocks, _ in parts)
+    y = a.new_empty((a.shape[0], num_rows)) if out is None else out
+    if y.numel():
+        side_by_side(Tokens(a), parts, y)
     return y
 
 
-def _side_by_side(a: Tensor, parts: Sequence[tuple[Tensor, str]], out: Tensor) -> bool:
+def stacked(*parts: tuple[Tensor | None, str]) -> list[tuple[Tensor, str]]:
+    """The matrices there are, and their kinds."""
+    return [(blocks, kind) for blocks, kind in parts if blocks is not None]
+
+
+def side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tensor) -> None:
+    """y = a · [W₁; W₂; W₃]ᵀ, of at least one element."""
+    if all(kind in PLANE_FORMATS for _, kind in parts) and _side_by_side(tokens, parts, out):
+        return
+    a, counts = tokens.values(), [blocks.shape[0] for blocks, _ in parts]
+    for (blocks, kind), columns in zip(parts, out.split(counts, dim=1), strict=True):
+        gemm_quant(a, blocks, kind, out=columns)
+
+
+def gate_up(
+    tokens: Tokens, parts: Sequence[tuple[Tensor, str]], activation: str, out: Tensor
+) -> None:
+    """y = act(a · Gᵀ) · (a · Uᵀ), of at least one element."""
+    if all(kind in PLANE_FORMATS for _, kind in parts) and _gate_up(tokens, parts, activation, out):
+        return
+    a, (num_tokens, n) = tokens.values(), out.shape
+    both = torch.empty((num_tokens, 2 * n), dtype=torch.float32, device=a.device)
+    for (blocks, kind), columns in zip(parts, both.split(n, dim=1), strict=True):
+        gemm_quant(a, blocks, kind, out=columns)
+    if activation == "silu":
+        fused_silu_mul_split(both, out=out)
+    else:
+        fused_gelu_tanh_mul_split(both, out=out)
+
+
+def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tensor) -> bool:
     """Try y = a · [W₁; W₂; W₃]ᵀ with ``a`` arranged once; False if it cannot be.
 
     Matrices of one kind are one launch, and so are those of any kinds for up to eight tokens.
     """
-    counts = [planes.shape[0] for planes, _ in parts]
+    a, counts = tokens.like, [planes.shape[0] for planes, _ in parts]
     if takes_small_m(a, min(count for count in counts if count)):
         config = pick(a, parts[0][1], sum(counts))
-        small_m_product(a, parts, config.get("warps", 2), out)
+        small_m_product(tokens.arranged(ORDER), parts, config.get("warps", 2), out)
         return True
     if a.shape[0] <= FEW:
+        if len(parts) == 1:
+            return False
+        a = tokens.values()
         config = _plain(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts))
         _launch_several(a, parts, config, out)
         return True
@@ -238,29 +255,30 @@ def _side_by_side(a: Tensor, parts: Sequence[tuple[Tensor, str]], out: Tensor) -
         return False
     tiles = [mma_config(config) for config in configs]
     if len(kinds) == 1:
-        arranged = arrange_for(a, parts[0][1], tiles[0])
-        matrices = [planes for planes, _ in parts]
-        mma_products(out, arranged, matrices, parts[0][1], tiles[0], a.shape[1])
+        kind, tile, matrices = parts[0][1], tiles[0], [planes for planes, _ in parts]
+        arranged = tokens.arranged(order_of(kind, tile))
+        mma_products(out, arranged, matrices, kind, tile, a.shape[1])
         return True
-    orders: dict[tuple[int, int], Arranged] = {}
     for (planes, kind), tile, y in zip(parts, tiles, out.split(counts, dim=1), strict=True):
-        order = tile.words, halves_of(kind)
-        if order not in orders:
-            orders[order] = arrange_for(a, kind, tile)
         if y.numel():
-            mma_products(y, orders[order], [planes], kind, tile, a.shape[1])
+            arranged = tokens.arranged(order_of(kind, tile))
+            mma_products(y, arranged, [planes], kind, tile, a.shape[1])
     return True
 
 
-def _gate_up(a: Tensor, parts: Sequence[tuple[Tensor, str]], activation: str, out: Tensor) -> bool:
+def _gate_up(
+    tokens: Tokens, parts: Sequence[tuple[Tensor, str]], activation: str, out: Tensor
+) -> bool:
     """Try y = act(a · Gᵀ) · (a · Uᵀ) in one launch; False if it cannot be."""
-    (gate, kind), (up, up_kind) = parts
+    a, ((gate, kind), (up, up_kind)) = tokens.like, parts
     num_rows = 2 * gate.shape[0]
     config = pick(a, kind, num_rows)
     if takes_small_m(a, num_rows):
-        small_m_product(a, parts, config.get("warps", 2), out, activation=activation)
+        arranged, warps = tokens.arranged(ORDER), config.get("warps", 2)
+        small_m_product(arranged, parts, warps, out, activation=activation)
         return True
     if a.shape[0] <= FEW:
+        a = tokens.values()
         config = _plain(config, a, parts, num_rows)
         config = {**config, "rows": max(config["rows"] // 2, 1)}
         _launch_several(a, parts, config, out, activation)
@@ -268,7 +286,7 @@ def _gate_up(a: Tensor, parts: Sequence[tuple[Tensor, str]], activation: str, ou
     if config["path"] != "mma" or kind != up_kind:
         return False
     tile = mma_config(config)
-    arranged = arrange_for(a, kind, tile)
+    arranged = tokens.arranged(order_of(kind, tile))
     mma_products(out, arranged, [gate, up], kind, tile, a.shape[1], activation=activation)
     return True
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import can_overlap, capability, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.activations import Arranged, arrange
+from ferrum_triton.kernels.quant.activations import Arranged, Order
 from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.mma_operands import (
@@ -233,9 +233,9 @@ def options_of(config: MmaConfig) -> dict[str, int]:
     return options | ({"maxnreg": config.maxnreg} if config.maxnreg else {})
 
 
-def arrange_for(a: Tensor, kind: str, config: MmaConfig) -> Arranged:
-    """Activations as the products of a kind take them."""
-    return arrange(a, config.words, halves_of(kind))
+def order_of(kind: str, config: MmaConfig) -> Order:
+    """The order in which products of a kind take activations."""
+    return Order(config.words, halves_of(kind))
 
 
 def mma_products(
@@ -254,7 +254,7 @@ def mma_products(
 
     Args:
         y: [m, n], of at least one element.
-        arranged: a, float16 or bfloat16 [m, k], as :func:`arrange_for` arranged it.
+        arranged: a, float16 or bfloat16 [m, k], in the order of :func:`order_of`.
         matrices: W, or up to three side by side in y; or gate and up. uint8 [rows, row_bytes].
         kind: theirs, such as ``"Q4_K:planes"``.
         config: the launch's configuration; of gate and up half of a tile's rows are either's.

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_two
+from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.gemm import gemm_blocks
 from ferrum_triton.kernels.quant.gemv import gemv_blocks
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv, persistent_threads
 from ferrum_triton.kernels.quant.integer_activations import int16_activations
-from ferrum_triton.kernels.quant.mma import arrange_for, mma_products
+from ferrum_triton.kernels.quant.mma import mma_products, order_of
 from ferrum_triton.kernels.quant.mma_config import (
     MmaConfig,
     mma_candidates,
@@ -32,6 +33,7 @@ from ferrum_triton.kernels.quant.planes import span_of
 from ferrum_triton.kernels.quant.small_m import (
     FEWEST_TOKENS,
     MOST_TOKENS,
+    ORDER,
     small_m_product,
 )
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
@@ -346,8 +348,8 @@ def product(
         return y
     config = pick(a, kind, planes.shape[0])
     if config["path"] == "small_m":
-        parts = [(planes, kind)]
-        return small_m_product(a, parts, config["warps"], y, bias=bias, residual=residual)
+        parts, x = [(planes, kind)], arrange(a, *ORDER)
+        return small_m_product(x, parts, config["warps"], y, bias=bias, residual=residual)
     if config["path"] in ("gemv", "persistent"):
         x = int16_activations(a) if config.get("prepared") else a
         return launch_gemv(x, planes, kind, config, y, bias=bias, residual=residual)
@@ -358,7 +360,7 @@ def product(
         product_by_torch(a, planes, kind, out=sums)
         return add_partials(y, sums[None], bias, residual)
     tile = mma_config(config)
-    arranged = arrange_for(a, kind, tile)
+    arranged = arrange(a, *order_of(kind, tile))
     return mma_products(y, arranged, [planes], kind, tile, a.shape[1], bias=bias, residual=residual)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.activations import Arranged, arrange
+from ferrum_triton.kernels.quant.activations import Arranged, Order
 from ferrum_triton.kernels.quant.matrices import Part, launch_matrices, part_of_grid
 from ferrum_triton.kernels.quant.planes import Matrix, fp16_pair, load_words, uses_ptx
 from ferrum_triton.kernels.quant.quad_weights import (
@@ -43,6 +43,8 @@ from ferrum_triton.kernels.rows import cdiv
 FEWEST_TOKENS, MOST_TOKENS = 3, 8
 # Rows of W a program takes: of one matrix, or half of gate and half of up.
 ROWS = 16
+# What activations are arranged in.
+ORDER = Order(BLOCK // 8, interleave=MOST_TOKENS)
 # Words of a token's arranged activations that lie beside the other tokens', and of all eight.
 WORDS, PIECE = tl.constexpr(16), tl.constexpr(8 * 16)
 
@@ -316,7 +318,7 @@ def takes_small_m(a: Tensor, num_rows: int) -> bool:
 
 
 def small_m_product(
-    a: Tensor,
+    arranged: Arranged,
     parts: Sequence[tuple[Tensor, str]],
     warps: int,
     out: Tensor,
@@ -328,7 +330,7 @@ def small_m_product(
     """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual, for m <= 8 and k a multiple of 256.
 
     Args:
-        a: activations, float16 or bfloat16 [m, k].
+        arranged: a, float16 or bfloat16 [m, k], in ORDER.
         parts: one to three matrices side by side, or gate and up: uint8 [rows, row_bytes] in
             planes, at least 16 rows or none, and a kind such as ``"Q4_K:planes"``.
         warps: warps of a program, a power of two.
@@ -337,8 +339,7 @@ def small_m_product(
         bias: [n], unit stride.
         residual: [m, n], unit stride along n.
     """
-    num_tokens, k = a.shape
-    x, sums, factor = arrange(a, BLOCK // 8, interleave=MOST_TOKENS)
+    num_tokens, k = out.shape[0], arranged.x.shape[1]
     layouts = [quad_layout(planes, kind, k) for planes, kind in parts]
     counts = [planes.shape[0] for planes, _ in parts]
     if activation:
@@ -348,9 +349,9 @@ def small_m_product(
     _small_m_kernel.launch(
         (programs,),
         y_ptr=out,
-        x_ptr=x,
-        sums_ptr=sums,
-        factor_ptr=factor,
+        x_ptr=arranged.x,
+        sums_ptr=arranged.sums,
+        factor_ptr=arranged.factor,
         bias_ptr=bias,
         residual_ptr=residual,
         stride_y_token=out.stride(0),
