@@ -224,9 +224,16 @@ merge_config = Tunable(
 
 
 def strides_of(name: str, x: Tensor | None, *axes: str) -> dict[str, int]:
-    """The strides of x under the names kernels give them, such as ``stride_out_head``."""
-    steps = (0,) * len(axes) if x is None else x.stride()
-    return {f"stride_{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
+    """The strides of x under the names kernels give them, such as ``stride_out_head``.
+
+    They are 0 along an axis of one index, and without x: whatever the index, nothing moves.
+    """
+    sizes = (1,) * len(axes) if x is None else x.shape
+    steps = sizes if x is None else x.stride()
+    return {
+        f"stride_{name}_{axis}": step if size > 1 else 0
+        for axis, size, step in zip(axes, sizes, steps, strict=False)
+    }
 
 
 def merge_parts(
@@ -268,9 +275,6 @@ def merge_parts(
         | strides_of("parts", parts, "part", *axes)
         | strides_of("part_lses", part_lses, "part", *axes)
     )
-    # A dimension of one index is not moved along, whatever the index.
-    steps |= {"stride_parts_seq": 0, "stride_part_lses_seq": 0} if num_seqs == 1 else {}
-    steps |= {"stride_out_seq": 0, "stride_lse_seq": 0} if out.shape[0] == 1 else {}
     _merge_kernel.launch(
         (cdiv(num_rows, config["BLOCK_R"]), cdiv(head_dim, config["BLOCK_D"])),
         out_ptr=out,

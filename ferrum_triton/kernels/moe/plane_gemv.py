@@ -153,12 +153,11 @@ def gemv_plane_pairs(
     k = a.shape[-1]
     is_wide, matrices = a.dtype == torch.float32, 1 if up is None else 2
     layout = layout_of(planes, kind, k)
-    rows, warps = _tile_of(layout, k // 32, ids.numel(), matrices, is_wide)
+    rows, warps = _tile_of(layout, ids.numel(), matrices, is_wide)
     rows, ptx = min(rows, previous_power_of_2(num_rows)), uses_ptx(a)
     pdl = chained and can_overlap(a.device)
     plan = GemvPlan(
         tokens=1,
-        groups=k // 32,
         rows=rows,
         threads=32 * warps,
         ordered=ptx,
@@ -199,11 +198,9 @@ def slot_stride(a: Tensor) -> int:
     return a.stride(1) if a.dim() == 3 else 0
 
 
-def _tile_of(
-    layout: Layout, num_groups: int, num_pairs: int, matrices: int, is_wide: bool
-) -> tuple[int, int]:
+def _tile_of(layout: Layout, num_pairs: int, matrices: int, is_wide: bool) -> tuple[int, int]:
     """Rows a program takes of each matrix, and its warps."""
     # What is made of 16-bit activations is shared by all rows of a program.
     rows = 4 if is_wide else 8 if num_pairs < MANY_PAIRS else 16
-    num_spans = num_groups // layout.span
+    num_spans = layout.groups // layout.span
     return rows // matrices, min(4, previous_power_of_2(max(num_spans // 32, 1)))

@@ -147,7 +147,7 @@ def _launch_several(
     """
     counts = [planes.shape[0] for planes, _ in parts]
     layouts = [layout_of(planes, kind, a.shape[1]) for planes, kind in parts]
-    plan = plan_of(config, a, a.shape[1] // 32, min(count for count in counts if count))
+    plan = plan_of(config, a, min(count for count in counts if count))
     if not plan.ptx:  # AMD's compiler spills with more, and is slow at it
         plan = replace(plan, rows=min(plan.rows, 2))
     if activation:

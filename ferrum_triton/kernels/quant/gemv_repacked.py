@@ -59,7 +59,6 @@ class GemvPlan:
 
     Attributes:
         tokens: rows of activations.
-        groups: groups of 32 weights in a row of W.
         rows: rows of W in a block, a power of two, at most those of the smallest matrix.
         threads: threads of a program.
         persistent: programs take several blocks of rows, K in one step.
@@ -75,7 +74,6 @@ class GemvPlan:
     """
 
     tokens: int
-    groups: int
     rows: int
     threads: int
     persistent: bool = False
@@ -228,7 +226,7 @@ def row_sums(
     THREADS: tl.constexpr = PLAN.threads
     M: tl.constexpr = PLAN.tokens
     SPAN: tl.constexpr = _span_of_both(FIRST, SECOND)
-    SPANS: tl.constexpr = PLAN.groups // SPAN
+    SPANS: tl.constexpr = FIRST.groups // SPAN
     STEPS: tl.constexpr = (SPANS + THREADS - 1) // THREADS
     COUNT: tl.constexpr = PLAN.rows if SECOND is None else 2 * PLAN.rows
     zero = first.num_rows >> 31  # 0, but the compiler cannot know it
@@ -298,7 +296,7 @@ def _persistent(out, a, matrix, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: t
     FORMAT: tl.constexpr = LAYOUT.format
     SPAN: tl.constexpr = LAYOUT.span
     thread = tl.arange(0, THREADS)
-    mask = thread < PLAN.groups // SPAN
+    mask = thread < LAYOUT.groups // SPAN
     program, programs = tl.program_id(0), tl.num_programs(0)
     blocks = (matrix.num_rows + PLAN.rows - 1) // PLAN.rows
     zero = tl.zeros([THREADS], tl.int32)
@@ -329,7 +327,7 @@ def _persistent_deferred(
     """
     FORMAT: tl.constexpr = LAYOUT.format
     SPAN: tl.constexpr = LAYOUT.span
-    PARTS: tl.constexpr = PLAN.groups // SPAN
+    PARTS: tl.constexpr = LAYOUT.groups // SPAN
     M: tl.constexpr = PLAN.tokens
     ROWS: tl.constexpr = PLAN.rows
     DEFERRED: tl.constexpr = PLAN.deferred
@@ -433,7 +431,7 @@ def launch_gemv(
     else:
         x, scales_and_sums, k = a, None, a.shape[1]
     num_rows, layout = planes.shape[0], layout_of(planes, kind, k)
-    plan = plan_of(config, x, k // 32, num_rows)
+    plan = plan_of(config, x, num_rows)
     programs = cdiv(num_rows, plan.rows)
     if config["path"] == "persistent":
         plan, programs = _persistent_plan(config, plan, layout, programs, x)
@@ -459,7 +457,7 @@ def launch_gemv(
     return out
 
 
-def plan_of(config: Config, x: Tensor, groups: int, fewest: int) -> GemvPlan:
+def plan_of(config: Config, x: Tensor, fewest: int) -> GemvPlan:
     """What is constant in a plain launch on x [m, ..], by matrices of ``fewest`` rows or more."""
     num_tokens, ptx = x.shape[0], uses_ptx(x)
     rows = min(int(config["rows"]), previous_power_of_2(fewest))
@@ -467,7 +465,6 @@ def plan_of(config: Config, x: Tensor, groups: int, fewest: int) -> GemvPlan:
         rows = min(rows, 4)
     return GemvPlan(
         tokens=num_tokens,
-        groups=groups,
         rows=rows,
         threads=32 * int(config.get("warps", 1)),
         ordered=ptx and bool(config.get("ordered", True)),
@@ -486,7 +483,7 @@ def _persistent_plan(
     programs = min(blocks, processors(x.device) * int(config["ctas_per_sm"]))
     steps = cdiv(blocks, programs)
     deferred = steps if config["deferred"] and steps * plan.rows * plan.tokens <= MOST_SUMS else 0
-    threads = persistent_threads(plan.groups // layout.span)
+    threads = persistent_threads(layout.groups // layout.span)
     return replace(plan, persistent=True, deferred=deferred, threads=threads), programs
 
 
