@@ -52,6 +52,8 @@ def row_products(
         rows: pointers to the first bytes of W's rows, [BLOCK_N].
         has_row: which of them there are, [BLOCK_N, 1, 1].
     """
+    GROUPS: tl.constexpr = LAYOUT.groups
+    BLOCK_SIZE: tl.constexpr = LAYOUT.format.block_size
     LANES: tl.constexpr = LAYOUT.lanes
     PLANES: tl.constexpr = LAYOUT.planes
     lane = tl.arange(0, LANES)[None, None, :]
@@ -62,8 +64,7 @@ def row_products(
         for PLANE in tl.static_range(PLANES):
             # [BLOCK_N, BLOCK_G, LANES]
             weights = decode(rows[:, None, None], g, lane, in_row & has_row, PLANE, LAYOUT)
-            k = g // LAYOUT.groups * LAYOUT.format.block_size
-            k += first_weight(g % LAYOUT.groups, PLANE, LAYOUT) + lane
+            k = g // GROUPS * BLOCK_SIZE + first_weight(g % GROUPS, PLANE, LAYOUT) + lane
             a = tl.load(a_row + k, mask=in_row, other=0.0)
             acc = tl.fma(tl.broadcast_to(a.to(tl.float32), acc.shape), weights, acc)
     return tl.sum(tl.sum(acc, axis=2), axis=1)

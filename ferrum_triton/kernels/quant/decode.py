@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.quant.codebooks import value_of
-from ferrum_triton.kernels.quant.planes import halved_power, halves
+from ferrum_triton.kernels.quant.planes import fp16_pair, halved_power
 from ferrum_triton.kernels.rows import next_power_of_2
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
 
@@ -144,8 +144,7 @@ def _scales(block, mask, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
         d = _half_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
     elif FORMAT.m.at == FORMAT.d.at + 2:
         word = _word_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
-        d, low = halves(word)
-        d, low = d.to(tl.float32), low.to(tl.float32)
+        d, low = fp16_pair(word)
     else:
         d = _half_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
         low = _half_at(block + FORMAT.m.at, mask, _alignment_at(FORMAT.m.at, FORMAT, ALIGN))

@@ -37,6 +37,7 @@ def _gemv_quant_kernel(
     BLOCK_G: tl.constexpr,
 ):
     GROUPS: tl.constexpr = LAYOUT.groups
+    BLOCK_SIZE: tl.constexpr = LAYOUT.format.block_size
     LANES: tl.constexpr = LAYOUT.lanes
     PLANES: tl.constexpr = LAYOUT.planes
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -53,8 +54,7 @@ def _gemv_quant_kernel(
         for PLANE in tl.static_range(PLANES):
             # [BLOCK_N, BLOCK_G, LANES]
             weights = decode(row, g, lane, mask, PLANE, LAYOUT)
-            k = g // GROUPS * LAYOUT.format.block_size
-            k += first_weight(g % GROUPS, PLANE, LAYOUT) + lane
+            k = g // GROUPS * BLOCK_SIZE + first_weight(g % GROUPS, PLANE, LAYOUT) + lane
             # [BLOCK_M, 1, BLOCK_G, LANES]
             a = tl.load(a_row + k[None], mask=in_row[None] & (m < num_tokens), other=0.0)
             acc = tl.fma(a.to(tl.float32), weights[None], acc)

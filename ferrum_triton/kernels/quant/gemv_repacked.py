@@ -42,7 +42,6 @@ from ferrum_triton.kernels.quant.thread_products import (
     integers_of,
     load_floats,
     no_totals,
-    padded,
     store_each,
     store_rows,
     summed,
@@ -331,7 +330,7 @@ def _persistent_deferred(
     M: tl.constexpr = PLAN.tokens
     ROWS: tl.constexpr = PLAN.rows
     DEFERRED: tl.constexpr = PLAN.deferred
-    SUMS: tl.constexpr = padded(DEFERRED * ROWS * M)
+    SUMS: tl.constexpr = triton.next_power_of_2(DEFERRED * ROWS * M)
     THREADS: tl.constexpr = PLAN.threads
     thread = tl.arange(0, THREADS)
     mask = thread < PARTS
@@ -427,11 +426,11 @@ def launch_gemv(
         residual: [m, n], unit stride along n.
     """
     if isinstance(a, Int16Activations):
-        x, scales_and_sums, k = a.codes, a.scales_and_sums, a.num_weights
+        x, scales_and_sums, k = a.codes, a.scales_and_sums, 2 * a.codes.shape[1]
     else:
         x, scales_and_sums, k = a, None, a.shape[1]
     num_rows, layout = planes.shape[0], layout_of(planes, kind, k)
-    plan = plan_of(config, x, num_rows)
+    plan = plan_of(config, x, x.shape[0], num_rows)
     programs = cdiv(num_rows, plan.rows)
     if config["path"] == "persistent":
         plan, programs = _persistent_plan(config, plan, layout, programs, x)
@@ -457,9 +456,13 @@ def launch_gemv(
     return out
 
 
-def plan_of(config: Config, x: Tensor, fewest: int) -> GemvPlan:
-    """What is constant in a plain launch on x [m, ..], by matrices of ``fewest`` rows or more."""
-    num_tokens, ptx = x.shape[0], uses_ptx(x)
+def plan_of(config: Config, x: Tensor, num_tokens: int, fewest: int) -> GemvPlan:
+    """What is constant in a plain launch whose programs take so many tokens of ``x``.
+
+    Args:
+        fewest: rows of the smallest matrix.
+    """
+    ptx = uses_ptx(x)
     rows = min(int(config["rows"]), previous_power_of_2(fewest))
     if not ptx and num_tokens > 2:  # AMD's compiler spills with more, and is slow at it
         rows = min(rows, 4)

@@ -293,13 +293,9 @@ def _small_m_kernel(
         matrices = (matrix, Matrix(planes_2_ptr, num_rows_2), Matrix(planes_3_ptr, num_rows_3))
         part = part_of_grid(matrices, 16)
         # Matrices of one layout share one copy of the code, which then compiles once.
-        if LAYOUT == LAYOUT_2 and LAYOUT_2 == LAYOUT_3:
+        if (LAYOUT == LAYOUT_2 and LAYOUT_2 == LAYOUT_3) or part.number == 0:
             _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
-        elif part.number == 0:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
-        elif LAYOUT_2 == LAYOUT_3:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, WARPS, PDL)
-        elif part.number == 1:
+        elif LAYOUT_2 == LAYOUT_3 or part.number == 1:
             _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, WARPS, PDL)
         else:
             _sixteen_rows(out, x, num_tokens, part, LAYOUT_3, WARPS, PDL)

@@ -409,22 +409,17 @@ def summed_over_warps(values, COUNT: tl.constexpr):
     return tl.sum(each, axis=0)
 
 
-@triton.constexpr_function
-def padded(count):
-    """The power of two from ``count`` on."""
-    return triton.next_power_of_2(count)
-
-
 @triton.jit
 def store_rows(totals, out, first, PTX: tl.constexpr):
     """Totals [row][token] added up over the threads, and stored to the rows from ``first`` on."""
     M: tl.constexpr = len(totals[0])
     SUMS: tl.constexpr = len(totals) * M
+    PADDED: tl.constexpr = triton.next_power_of_2(SUMS)
     flat = ()
     for r in tl.static_range(len(totals)):
         flat += totals[r]
-    y = summed(flat, padded(SUMS), PTX)
-    i = tl.arange(0, padded(SUMS))
+    y = summed(flat, PADDED, PTX)
+    i = tl.arange(0, PADDED)
     store_each(y, out, i % M, first + i // M, i < SUMS)
 
 
