@@ -46,7 +46,8 @@ def decoded(codes, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
     """Cached values in DTYPE, up to their scale, exactly. FORMAT "e4m3" are bits of fp8.
 
     The exponent and mantissa of E4M3, as float16's, are a 256th of the value: both have their bias
-    in the exponent alone, so that subnormals are right too. ``code_factor`` makes up for it.
+    in the exponent alone, so that subnormals are right too. ``pages.scaled_queries`` makes up for
+    it.
     """
     if FORMAT == "e4m3":
         wide = codes.to(tl.uint16)

@@ -145,7 +145,15 @@ def _merge_kernel(
         lse_rows += seq * stride_lse_seq + token * stride_lse_token + head * stride_lse_head
 
     READ_ALL: tl.constexpr = cu_parts_ptr is not None
-    if cu_seqlens_q_ptr is None:
+    turns, queries = 1, row * 0 + 1
+    if cu_seqlens_q_ptr is not None:
+        start = tl.load(cu_seqlens_q_ptr + seq, mask=in_rows, other=0).to(tl.int64)
+        queries = tl.load(cu_seqlens_q_ptr + seq + 1, mask=in_rows, other=0) - start
+        turns = tl.max(queries, axis=0)
+        out_rows += start * stride_out_token
+        if lse_ptr is not None:
+            lse_rows += start * stride_lse_token
+    for query in range(turns):
         merge_rows(
             out_rows,
             lse_rows,
@@ -155,39 +163,17 @@ def _merge_kernel(
             stride_part_lses_part,
             counts,
             most,
-            in_rows,
+            in_rows & (query < queries),
             column,
             HEAD_DIM=HEAD_DIM,
             READ_ALL=READ_ALL,
             BLOCK_P=BLOCK_P,
         )
-    else:
-        start = tl.load(cu_seqlens_q_ptr + seq, mask=in_rows, other=0).to(tl.int64)
-        queries = tl.load(cu_seqlens_q_ptr + seq + 1, mask=in_rows, other=0) - start
-        out_rows += start * stride_out_token
+        out_rows += stride_out_token
+        part_rows += stride_parts_token
+        part_lse_rows += stride_part_lses_token
         if lse_ptr is not None:
-            lse_rows += start * stride_lse_token
-        for query in range(tl.max(queries, axis=0)):
-            merge_rows(
-                out_rows,
-                lse_rows,
-                part_rows,
-                part_lse_rows,
-                stride_parts_part,
-                stride_part_lses_part,
-                counts,
-                most,
-                in_rows & (query < queries),
-                column,
-                HEAD_DIM=HEAD_DIM,
-                READ_ALL=READ_ALL,
-                BLOCK_P=BLOCK_P,
-            )
-            out_rows += stride_out_token
-            part_rows += stride_parts_token
-            part_lse_rows += stride_part_lses_token
-            if lse_ptr is not None:
-                lse_rows += stride_lse_token
+            lse_rows += stride_lse_token
 
 
 def merge_heuristic(gpu: Gpu, num_rows: int, num_parts: int, head_dim: int) -> Config:
@@ -224,9 +210,16 @@ merge_config = Tunable(
 
 
 def strides_of(name: str, x: Tensor | None, *axes: str) -> dict[str, int]:
-    """The strides of x under the names kernels give them, such as ``stride_out_head``."""
-    steps = (0,) * len(axes) if x is None else x.stride()
-    return {f"stride_{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
+    """The strides of x under the names kernels give them, such as ``stride_out_head``.
+
+    They are 0 along an axis of one index, and without x: whatever the index, nothing moves.
+    """
+    sizes = (1,) * len(axes) if x is None else x.shape
+    steps = sizes if x is None else x.stride()
+    return {
+        f"stride_{name}_{axis}": step if size > 1 else 0
+        for axis, size, step in zip(axes, sizes, steps, strict=False)
+    }
 
 
 def merge_parts(
@@ -268,9 +261,6 @@ def merge_parts(
         | strides_of("parts", parts, "part", *axes)
         | strides_of("part_lses", part_lses, "part", *axes)
     )
-    # A dimension of one index is not moved along, whatever the index.
-    steps |= {"stride_parts_seq": 0, "stride_part_lses_seq": 0} if num_seqs == 1 else {}
-    steps |= {"stride_out_seq": 0, "stride_lse_seq": 0} if out.shape[0] == 1 else {}
     _merge_kernel.launch(
         (cdiv(num_rows, config["BLOCK_R"]), cdiv(head_dim, config["BLOCK_D"])),
         out_ptr=out,

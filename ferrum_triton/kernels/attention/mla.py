@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -66,14 +65,6 @@ class Variant:
     num_stages: int
 
 
-@triton.jit
-def split_of(kv_len, num_splits, MIN_KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys in a split of a sequence, and how many splits have any."""
-    keys = tl.maximum(tl.cdiv(kv_len, num_splits), MIN_KEYS)
-    keys = tl.cdiv(keys, BLOCK_N) * BLOCK_N
-    return keys, tl.cdiv(kv_len, keys)
-
-
 @kernel(dynamic=("q_len", "scale_log2"))
 def _mla_attention_kernel(
     out_ptr,  # [batch, q_len, num_heads, LORA], in float32 for each split if there are several
@@ -123,7 +114,10 @@ def _mla_attention_kernel(
     split = tl.program_id(0) // num_row_blocks % num_splits
     batch = (tl.program_id(0) // num_row_blocks // num_splits).to(tl.int64)
     kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), capacity).to(tl.int32)
-    keys, active = split_of(kv_len, num_splits, MIN_KEYS, BLOCK_N)
+    # Keys of a split, and how many splits have any.
+    keys = tl.maximum(tl.cdiv(kv_len, num_splits), MIN_KEYS)
+    keys = tl.cdiv(keys, BLOCK_N) * BLOCK_N
+    active = tl.cdiv(kv_len, keys)
 
     m = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     query, head = (m // num_heads).to(tl.int64), (m % num_heads).to(tl.int64)

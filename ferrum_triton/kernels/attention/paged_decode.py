@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.attention.codes import from_quarters, in_quarters
 from ferrum_triton.kernels.attention.decode_config import unit_sizes
-from ferrum_triton.kernels.attention.merge import merge_parts
+from ferrum_triton.kernels.attention.merge import merge_parts, strides_of
 from ferrum_triton.kernels.attention.pages import (
     Attention,
     Pool,
@@ -23,8 +23,6 @@ from ferrum_triton.kernels.attention.pages import (
     Tiles,
     attend_pages,
     head_of,
-    queries_in_quarters,
-    row_strides,
     scaled_queries,
     sink_logits,
 )
@@ -177,7 +175,6 @@ def _paged_decode_kernel(
     IN_WORDS: tl.constexpr = k_cache_ptr.dtype.element_ty == tl.int32
     if IN_WORDS:
         acc = in_quarters(acc)
-        queries = queries_in_quarters(queries)
     sink_log2 = sink_logits(sinks_ptr, head, in_rows)
     state = first_state(acc, tl.where(part == 0, sink_log2, float("-inf")))
 
@@ -295,6 +292,7 @@ def launch_decode(
         parts = q.new_empty((*shape, head_dim), dtype=torch.float32)
         part_lses = q.new_empty(shape, dtype=torch.float32)
         cu_parts = q.new_empty(num_seqs + 1, dtype=torch.int32)
+    axes = ("seq", "token", "head")
     _paged_decode_kernel.launch(
         (units * pool.num_kv_heads * row_blocks + after_prefill,),
         out_ptr=call.out,
@@ -309,9 +307,9 @@ def launch_decode(
         kv_lens_ptr=call.kv_lens,
         pos_offsets_ptr=call.pos_offsets,
         cu_seqlens_q_ptr=call.cu_seqlens_q,
-        **row_strides("out", call.out, is_varlen),
-        **row_strides("lse", call.lse, is_varlen),
-        **row_strides("q", q, is_varlen),
+        **strides_of("out", call.out, *axes),
+        **strides_of("lse", call.lse, *axes),
+        **strides_of("q", q, *axes),
         stride_table=call.block_tables.stride(0),
         num_kv_heads=pool.num_kv_heads,
         row_blocks=row_blocks,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ferrum_triton.kernels.attention.flash_plan import tile
+from ferrum_triton.kernels.attention.merge import strides_of
 from ferrum_triton.kernels.attention.paged_decode import Call
 from ferrum_triton.kernels.attention.pages import (
     Pool,
@@ -24,7 +25,6 @@ from ferrum_triton.kernels.attention.pages import (
     Tiles,
     attend_pages,
     head_of,
-    row_strides,
     scaled_queries,
     sink_logits,
 )
@@ -343,11 +343,7 @@ def launch_prefill(call: Call, few: int) -> None:
     is_shared = config["num_warps"] == 8 or q.device.type == "cpu"
     if is_shared:
         programs = min(programs, processors(q.device))
-    steps = (
-        row_strides("out", call.out, True)
-        | row_strides("lse", call.lse, True)
-        | row_strides("q", q, True)
-    )
+    axes = ("token", "head")
     _paged_prefill_kernel.launch(
         (programs,),
         out_ptr=call.out,
@@ -358,7 +354,9 @@ def launch_prefill(call: Call, few: int) -> None:
         block_tables_ptr=call.block_tables,
         pos_offsets_ptr=call.pos_offsets,
         cu_seqlens_q_ptr=call.cu_seqlens_q,
-        **{name: step for name, step in steps.items() if not name.endswith("_seq")},
+        **strides_of("out", call.out[0], *axes),
+        **strides_of("lse", None if call.lse is None else call.lse[0], *axes),
+        **strides_of("q", q[0], *axes),
         stride_table=call.block_tables.stride(0),
         num_kv_heads=pool.num_kv_heads,
         num_seqs=num_seqs,

@@ -169,20 +169,9 @@ def scaled_queries(q, position, scale, softcap, sliding_window, head, POOL: tl.c
         # range: what is lost lies below 2^-20.
         q = (q.to(tl.float32) * 0.0625).to(tl.float16)
         score_factor *= 16.0
+    if head.k_ptr.dtype.element_ty == tl.int32:
+        q = in_quarters(q)
     return Queries(q, position, score_factor, v_factor, softcap, sliding_window)
-
-
-@triton.jit
-def queries_in_quarters(queries):
-    """Queries for a pool whose codes come in words of four."""
-    return Queries(
-        in_quarters(queries.q),
-        queries.position,
-        queries.score_factor,
-        queries.value_factor,
-        queries.softcap,
-        queries.sliding_window,
-    )
 
 
 @triton.jit
@@ -410,13 +399,3 @@ def are_words(cache: Tensor, layout: str) -> bool:
         and cache.data_ptr() % 4 == 0
         and all(n % 4 == 0 for n in (cache.shape[-1], cache.storage_offset(), *cache.stride()[:3]))
     )
-
-
-def row_strides(name: str, x: Tensor | None, is_varlen: bool) -> dict[str, int]:
-    """Strides by sequence, token and head; tokens of all sequences are in one row if varlen."""
-    of_seq, of_token, of_head = (0, 0, 0) if x is None else x.stride()[:3]
-    return {
-        f"stride_{name}_seq": 0 if is_varlen else of_seq,
-        f"stride_{name}_token": of_token,
-        f"stride_{name}_head": of_head,
-    }

@@ -19,37 +19,33 @@ BLOCK = 1024
 
 @triton.jit
 def sum_slots(
-    slots_ptr, weights_ptr, stride_slots_slot, h, mask, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr
-):
-    """Σ_k weights[k] · slots[k], [BLOCK_H] float32."""
-    total = tl.zeros([BLOCK_H], tl.float32)
-    for k in tl.static_range(TOP_K):
-        weight = tl.load(weights_ptr + k).to(tl.float32)
-        total += weight * tl.load(slots_ptr + h, mask=mask, other=0.0).to(tl.float32)
-        slots_ptr += stride_slots_slot  # k * stride could pass int32
-    return total
-
-
-@triton.jit
-def sum_rows(
-    packed_ptr,
+    slots_ptr,
     weights_ptr,
     pairs_ptr,
-    stride_packed_row,
+    stride_slots_slot,
     num_rows,
     h,
     mask,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Σ_k weights[k] · packed[pairs[k]], [BLOCK_H] float32; a pair that has no row adds nothing."""
+    """Σ_k weights[k] · slots[k], or · slots[pairs[k]] of pairs; [BLOCK_H] float32.
+
+    A pair that has none of the num_rows rows adds nothing.
+    """
     total = tl.zeros([BLOCK_H], tl.float32)
     for k in tl.static_range(TOP_K):
-        row = tl.load(pairs_ptr + k).to(tl.int64)
-        known = (row >= 0) & (row < num_rows)
-        weight = tl.load(weights_ptr + k).to(tl.float32)
-        x = tl.load(packed_ptr + row * stride_packed_row + h, mask=mask & known, other=0.0)
-        total += tl.where(known, weight, 0.0) * x.to(tl.float32)
+        if pairs_ptr is None:
+            weight = tl.load(weights_ptr + k).to(tl.float32)
+            x = tl.load(slots_ptr + h, mask=mask, other=0.0)
+            slots_ptr += stride_slots_slot  # k * stride could pass int32
+        else:
+            row = tl.load(pairs_ptr + k).to(tl.int64)
+            known = (row >= 0) & (row < num_rows)
+            weight = tl.load(weights_ptr + k).to(tl.float32)
+            x = tl.load(slots_ptr + row * stride_slots_slot + h, mask=mask & known, other=0.0)
+            weight = tl.where(known, weight, 0.0)
+        total += weight * x.to(tl.float32)
     return total
 
 
@@ -80,12 +76,11 @@ def _weighted_sum_kernel(
     weights_ptr += token * stride_weights_token
     if pairs_ptr is not None:
         pairs_ptr += token * stride_pairs_token
-        y = sum_rows(
-            slots_ptr, weights_ptr, pairs_ptr, stride_slots_slot, num_rows, h, mask, TOP_K, BLOCK_H
-        )
     else:
         slots_ptr += token * stride_slots_token
-        y = sum_slots(slots_ptr, weights_ptr, stride_slots_slot, h, mask, TOP_K, BLOCK_H)
+    y = sum_slots(
+        slots_ptr, weights_ptr, pairs_ptr, stride_slots_slot, num_rows, h, mask, TOP_K, BLOCK_H
+    )
     y_row = y_ptr + token * stride_y_token + h
     if ADD:
         y += tl.load(y_row, mask=mask, other=0.0).to(tl.float32)
@@ -122,7 +117,7 @@ def _weighted_sum_norm_kernel(
 
     slots_ptr += token * stride_slots_token
     weights_ptr += token * stride_weights_token
-    added = sum_slots(slots_ptr, weights_ptr, stride_slots_slot, h, mask, TOP_K, BLOCK_H)
+    added = sum_slots(slots_ptr, weights_ptr, None, stride_slots_slot, 0, h, mask, TOP_K, BLOCK_H)
     stored = (residual + added).to(residual_ptr.dtype.element_ty)
     total = stored.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(total * total, axis=0) / hidden_size + eps)

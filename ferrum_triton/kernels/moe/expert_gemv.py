@@ -19,13 +19,13 @@ from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs, slot_stride
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.decode import (
-    BlockLayout,
     block_layout,
     decode,
     first_weight,
     groups_of,
+    rows_and_groups,
 )
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2
+from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops.moe import experts as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -52,8 +52,8 @@ def row_products(
         rows: pointers to the first bytes of W's rows, [BLOCK_N].
         has_row: which of them there are, [BLOCK_N, 1, 1].
     """
-    FORMAT: tl.constexpr = LAYOUT.format
-    ALIGN: tl.constexpr = LAYOUT.align
+    GROUPS: tl.constexpr = LAYOUT.groups
+    BLOCK_SIZE: tl.constexpr = LAYOUT.format.block_size
     LANES: tl.constexpr = LAYOUT.lanes
     PLANES: tl.constexpr = LAYOUT.planes
     lane = tl.arange(0, LANES)[None, None, :]
@@ -61,12 +61,10 @@ def row_products(
     for first in range(0, num_groups, BLOCK_G):
         g = first + tl.arange(0, BLOCK_G)[None, :, None]
         in_row = g < num_groups
-        block = rows[:, None, None] + g // LAYOUT.groups * LAYOUT.block_bytes
         for PLANE in tl.static_range(PLANES):
             # [BLOCK_N, BLOCK_G, LANES]
-            s = g % LAYOUT.groups
-            weights = decode(block, s, lane, in_row & has_row, PLANE, FORMAT, ALIGN)
-            k = g // LAYOUT.groups * LAYOUT.block_size + first_weight(s, PLANE, FORMAT) + lane
+            weights = decode(rows[:, None, None], g, lane, in_row & has_row, PLANE, LAYOUT)
+            k = g // GROUPS * BLOCK_SIZE + first_weight(g % GROUPS, PLANE, LAYOUT) + lane
             a = tl.load(a_row + k, mask=in_row, other=0.0)
             acc = tl.fma(tl.broadcast_to(a.to(tl.float32), acc.shape), weights, acc)
     return tl.sum(tl.sum(acc, axis=2), axis=1)
@@ -123,13 +121,6 @@ def _expert_gemv_kernel(
     tl.store(y_row + n, y.to(y_ptr.dtype.element_ty), mask=n < num_rows)
 
 
-def _tile(num_groups: int, layout: BlockLayout, lanes: int) -> tuple[int, int]:
-    """Rows and groups a step takes: a whole row, or several, if they fit the lanes."""
-    groups = lanes // layout.lanes
-    block_g = min(next_power_of_2(max(num_groups, 1)), groups)
-    return groups // block_g, block_g
-
-
 def _products(
     y: Tensor,
     a: Tensor,
@@ -146,15 +137,14 @@ def _products(
     lanes = TILE_LANES if up is None else GATE_UP_LANES
     layout = block_layout(kind, blocks)
     num_groups = groups_of(k, layout)
-    block_n, block_g = _tile(num_groups, layout, lanes)
+    block_n, block_g = rows_and_groups(num_rows, num_groups, layout, lanes)
     up_layout, num_up_groups, up_block_g, up_strides = None, 0, 0, (0, 0)
     if up is not None:
         up_layout = block_layout(up_kind, up)
         num_up_groups = groups_of(k, up_layout)
-        up_block_n, up_block_g = _tile(num_up_groups, up_layout, lanes)
+        up_block_n, up_block_g = rows_and_groups(num_rows, num_up_groups, up_layout, lanes)
         up_strides = up.stride(0) // up_layout.align, up.stride(1) // up_layout.align
         block_n = min(block_n, up_block_n)
-    block_n = min(next_power_of_2(num_rows), block_n)
     _expert_gemv_kernel.launch(
         (ids.numel() * cdiv(num_rows, block_n),),
         y_ptr=y,

@@ -15,23 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.moe.buckets import (
-    bucket_tiles,
-    clamped_count,
-    pairs_of_tile,
-    tile_bound,
-)
+from ferrum_triton.kernels.moe.buckets import bucket_tiles, pairs_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Mix, tiles_each
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.moe.prepare import (
     PairTable,
-    Prepared,
     Result,
     clear_lost,
+    experts_of_pairs,
     prepare,
     prepare_sorted,
 )
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.quant.activations import Arranged
 from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
 from ferrum_triton.kernels.quant.mma import options_of
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
@@ -235,47 +231,6 @@ def _plane_tiles_kernel(
         tile, step = next_tile, next_step
 
 
-@kernel(dynamic=("num_pairs", "capacity"))
-def _experts_of_pairs_kernel(
-    ids_ptr,  # [num_pairs], -1
-    buckets_ptr,  # [num_experts, capacity]
-    tpe_ptr,  # [num_experts]
-    stride_buckets_expert,
-    num_pairs,
-    capacity,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    pdl_wait(PDL)
-    pdl_trigger(PDL)
-    expert = tl.program_id(0)
-    count = clamped_count(tl.load(tpe_ptr + expert), capacity)
-    bucket_ptr = buckets_ptr + expert.to(tl.int64) * stride_buckets_expert
-    for first in range(0, count, BLOCK):
-        entry = first + tl.arange(0, BLOCK)
-        pair = tl.load(bucket_ptr + entry, mask=entry < count, other=-1).to(tl.int64)
-        known = (pair >= 0) & (pair < num_pairs)
-        tl.store(ids_ptr + pair, tl.full([BLOCK], 0, tl.int32) + expert, mask=known)
-
-
-def experts_of_pairs(bucket_ids: Tensor, tpe: Tensor, num_tokens: int, top_k: int) -> Tensor:
-    """int32 [num_tokens, top_k], the expert of each pair in a bucket, -1 of the others."""
-    num_experts, capacity = bucket_ids.shape
-    ids = torch.full((num_tokens, top_k), -1, dtype=torch.int32, device=tpe.device)
-    _experts_of_pairs_kernel.launch(
-        (num_experts,),
-        ids_ptr=ids,
-        buckets_ptr=bucket_ids,
-        tpe_ptr=tpe,
-        stride_buckets_expert=bucket_ids.stride(0),
-        num_pairs=ids.numel(),
-        capacity=capacity,
-        BLOCK=128,
-        num_warps=4,
-    )
-    return ids
-
-
 def gemm_plane_pairs(
     a: Tensor,
     planes: Tensor,
@@ -306,7 +261,7 @@ def gemm_plane_pairs(
     if y.numel() == 0:
         return y
     if a.dtype == torch.float32:
-        ids = experts_of_pairs(bucket_ids, tpe, a.shape[0], top_k)
+        ids = experts_of_pairs(bucket_ids, tpe, num_pairs).view(-1, top_k)
         return gemv_plane_pairs(a, planes, ids, kind, up, "" if up is None else kind, out=y)
     if k == 0:
         return y.zero_()
@@ -316,16 +271,17 @@ def gemm_plane_pairs(
     arguments = a, bucket_ids, tpe, top_k, mix.config.words, halves_of(kind)
     prepared = prepare_sorted(*arguments, y) if mix.config.use_tma else prepare(*arguments)
     is_per_pair = a.dim() == 3
-    _launch_tiles(y, prepared, planes, up, kind, k, is_per_pair, mix.config, mix.spared, 0)
+    _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix.config, mix.spared, 0)
     if mix.rest is not None:
         big = mix.config.tokens
-        _launch_tiles(y, prepared, planes, up, kind, k, is_per_pair, mix.rest, mix.spared, big)
+        _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix.rest, mix.spared, big)
     return y
 
 
 def _launch_tiles(
     y: Tensor,
-    prepared: Prepared,
+    arranged: Arranged,
+    table: PairTable,
     planes: Tensor,
     up: Tensor | None,
     kind: str,
@@ -336,7 +292,6 @@ def _launch_tiles(
     big: int,
 ) -> None:
     """Products of one size of tile; ``spared`` and ``big`` as ``bucket_tiles`` has them."""
-    arranged, table = prepared
     (num_experts, num_rows), top_k = planes.shape[:2], y.shape[1]
     sizes, tile = row_sizes(planes, kind, k), tile_of(kind, config, k, y.device)
     if big:

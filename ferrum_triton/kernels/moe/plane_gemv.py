@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import can_overlap, kernel
+from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.gemv_repacked import GemvPlan, first_row, row_sums
-from ferrum_triton.kernels.quant.planes import Layout, Matrix, is_aligned, layout_of, uses_ptx
+from ferrum_triton.kernels.quant.gemv_repacked import first_row, plan_of, row_sums
+from ferrum_triton.kernels.quant.planes import Layout, Matrix, layout_of
 from ferrum_triton.kernels.quant.thread_products import Activations, summed
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 from ferrum_triton.quant.planes import ROW_ALIGN
@@ -153,22 +154,10 @@ def gemv_plane_pairs(
     k = a.shape[-1]
     is_wide, matrices = a.dtype == torch.float32, 1 if up is None else 2
     layout = layout_of(planes, kind, k)
-    rows, warps = _tile_of(layout, k // 32, ids.numel(), matrices, is_wide)
-    rows, ptx = min(rows, previous_power_of_2(num_rows)), uses_ptx(a)
-    pdl = chained and can_overlap(a.device)
-    plan = GemvPlan(
-        tokens=1,
-        groups=k // 32,
-        rows=rows,
-        threads=32 * warps,
-        ordered=ptx,
-        late_trigger=True,
-        integers=not is_wide,
-        wide=ptx and is_aligned(a),
-        ptx=ptx,
-    )
+    config = _config_of(layout, ids.numel(), matrices, is_wide)
+    plan, pdl = plan_of(config, a, 1, num_rows), chained and can_overlap(a.device)
     _plane_pairs_kernel.launch(
-        (ids.numel() * cdiv(num_rows, rows),),
+        (ids.numel() * cdiv(num_rows, plan.rows),),
         y_ptr=y,
         a_ptr=a,
         planes_ptr=planes,
@@ -190,7 +179,7 @@ def gemv_plane_pairs(
         PLAN=plan,
         GUESS=guess and pdl,
         PDL=pdl,
-        num_warps=warps,
+        num_warps=plan.threads // 32,
     )
     return y
 
@@ -199,11 +188,10 @@ def slot_stride(a: Tensor) -> int:
     return a.stride(1) if a.dim() == 3 else 0
 
 
-def _tile_of(
-    layout: Layout, num_groups: int, num_pairs: int, matrices: int, is_wide: bool
-) -> tuple[int, int]:
+def _config_of(layout: Layout, num_pairs: int, matrices: int, is_wide: bool) -> Config:
     """Rows a program takes of each matrix, and its warps."""
     # What is made of 16-bit activations is shared by all rows of a program.
     rows = 4 if is_wide else 8 if num_pairs < MANY_PAIRS else 16
-    num_spans = num_groups // layout.span
-    return rows // matrices, min(4, previous_power_of_2(max(num_spans // 32, 1)))
+    num_spans = layout.groups // layout.span
+    warps = min(4, previous_power_of_2(max(num_spans // 32, 1)))
+    return {"rows": rows // matrices, "warps": warps, "late_trigger": True}

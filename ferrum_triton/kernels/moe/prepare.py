@@ -68,13 +68,6 @@ class Result(NamedTuple):
     num_rows: Any
 
 
-class Prepared(NamedTuple):
-    """Arranged activations, and the pairs of each expert."""
-
-    arranged: Arranged
-    table: PairTable
-
-
 @triton.jit
 def expert_and_entry(place):
     """The halves of a place, int64: which bucket, and which of its pairs; int32."""
@@ -267,9 +260,34 @@ def _room_for_pairs(bucket_ids: Tensor, num_pairs: int) -> PairTable:
     )
 
 
+def _find_pairs(table: PairTable, bucket_ids: Tensor, tpe: Tensor) -> None:
+    """Write a table of the pairs in buckets."""
+    _find_pairs_kernel.launch(
+        (len(bucket_ids),),
+        pairs_ptr=table.pairs,
+        counts_ptr=table.counts,
+        places_ptr=table.places,
+        buckets_ptr=bucket_ids,
+        tpe_ptr=tpe,
+        stride_buckets_expert=bucket_ids.stride(0),
+        num_pairs=table.num_pairs,
+        capacity=table.capacity,
+        BLOCK_C=ENTRIES,
+        num_warps=4,
+    )
+
+
+def experts_of_pairs(bucket_ids: Tensor, tpe: Tensor, num_pairs: int) -> Tensor:
+    """int64 [num_pairs], the expert of each pair in a bucket, -1 of the others."""
+    table = _room_for_pairs(bucket_ids, num_pairs)
+    table.places.fill_(-1)
+    _find_pairs(table, bucket_ids, tpe)
+    return table.places >> 32
+
+
 def prepare(
     a: Tensor, bucket_ids: Tensor, tpe: Tensor, top_k: int, words: int, halves: int
-) -> Prepared:
+) -> tuple[Arranged, PairTable]:
     """Arrange every row of a, and drop entries that are no pair.
 
     As each pair is in one bucket, there are no more tiles than ``tile_bound`` says then.
@@ -279,6 +297,9 @@ def prepare(
         bucket_ids, tpe: the buckets of ``compute_ids_tpe``.
         top_k: slots of a token.
         words, halves: a step, as ``arrange`` takes them.
+
+    Returns:
+        The arranged activations, and the pairs of each expert.
     """
     num_experts, slots = len(bucket_ids), top_k if a.dim() == 3 else 1
     num_rows, num_weights = a.shape[0] * slots, a.shape[-1]
@@ -311,12 +332,12 @@ def prepare(
         BLOCK_C=ENTRIES,
         num_warps=warps,
     )
-    return Prepared(to, table)
+    return to, table
 
 
 def prepare_sorted(
     a: Tensor, bucket_ids: Tensor, tpe: Tensor, top_k: int, words: int, halves: int, y: Tensor
-) -> Prepared:
+) -> tuple[Arranged, PairTable]:
     """As :func:`prepare`, but x, sums and factor have a row for each pair, by expert.
 
     Rows of an expert begin where those of the experts before it end. Pairs in no bucket have none,
@@ -326,19 +347,7 @@ def prepare_sorted(
     num_rows, num_weights, copies = a.shape[0] * slots, a.shape[-1], top_k // slots
     table = _room_for_pairs(bucket_ids, a.shape[0] * top_k)
     to = room_for(table.num_pairs, num_weights, a.device)
-    _find_pairs_kernel.launch(
-        (num_experts,),
-        pairs_ptr=table.pairs,
-        counts_ptr=table.counts,
-        places_ptr=table.places,
-        buckets_ptr=bucket_ids,
-        tpe_ptr=tpe,
-        stride_buckets_expert=bucket_ids.stride(0),
-        num_pairs=table.num_pairs,
-        capacity=table.capacity,
-        BLOCK_C=ENTRIES,
-        num_warps=4,
-    )
+    _find_pairs(table, bucket_ids, tpe)
     block_k, warps = block_and_warps(to.x.shape[1])
     each = next_power_of_2(copies) if num_rows >= MANY_ROWS else 1
     _arrange_pairs_kernel.launch(
@@ -371,4 +380,4 @@ def prepare_sorted(
         BLOCK_N=CLEARED_COLUMNS,
         num_warps=warps,
     )
-    return Prepared(to, table)
+    return to, table

@@ -10,12 +10,14 @@ add theirs to zeros, whose sum does not depend on the order of integer additions
 written by the same call, as a fill that a captured graph replays.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import kernel, processors
+from ferrum_triton.kernels.jit import Kernel, kernel, processors
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import routing as ops
@@ -267,19 +269,6 @@ def _route_topk_sigmoid_kernel(
     store_counts(counts_ptr, ids, mask, num_groups * group_size, BLOCK_E, ONE_PROGRAM)
 
 
-def _outputs(
-    logits: Tensor, top_k: int, out: tuple[Tensor, ...] | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    if out is not None:
-        return out
-    num_tokens, num_experts = logits.shape
-    return (
-        logits.new_empty(num_tokens, top_k, dtype=torch.int32),
-        logits.new_empty(num_tokens, top_k, dtype=torch.float32),
-        logits.new_empty(num_experts, dtype=torch.int32),
-    )
-
-
 def _tokens(num_tokens: int, block_e: int, item_size: int, device: torch.device) -> int:
     """Tokens a program: all of few, else what fills the processors once.
 
@@ -295,6 +284,47 @@ def _tokens(num_tokens: int, block_e: int, item_size: int, device: torch.device)
     return tokens
 
 
+def _launch(
+    kernel_: Kernel,
+    logits: Tensor,
+    top_k: int,
+    block_e: int,
+    out: tuple[Tensor, Tensor, Tensor] | None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch a routing kernel on tiles of some tokens by ``block_e`` experts."""
+    num_tokens, num_experts = logits.shape
+    ids, weights, counts = out or (
+        logits.new_empty(num_tokens, top_k, dtype=torch.int32),
+        logits.new_empty(num_tokens, top_k, dtype=torch.float32),
+        logits.new_empty(num_experts, dtype=torch.int32),
+    )
+    tokens = _tokens(num_tokens, block_e, logits.element_size(), logits.device)
+    programs = cdiv(num_tokens, tokens)
+    if programs != 1:
+        counts.zero_()
+    if programs > 0:
+        kernel_.launch(
+            (programs,),
+            ids_ptr=ids,
+            weights_ptr=weights,
+            counts_ptr=counts,
+            logits_ptr=logits,
+            stride_ids_token=ids.stride(0),
+            stride_weights_token=weights.stride(0),
+            stride_logits_token=logits.stride(0),
+            num_tokens=num_tokens,
+            **arguments,
+            TOP_K=top_k,
+            ONE_PROGRAM=programs == 1,
+            BLOCK_T=tokens,
+            BLOCK_E=next_power_of_2(num_experts),
+            BLOCK_K=next_power_of_2(top_k),
+            num_warps=min(tokens, 32),
+        )
+    return ids, weights, counts
+
+
 @ops.route_topk_softmax.impl("triton")
 def route_topk_softmax(
     logits: Tensor,
@@ -303,36 +333,16 @@ def route_topk_softmax(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ids, weights, counts = _outputs(logits, top_k, out)
-    num_tokens, num_experts = logits.shape
-    if num_tokens == 0:
-        counts.zero_()
-        return ids, weights, counts
-    block_e = next_power_of_2(num_experts)
-    tokens = _tokens(num_tokens, block_e, logits.element_size(), logits.device)
-    programs = cdiv(num_tokens, tokens)
-    if programs > 1:
-        counts.zero_()
-    _route_topk_softmax_kernel.launch(
-        (programs,),
-        ids_ptr=ids,
-        weights_ptr=weights,
-        counts_ptr=counts,
-        logits_ptr=logits,
-        stride_ids_token=ids.stride(0),
-        stride_weights_token=weights.stride(0),
-        stride_logits_token=logits.stride(0),
-        num_tokens=num_tokens,
+    num_experts = logits.shape[1]
+    return _launch(
+        _route_topk_softmax_kernel,
+        logits,
+        top_k,
+        next_power_of_2(num_experts),
+        out,
         num_experts=num_experts,
-        TOP_K=top_k,
         NORMALISE=norm_topk_prob,
-        ONE_PROGRAM=programs == 1,
-        BLOCK_T=tokens,
-        BLOCK_E=block_e,
-        BLOCK_K=next_power_of_2(top_k),
-        num_warps=min(tokens, 32),
     )
-    return ids, weights, counts
 
 
 @ops.route_topk_sigmoid_grouped.impl("triton")
@@ -347,40 +357,20 @@ def route_topk_sigmoid_grouped(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ids, weights, counts = _outputs(logits, top_k, out)
-    num_tokens, num_experts = logits.shape
-    if num_tokens == 0:
-        counts.zero_()
-        return ids, weights, counts
-    group_size = num_experts // num_groups
+    group_size = logits.shape[1] // num_groups
     block_g, block_m = next_power_of_2(num_groups), next_power_of_2(group_size)
-    tokens = _tokens(num_tokens, block_g * block_m, logits.element_size(), logits.device)
-    programs = cdiv(num_tokens, tokens)
-    if programs > 1:
-        counts.zero_()
-    _route_topk_sigmoid_kernel.launch(
-        (programs,),
-        ids_ptr=ids,
-        weights_ptr=weights,
-        counts_ptr=counts,
-        logits_ptr=logits,
+    return _launch(
+        _route_topk_sigmoid_kernel,
+        logits,
+        top_k,
+        block_g * block_m,
+        out,
         bias_ptr=bias,
-        stride_ids_token=ids.stride(0),
-        stride_weights_token=weights.stride(0),
-        stride_logits_token=logits.stride(0),
-        num_tokens=num_tokens,
         num_groups=num_groups,
         group_size=group_size,
         routed_scaling_factor=float(routed_scaling_factor),
-        TOP_K=top_k,
         TOPK_GROUPS=topk_groups,
         NORMALISE=norm_topk_prob,
-        ONE_PROGRAM=programs == 1,
-        BLOCK_T=tokens,
         BLOCK_G=block_g,
         BLOCK_M=block_m,
-        BLOCK_E=next_power_of_2(num_experts),
-        BLOCK_K=next_power_of_2(top_k),
-        num_warps=min(tokens, 32),
     )
-    return ids, weights, counts

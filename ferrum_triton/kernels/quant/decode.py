@@ -20,43 +20,15 @@ The order of operations is that of :mod:`ferrum_triton.quant.formats`. Compiled 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.quant.codebooks import value_of
-from ferrum_triton.kernels.quant.planes import halved_power, halves
+from ferrum_triton.kernels.quant.planes import fp16_pair, halved_power
+from ferrum_triton.kernels.rows import next_power_of_2
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
-
-
-class _Tiling(NamedTuple):
-    """How a block's weights are shared out to groups.
-
-    Attributes:
-        lanes: lanes of a group.
-        planes: weights of a lane.
-        groups: groups of a block.
-        run_lanes: lanes of the run of integers that gives the planes.
-    """
-
-    lanes: int
-    planes: int
-    groups: int
-    run_lanes: int
-
-
-@triton.constexpr_function
-def _tiling(fmt):
-    """The tiling of a format."""
-    runs = list(fmt.q.low)
-    if fmt.q.high is not None and fmt.q.high.lanes >= 16:
-        runs.append(fmt.q.high)
-    # The smallest chunk has whole bytes of every run; of equal ones, that with the most planes.
-    run = min(runs, key=lambda run: (run.lanes * run.planes, -run.planes))
-    lanes = min(run.lanes, fmt.sub_size)
-    return _Tiling(lanes, run.planes, fmt.block_size // (lanes * run.planes), run.lanes)
 
 
 @dataclass(frozen=True)
@@ -65,20 +37,18 @@ class BlockLayout:
 
     Attributes:
         format: the format's description.
-        block_size: weights of a block.
-        block_bytes: bytes of a block.
         groups: groups of a block.
         lanes: lanes of a group.
         planes: weights of a lane.
+        run_lanes: lanes of the run of integers that gives the planes.
         align: power of two, up to 16, that divides every row's address.
     """
 
     format: BlockFormat
-    block_size: int
-    block_bytes: int
     groups: int
     lanes: int
     planes: int
+    run_lanes: int
     align: int
 
 
@@ -90,68 +60,62 @@ def block_layout(kind: str, blocks: Tensor) -> BlockLayout:
 @lru_cache(maxsize=256)
 def _block_layout(kind: str, align: int) -> BlockLayout:
     fmt = FORMATS[kind]
-    tiling = _tiling(fmt)
-    return BlockLayout(
-        format=fmt,
-        block_size=fmt.block_size,
-        block_bytes=fmt.block_bytes,
-        groups=tiling.groups,
-        lanes=tiling.lanes,
-        planes=tiling.planes,
-        align=align,
-    )
+    runs = list(fmt.q.low)
+    if fmt.q.high is not None and fmt.q.high.lanes >= 16:
+        runs.append(fmt.q.high)
+    # The smallest chunk has whole bytes of every run; of equal ones, that with the most planes.
+    run = min(runs, key=lambda run: (run.lanes * run.planes, -run.planes))
+    lanes = min(run.lanes, fmt.sub_size)
+    groups = fmt.block_size // (lanes * run.planes)
+    return BlockLayout(fmt, groups, lanes, run.planes, run.lanes, align)
 
 
 def groups_of(num_weights: int, layout: BlockLayout) -> int:
     """Groups in a row of so many weights."""
-    return num_weights // layout.block_size * layout.groups
+    return num_weights // layout.format.block_size * layout.groups
 
 
-@triton.constexpr_function
-def _tile_lanes(fmt):
-    return _tiling(fmt).lanes
-
-
-@triton.constexpr_function
-def _run_lanes(fmt):
-    return _tiling(fmt).run_lanes
-
-
-@triton.constexpr_function
-def _run_weights(fmt):
-    return _tiling(fmt).run_lanes * _tiling(fmt).planes
+def rows_and_groups(
+    num_rows: int, num_groups: int, layout: BlockLayout, lanes: int
+) -> tuple[int, int]:
+    """A tile of so many lanes: a whole row, or several if they fit."""
+    tile = lanes // layout.lanes
+    groups = min(next_power_of_2(max(num_groups, 1)), tile)
+    return min(next_power_of_2(num_rows), tile // groups), groups
 
 
 @triton.jit
-def first_weight(s, PLANE: tl.constexpr, FORMAT: tl.constexpr):
+def first_weight(s, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
     """Index in its block of the first weight of group ``s`` in a plane."""
-    RUN_LANES: tl.constexpr = _run_lanes(FORMAT)
-    PARTS: tl.constexpr = _run_lanes(FORMAT) // _tile_lanes(FORMAT)  # groups of a run's chunk
-    index = _quotient(s, PARTS) * _run_weights(FORMAT) + RUN_LANES * PLANE
+    RUN_LANES: tl.constexpr = LAYOUT.run_lanes
+    PARTS: tl.constexpr = LAYOUT.run_lanes // LAYOUT.lanes  # groups of a run's chunk
+    index = _quotient(s, PARTS) * (RUN_LANES * LAYOUT.planes) + RUN_LANES * PLANE
     if PARTS > 1:
-        index += _remainder(s, PARTS) * _tile_lanes(FORMAT)
+        index += _remainder(s, PARTS) * LAYOUT.lanes
     return index
 
 
 @triton.jit
-def decode(block, s, lane, mask, PLANE: tl.constexpr, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
+def decode(rows, g, lane, mask, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
     """The weights of one plane, float32 [rows, groups, lanes]; 0 or -0 where masked off.
 
     Args:
-        block: uint8 pointers to the blocks' first bytes, [rows, groups, 1].
-        s: index of each group in its block, [1, groups, 1].
+        rows: uint8 pointers to the rows' first bytes, [rows, 1, 1].
+        g: index of each group in its row, [1, groups, 1].
         lane: index of each lane in its group, [1, 1, lanes].
         mask: groups to read, [rows, groups, 1].
         PLANE: number of the plane.
-        FORMAT: the format's description.
-        ALIGN: power of two that divides every row's address.
+        LAYOUT: BlockLayout.
     """
+    FORMAT: tl.constexpr = LAYOUT.format
+    ALIGN: tl.constexpr = LAYOUT.align
     INTEGERS: tl.constexpr = FORMAT.q
     VALUES: tl.constexpr = FORMAT.values
     SCALES: tl.constexpr = FORMAT.scales
     MINS: tl.constexpr = FORMAT.mins
-    first = first_weight(s, PLANE, FORMAT)
-    q = _integer(block, first, lane, mask, INTEGERS, _tile_lanes(FORMAT))
+    block = rows + g // LAYOUT.groups * FORMAT.block_bytes
+    first = first_weight(g % LAYOUT.groups, PLANE, LAYOUT)
+    q = _integer(block, first, lane, mask, INTEGERS, LAYOUT.lanes)
     if VALUES is None:
         q = q.to(tl.float32)
     else:
@@ -180,8 +144,7 @@ def _scales(block, mask, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
         d = _half_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
     elif FORMAT.m.at == FORMAT.d.at + 2:
         word = _word_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
-        d, low = halves(word)
-        d, low = d.to(tl.float32), low.to(tl.float32)
+        d, low = fp16_pair(word)
     else:
         d = _half_at(block + FORMAT.d.at, mask, _alignment_at(FORMAT.d.at, FORMAT, ALIGN))
         low = _half_at(block + FORMAT.m.at, mask, _alignment_at(FORMAT.m.at, FORMAT, ALIGN))

@@ -349,14 +349,9 @@ def times(t, mins, d, low, FORMAT: tl.constexpr, PTX: tl.constexpr):
             low = low.to(tl.float32)
         t = ()
         for p in tl.static_range(8):
-            t += (_fused(args[p], d, low),)
+            # Rounded once, near enough: the product is exact in float32.
+            t += ((args[p].to(tl.float32) * d.to(tl.float32) + low).to(tl.float16),)
     return t
-
-
-@triton.jit
-def _fused(t, d, low):
-    """t · d + low, rounded once, near enough: the product is exact in float32."""
-    return (t.to(tl.float32) * d.to(tl.float32) + low).to(tl.float16)
 
 
 @triton.jit

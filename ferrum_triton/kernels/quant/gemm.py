@@ -41,8 +41,6 @@ def block_products(
         rows: pointers to the first bytes of W's rows, [BLOCK_N, 1, 1].
         has_row: which of them there are, [BLOCK_N, 1, 1].
     """
-    FORMAT: tl.constexpr = LAYOUT.format
-    ALIGN: tl.constexpr = LAYOUT.align
     LANES: tl.constexpr = LAYOUT.lanes
     PLANES: tl.constexpr = LAYOUT.planes
     BLOCK_N: tl.constexpr = rows.shape[0]
@@ -53,15 +51,14 @@ def block_products(
     for first in range(0, num_groups, BLOCK_G):
         g = first + tl.arange(0, BLOCK_G)[None, :, None]
         mask = (g < num_groups) & has_row
-        block = rows + g // LAYOUT.groups * LAYOUT.block_bytes
         a_g = first + flat // LANES
         a_mask = (a_g < num_groups) & has_a
-        a_block = a_rows + a_g // LAYOUT.groups * LAYOUT.block_size + flat % LANES
+        a_block = a_rows + a_g // LAYOUT.groups * LAYOUT.format.block_size + flat % LANES
         for PLANE in tl.static_range(PLANES):
             # [BLOCK_M, BLOCK_G * LANES]
-            k = first_weight(a_g % LAYOUT.groups, PLANE, FORMAT)
+            k = first_weight(a_g % LAYOUT.groups, PLANE, LAYOUT)
             a = tl.load(a_block + k, mask=a_mask, other=0.0)
-            weights = decode(block, g % LAYOUT.groups, lane, mask, PLANE, FORMAT, ALIGN)
+            weights = decode(rows, g, lane, mask, PLANE, LAYOUT)
             weights = tl.reshape(weights.to(a.dtype), [BLOCK_N, BLOCK_G * LANES])
             acc = tl.dot(weights, tl.trans(a), acc, input_precision="ieee")
             acc = settled(acc, PTX)

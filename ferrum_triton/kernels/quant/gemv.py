@@ -8,7 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.decode import block_layout, decode, first_weight, groups_of
+from ferrum_triton.kernels.quant.decode import (
+    block_layout,
+    decode,
+    first_weight,
+    groups_of,
+    rows_and_groups,
+)
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 NUM_WARPS = 4
@@ -30,8 +36,8 @@ def _gemv_quant_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    FORMAT: tl.constexpr = LAYOUT.format
     GROUPS: tl.constexpr = LAYOUT.groups
+    BLOCK_SIZE: tl.constexpr = LAYOUT.format.block_size
     LANES: tl.constexpr = LAYOUT.lanes
     PLANES: tl.constexpr = LAYOUT.planes
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -45,11 +51,10 @@ def _gemv_quant_kernel(
         g = first + tl.arange(0, BLOCK_G)[None, :, None]
         in_row = g < num_groups
         mask = in_row & (n < num_rows)[:, None, None]
-        block = row + g // GROUPS * LAYOUT.block_bytes
         for PLANE in tl.static_range(PLANES):
             # [BLOCK_N, BLOCK_G, LANES]
-            weights = decode(block, g % GROUPS, lane, mask, PLANE, FORMAT, LAYOUT.align)
-            k = g // GROUPS * LAYOUT.block_size + first_weight(g % GROUPS, PLANE, FORMAT) + lane
+            weights = decode(row, g, lane, mask, PLANE, LAYOUT)
+            k = g // GROUPS * BLOCK_SIZE + first_weight(g % GROUPS, PLANE, LAYOUT) + lane
             # [BLOCK_M, 1, BLOCK_G, LANES]
             a = tl.load(a_row + k[None], mask=in_row[None] & (m < num_tokens), other=0.0)
             acc = tl.fma(a.to(tl.float32), weights[None], acc)
@@ -70,9 +75,8 @@ def gemv_blocks(a: Tensor, blocks: Tensor, kind: str, y: Tensor) -> Tensor:
     num_groups = groups_of(a.shape[1], layout)
     block_m = next_power_of_2(num_tokens)
     # 16 lanes a thread at one activation and fewer at more, for their partial sums.
-    tile = {1: 2048, 2: 2048, 4: 1024, 8: 512}[block_m] // layout.lanes
-    block_g = min(next_power_of_2(max(num_groups, 1)), tile)
-    block_n = min(next_power_of_2(num_rows), tile // block_g)
+    lanes = {1: 2048, 2: 2048, 4: 1024, 8: 512}[block_m]
+    block_n, block_g = rows_and_groups(num_rows, num_groups, layout, lanes)
     _gemv_quant_kernel.launch(
         (cdiv(num_rows, block_n),),
         y_ptr=y,

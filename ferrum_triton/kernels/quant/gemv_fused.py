@@ -37,7 +37,6 @@ from ferrum_triton.kernels.quant.small_m import ORDER, small_m_product, takes_sm
 from ferrum_triton.kernels.quant.thread_products import (
     Activations,
     Output,
-    padded,
     store_each,
     summed,
 )
@@ -52,7 +51,7 @@ def _store_gate_up(totals, out, first, ACTIVATION: tl.constexpr, PLAN: tl.conste
     """act(gate) · up of totals [row][token], gate's rows before up's, likewise."""
     M: tl.constexpr = PLAN.tokens
     ROWS: tl.constexpr = PLAN.rows
-    SUMS: tl.constexpr = padded(ROWS * M)
+    SUMS: tl.constexpr = triton.next_power_of_2(ROWS * M)
     # A product of gate beside that of up, so that one exchange of threads does for both.
     flat = ()
     for r in tl.static_range(ROWS):
@@ -62,12 +61,6 @@ def _store_gate_up(totals, out, first, ACTIVATION: tl.constexpr, PLAN: tl.conste
     i = tl.arange(0, SUMS)
     y = activated(gate, ACTIVATION) * up
     store_each(y, out, i % M, first + i // M, i < PLAN.rows * M)
-
-
-@triton.jit
-def _one_of(out, a, part, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """The block of rows that is this program's."""
-    one_block(out, a, part.matrix, part.block, part.column, LAYOUT, PLAN, PDL)
 
 
 @triton.jit
@@ -82,18 +75,14 @@ def _block_of_one(
     PDL: tl.constexpr,
 ):
     """A block of rows of one of three matrices."""
-    part = part_of_grid(matrices, PLAN.rows)
+    matrix, block, column, number = part_of_grid(matrices, PLAN.rows)
     # Matrices of one layout share one copy of the code, which then compiles once.
-    if FIRST == SECOND and SECOND == THIRD:
-        _one_of(out, a, part, FIRST, PLAN, PDL)
-    elif part.number == 0:
-        _one_of(out, a, part, FIRST, PLAN, PDL)
-    elif SECOND == THIRD:
-        _one_of(out, a, part, SECOND, PLAN, PDL)
-    elif part.number == 1:
-        _one_of(out, a, part, SECOND, PLAN, PDL)
+    if (FIRST == SECOND and SECOND == THIRD) or number == 0:
+        one_block(out, a, matrix, block, column, FIRST, PLAN, PDL)
+    elif SECOND == THIRD or number == 1:
+        one_block(out, a, matrix, block, column, SECOND, PLAN, PDL)
     else:
-        _one_of(out, a, part, THIRD, PLAN, PDL)
+        one_block(out, a, matrix, block, column, THIRD, PLAN, PDL)
 
 
 @kernel(dynamic=("num_rows", "num_rows_2", "num_rows_3"))
@@ -146,7 +135,7 @@ def _launch_several(
     """
     counts = [planes.shape[0] for planes, _ in parts]
     layouts = [layout_of(planes, kind, a.shape[1]) for planes, kind in parts]
-    plan = plan_of(config, a, a.shape[1] // 32, min(count for count in counts if count))
+    plan = plan_of(config, a, a.shape[0], min(count for count in counts if count))
     if not plan.ptx:  # AMD's compiler spills with more, and is slow at it
         plan = replace(plan, rows=min(plan.rows, 2))
     if activation:

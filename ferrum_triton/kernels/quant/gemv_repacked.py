@@ -42,7 +42,6 @@ from ferrum_triton.kernels.quant.thread_products import (
     integers_of,
     load_floats,
     no_totals,
-    padded,
     store_each,
     store_rows,
     summed,
@@ -59,7 +58,6 @@ class GemvPlan:
 
     Attributes:
         tokens: rows of activations.
-        groups: groups of 32 weights in a row of W.
         rows: rows of W in a block, a power of two, at most those of the smallest matrix.
         threads: threads of a program.
         persistent: programs take several blocks of rows, K in one step.
@@ -75,7 +73,6 @@ class GemvPlan:
     """
 
     tokens: int
-    groups: int
     rows: int
     threads: int
     persistent: bool = False
@@ -228,7 +225,7 @@ def row_sums(
     THREADS: tl.constexpr = PLAN.threads
     M: tl.constexpr = PLAN.tokens
     SPAN: tl.constexpr = _span_of_both(FIRST, SECOND)
-    SPANS: tl.constexpr = PLAN.groups // SPAN
+    SPANS: tl.constexpr = FIRST.groups // SPAN
     STEPS: tl.constexpr = (SPANS + THREADS - 1) // THREADS
     COUNT: tl.constexpr = PLAN.rows if SECOND is None else 2 * PLAN.rows
     zero = first.num_rows >> 31  # 0, but the compiler cannot know it
@@ -298,7 +295,7 @@ def _persistent(out, a, matrix, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: t
     FORMAT: tl.constexpr = LAYOUT.format
     SPAN: tl.constexpr = LAYOUT.span
     thread = tl.arange(0, THREADS)
-    mask = thread < PLAN.groups // SPAN
+    mask = thread < LAYOUT.groups // SPAN
     program, programs = tl.program_id(0), tl.num_programs(0)
     blocks = (matrix.num_rows + PLAN.rows - 1) // PLAN.rows
     zero = tl.zeros([THREADS], tl.int32)
@@ -329,11 +326,11 @@ def _persistent_deferred(
     """
     FORMAT: tl.constexpr = LAYOUT.format
     SPAN: tl.constexpr = LAYOUT.span
-    PARTS: tl.constexpr = PLAN.groups // SPAN
+    PARTS: tl.constexpr = LAYOUT.groups // SPAN
     M: tl.constexpr = PLAN.tokens
     ROWS: tl.constexpr = PLAN.rows
     DEFERRED: tl.constexpr = PLAN.deferred
-    SUMS: tl.constexpr = padded(DEFERRED * ROWS * M)
+    SUMS: tl.constexpr = triton.next_power_of_2(DEFERRED * ROWS * M)
     THREADS: tl.constexpr = PLAN.threads
     thread = tl.arange(0, THREADS)
     mask = thread < PARTS
@@ -429,11 +426,11 @@ def launch_gemv(
         residual: [m, n], unit stride along n.
     """
     if isinstance(a, Int16Activations):
-        x, scales_and_sums, k = a.codes, a.scales_and_sums, a.num_weights
+        x, scales_and_sums, k = a.codes, a.scales_and_sums, 2 * a.codes.shape[1]
     else:
         x, scales_and_sums, k = a, None, a.shape[1]
     num_rows, layout = planes.shape[0], layout_of(planes, kind, k)
-    plan = plan_of(config, x, k // 32, num_rows)
+    plan = plan_of(config, x, x.shape[0], num_rows)
     programs = cdiv(num_rows, plan.rows)
     if config["path"] == "persistent":
         plan, programs = _persistent_plan(config, plan, layout, programs, x)
@@ -459,15 +456,18 @@ def launch_gemv(
     return out
 
 
-def plan_of(config: Config, x: Tensor, groups: int, fewest: int) -> GemvPlan:
-    """What is constant in a plain launch on x [m, ..], by matrices of ``fewest`` rows or more."""
-    num_tokens, ptx = x.shape[0], uses_ptx(x)
+def plan_of(config: Config, x: Tensor, num_tokens: int, fewest: int) -> GemvPlan:
+    """What is constant in a plain launch whose programs take so many tokens of ``x``.
+
+    Args:
+        fewest: rows of the smallest matrix.
+    """
+    ptx = uses_ptx(x)
     rows = min(int(config["rows"]), previous_power_of_2(fewest))
     if not ptx and num_tokens > 2:  # AMD's compiler spills with more, and is slow at it
         rows = min(rows, 4)
     return GemvPlan(
         tokens=num_tokens,
-        groups=groups,
         rows=rows,
         threads=32 * int(config.get("warps", 1)),
         ordered=ptx and bool(config.get("ordered", True)),
@@ -486,7 +486,7 @@ def _persistent_plan(
     programs = min(blocks, processors(x.device) * int(config["ctas_per_sm"]))
     steps = cdiv(blocks, programs)
     deferred = steps if config["deferred"] and steps * plan.rows * plan.tokens <= MOST_SUMS else 0
-    threads = persistent_threads(plan.groups // layout.span)
+    threads = persistent_threads(layout.groups // layout.span)
     return replace(plan, persistent=True, deferred=deferred, threads=threads), programs
 
 

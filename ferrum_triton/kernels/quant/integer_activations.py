@@ -4,7 +4,7 @@ Chosen where too many programs would each make those of the groups that they tak
 :mod:`ferrum_triton.kernels.quant.thread_products` says how.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,28 +23,17 @@ from ferrum_triton.kernels.quant.thread_products import (
 from ferrum_triton.kernels.rows import cdiv
 
 
-@dataclass(frozen=True, eq=False)
-class Int16Activations:
+class Int16Activations(NamedTuple):
     """Activations of 16 bits, with a step for each 32.
 
     Attributes:
         codes: int32 [m, K / 2], two integers a word, the first lower.
         scales_and_sums: int32 [m, K / 32, 4]: the bits of a step as float32, the sums of the first
             16 integers and of the others, and nothing.
-        dtype: dtype they had, which products have too.
     """
 
     codes: Tensor
     scales_and_sums: Tensor
-    dtype: torch.dtype
-
-    @property
-    def num_tokens(self) -> int:
-        return self.codes.shape[0]
-
-    @property
-    def num_weights(self) -> int:
-        return self.codes.shape[1] * 2
 
 
 @triton.jit
@@ -128,4 +117,4 @@ def int16_activations(a: Tensor) -> Int16Activations:
             PTX=ptx,
             num_warps=1,
         )
-    return Int16Activations(codes, found, a.dtype)
+    return Int16Activations(codes, found)

@@ -48,7 +48,9 @@ class Layout:
         format: the format's description.
         q, h, s, t, d: bytes of a row of low bits, high bits, scales, their high bits, and block
             scales; 0 of a plane that there is not.
-        span: groups of 32 weights a thread takes at a time.
+        groups: groups of 32 weights in a row.
+        span: groups a thread takes at a time.
+        asm: PTX that unpacks 16 weights for tensor cores; "" where none is used.
     """
 
     format: BlockFormat
@@ -57,7 +59,9 @@ class Layout:
     s: int
     t: int
     d: int
+    groups: int
     span: int
+    asm: str = ""
 
 
 class Matrix(NamedTuple):
@@ -430,8 +434,9 @@ def is_aligned(x: Tensor) -> bool:
 
 def layout_of(planes: Tensor, kind: str, num_weights: int) -> Layout:
     """The layout of a matrix whose rows have ``num_weights`` weights."""
-    fmt = FORMATS[file_kind(kind)]
-    return Layout(fmt, **row_sizes(planes, kind, num_weights), span=span_of(fmt, num_weights // 32))
+    fmt, groups = FORMATS[file_kind(kind)], num_weights // 32
+    sizes = row_sizes(planes, kind, num_weights)
+    return Layout(fmt, **sizes, groups=groups, span=span_of(fmt, groups))
 
 
 def row_sizes(planes: Tensor, kind: str, num_weights: int) -> dict[str, int]:

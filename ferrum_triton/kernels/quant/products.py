@@ -130,14 +130,13 @@ def heuristic(
     gpu: Gpu, kind: str, bucket: str, num_tokens: int, num_rows: int, num_groups: int
 ) -> Config:
     """What to launch for 16-bit activations where nothing was measured; see :data:`products`."""
+    shape = (kind, bucket, num_tokens, num_rows, num_groups)
     if bucket == "few":
-        ptx = gpu.capability >= (8, 0)
-        if num_tokens >= FEWEST_TOKENS and num_groups % 8 == 0 and num_rows >= 16 and ptx:
+        if not fits(gpu, {"path": "small_m"}, *shape):
             return small_m_heuristic(gpu, num_rows, num_groups // 8)
         return gemv_heuristic(kind, num_tokens, num_rows, num_groups)
     if num_tokens <= FEW:
         config = persistent_heuristic(kind, num_tokens, num_rows)
-        shape = (kind, bucket, num_tokens, num_rows, num_groups)
         is_short = num_groups <= LONG_GROUPS // 2 and gpu.capability[0] == 9
         if config is not None and is_short and not fits(gpu, config, *shape):
             return config

@@ -5,7 +5,7 @@ words of each plane. Pairs are those of :mod:`ferrum_triton.kernels.quant.fragme
 being eight of them; every tensor here is int32 [threads], with a pair in each.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import triton
 import triton.language as tl
@@ -25,62 +25,36 @@ from ferrum_triton.kernels.quant.fragments import (
 )
 from ferrum_triton.kernels.quant.planes import (
     STREAM,
+    Layout,
     fp16_pair,
+    layout_of,
     load_one,
     load_words,
-    row_sizes,
     uses_ptx,
 )
 from ferrum_triton.kernels.quant.thread_products import permuted
-from ferrum_triton.quant.formats import FORMATS, BlockFormat
-from ferrum_triton.quant.kinds import file_kind
 
 # Weights a quad takes at a time.
 BLOCK = 256
 _EIGHT = tl.constexpr((tl.int32,) * 8)
 
 
-@dataclass(frozen=True)
-class QuadLayout:
-    """A matrix in planes as quads unpack it.
-
-    Attributes:
-        q, h, s, t, d: bytes of a row in each plane, 0 of one that there is not.
-        format: the format's description.
-        blocks: blocks of 256 weights in a row.
-        asm: PTX that unpacks 16 weights; "" where there is no PTX.
-    """
-
-    q: int
-    h: int
-    s: int
-    t: int
-    d: int
-    format: BlockFormat
-    blocks: int
-    asm: str
-
-    @property
-    def is_late(self) -> bool:
-        """Whether d is taken after the sum over a block."""
-        return self.format.scale_code != ""
-
-    @property
-    def sums_minimums(self) -> bool:
-        """Whether a block's minimums are a product of their own, with sums of activations."""
-        return self.is_late and self.format.has_minimum
-
-    @property
-    def ptx(self) -> bool:
-        return self.asm != ""
+def quad_layout(planes: Tensor, kind: str, num_weights: int) -> Layout:
+    """The layout of a matrix whose rows have ``num_weights`` weights, with PTX where there is."""
+    layout = layout_of(planes, kind, num_weights)
+    return replace(layout, asm=unpacking_of(layout.format)) if uses_ptx(planes) else layout
 
 
-def quad_layout(planes: Tensor, kind: str, num_weights: int) -> QuadLayout:
-    """The layout of a matrix whose rows have ``num_weights`` weights."""
-    fmt = FORMATS[file_kind(kind)]
-    asm = unpacking_of(fmt) if uses_ptx(planes) else ""
-    sizes = row_sizes(planes, kind, num_weights)
-    return QuadLayout(**sizes, format=fmt, blocks=num_weights // BLOCK, asm=asm)
+@triton.constexpr_function
+def is_late(fmt):
+    """Whether d is taken after the sum over a block."""
+    return fmt.scale_code != ""
+
+
+@triton.constexpr_function
+def sums_minimums(fmt):
+    """Whether a block's minimums are a product of their own, with sums of activations."""
+    return is_late(fmt) and fmt.has_minimum
 
 
 @triton.constexpr_function
@@ -120,6 +94,7 @@ def load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, ROWS: tl.c
     H_EACH: tl.constexpr = thread_bytes("h", FORMAT)
     S_EACH: tl.constexpr = thread_bytes("s", FORMAT)
     D_EACH: tl.constexpr = thread_bytes("d", FORMAT)
+    PTX: tl.constexpr = LAYOUT.asm != ""
     num_rows = tl.full((), 1, tl.int64) * matrix.num_rows
     planes_ptr = matrix.ptr
     q_ptr = _pointer(planes_ptr, row, thread, block, LAYOUT.q, Q_EACH)
@@ -139,11 +114,11 @@ def load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, ROWS: tl.c
         q = ()
         at = (q_ptr + 8 * r * LAYOUT.q).to(tl.pointer_type(tl.int32))
         for i in tl.static_range(Q_EACH // 16):
-            q += load_words(at + 4 * i, mask, 4, LAYOUT.ptx, STREAM)
+            q += load_words(at + 4 * i, mask, 4, PTX, STREAM)
         h = ()
         at = (h_ptr + 8 * r * LAYOUT.h).to(tl.pointer_type(tl.int32))
         if H_EACH > 0:
-            h = load_words(at, mask, H_EACH // 4, LAYOUT.ptx, STREAM)
+            h = load_words(at, mask, H_EACH // 4, PTX, STREAM)
         s = ()
         if SCALES == "packed":
             low = load_one((s_ptr + 8 * r * LAYOUT.s).to(tl.pointer_type(tl.uint16)), mask)
@@ -155,7 +130,7 @@ def load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, ROWS: tl.c
             s = (load_one((s_ptr + 8 * r * LAYOUT.s).to(tl.pointer_type(tl.int32)), mask),)
         at = d_ptr + 8 * r * LAYOUT.d
         if D_EACH == 8:
-            d = load_words(at.to(tl.pointer_type(tl.int32)), mask, 2, LAYOUT.ptx, STREAM)
+            d = load_words(at.to(tl.pointer_type(tl.int32)), mask, 2, PTX, STREAM)
         elif D_EACH == 4:
             d = (load_one(at.to(tl.pointer_type(tl.int32)), mask),)
         elif D_EACH == 2:
@@ -232,6 +207,7 @@ def weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
     SCALES: tl.constexpr = LAYOUT.format.scale_code
     ASM: tl.constexpr = LAYOUT.asm
     CONSTRAINTS: tl.constexpr = constraints_of(LAYOUT.format)
+    PTX: tl.constexpr = LAYOUT.asm != ""
     q, h, s, d = row
     more = None
     if BITS == 8:
@@ -247,7 +223,7 @@ def weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
     scale = None
     if SCALES != "":
         scale = _scale(s, d, J, SCALES)
-    if LAYOUT.ptx:
+    if PTX:
         args = words
         if more is not None:
             args += (more, more)
@@ -262,9 +238,14 @@ def weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
         pairs = _unpacked(words, more, scale, FORMAT)
     if SCALES == "" and LAYOUT.format.has_minimum:
         both = d[J // 2]
-        pairs = _times(pairs, _twice(both, 0, LAYOUT.ptx), _twice(both, 1, LAYOUT.ptx), LAYOUT.ptx)
+        pairs = _times(
+            pairs,
+            _twice(both, 0, PTX),
+            _twice(both, 1, PTX),
+            PTX,
+        )
     elif SCALES == "":
-        pairs = _times(pairs, _twice(d[0], J // 2, LAYOUT.ptx), None, LAYOUT.ptx)
+        pairs = _times(pairs, _twice(d[0], J // 2, PTX), None, PTX)
     return pairs
 
 
@@ -313,12 +294,12 @@ def late_scales(row, LAYOUT: tl.constexpr):
 @triton.jit
 def minimum(row, J: tl.constexpr, LAYOUT: tl.constexpr):
     """The integer minimum of a thread's weights 16 J and on, twice; 0 of a format without."""
-    if LAYOUT.sums_minimums:
+    if sums_minimums(LAYOUT.format):
         BYTE: tl.constexpr = 2 * (J // 2) + 1 if LAYOUT.format.scale_code == "pair" else J
         word = row[2][0]
         if LAYOUT.format.scale_code == "nibbles":
             word = (word >> 4) & 0x0F0F0F0F
-        if LAYOUT.ptx:
+        if LAYOUT.asm != "":
             pair = tl.inline_asm_elementwise(
                 byte_asm(BYTE), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
             )

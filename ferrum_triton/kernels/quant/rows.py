@@ -7,9 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.quant.decode import block_layout, decode, first_weight, groups_of
+from ferrum_triton.kernels.quant.decode import (
+    block_layout,
+    decode,
+    first_weight,
+    groups_of,
+    rows_and_groups,
+)
 from ferrum_triton.kernels.quant.plane_rows import decode_planes
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2, row_views
+from ferrum_triton.kernels.rows import cdiv, row_views
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant.kinds import format_of
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -32,10 +38,8 @@ def _decode_rows_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    FORMAT: tl.constexpr = LAYOUT.format
-    GROUPS: tl.constexpr = LAYOUT.groups
-    LANES: tl.constexpr = LAYOUT.lanes
     PLANES: tl.constexpr = LAYOUT.planes
+    LANES: tl.constexpr = LAYOUT.lanes
     tiles_per_row = tl.cdiv(num_groups, BLOCK_G)
     y_row = (tl.program_id(0) // tiles_per_row).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     y_row = y_row[:, None, None]
@@ -48,13 +52,13 @@ def _decode_rows_kernel(
         row = tl.load(ids_ptr + y_row, mask=y_row < num_rows, other=-1).to(tl.int64)
         known = mask & (row >= 0) & (row < table_rows)
 
-    block = blocks_ptr + row * stride_blocks_row * LAYOUT.align + g // GROUPS * LAYOUT.block_bytes
-    y_block = y_ptr + y_row * stride_y_row + g // GROUPS * LAYOUT.block_size
+    rows = blocks_ptr + row * stride_blocks_row * LAYOUT.align
+    y_block = y_ptr + y_row * stride_y_row + g // LAYOUT.groups * LAYOUT.format.block_size
     for PLANE in tl.static_range(PLANES):
         # [BLOCK_R, BLOCK_G, LANES]
-        weights = decode(block, g % GROUPS, lane, known, PLANE, FORMAT, LAYOUT.align)
+        weights = decode(rows, g, lane, known, PLANE, LAYOUT)
         weights = tl.where(known, weights, 0.0)
-        at = y_block + first_weight(g % GROUPS, PLANE, FORMAT) + lane
+        at = y_block + first_weight(g % LAYOUT.groups, PLANE, LAYOUT) + lane
         tl.store(at, weights.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -65,9 +69,7 @@ def _decode_rows(y: Tensor, blocks: Tensor, ids: Tensor | None, kind: str) -> No
     layout = block_layout(kind, blocks)
     num_rows, num_weights = y.shape
     num_groups = groups_of(num_weights, layout)
-    tile = TILE_LANES // layout.lanes
-    block_g = min(next_power_of_2(num_groups), tile)
-    block_r = min(next_power_of_2(num_rows), tile // block_g)
+    block_r, block_g = rows_and_groups(num_rows, num_groups, layout, TILE_LANES)
     _decode_rows_kernel.launch(
         (cdiv(num_rows, block_r) * cdiv(num_groups, block_g),),
         y_ptr=y,

@@ -31,10 +31,12 @@ from ferrum_triton.kernels.quant.matrices import Part, launch_matrices, part_of_
 from ferrum_triton.kernels.quant.planes import Matrix, fp16_pair, load_words, uses_ptx
 from ferrum_triton.kernels.quant.quad_weights import (
     BLOCK,
+    is_late,
     late_scales,
     load_rows,
     minimum,
     quad_layout,
+    sums_minimums,
     weights,
 )
 from ferrum_triton.kernels.quant.thread_products import Output, store_each, summed_over_warps
@@ -108,10 +110,10 @@ def _activations(x_ptr, block, PTX: tl.constexpr):
 @triton.jit
 def _scaled(acc, total, low, row, LAYOUT: tl.constexpr):
     """One row's sums of two tokens: acc + d · total - m · low, where d is taken late."""
-    if LAYOUT.is_late:
+    if is_late(LAYOUT.format):
         d, m = late_scales(row, LAYOUT)
         total = (tl.fma(d, total[0], acc[0]), tl.fma(d, total[1], acc[1]))
-        if LAYOUT.sums_minimums:
+        if sums_minimums(LAYOUT.format):
             total = (tl.fma(-m, low[0], total[0]), tl.fma(-m, low[1], total[1]))
     return total
 
@@ -120,16 +122,16 @@ def _scaled(acc, total, low, row, LAYOUT: tl.constexpr):
 def _add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """acc plus a block of a thread's two rows, of two layouts, by :func:`_activations`."""
     none = tl.zeros_like(acc[0])
-    start = (none, none) if FIRST.is_late else (acc[0], acc[1])
-    total = start + ((none, none) if SECOND.is_late else (acc[2], acc[3]))
+    start = (none, none) if is_late(FIRST.format) else (acc[0], acc[1])
+    total = start + ((none, none) if is_late(SECOND.format) else (acc[2], acc[3]))
     for j in tl.static_range(4):
         a = weights(rows[0], j, FIRST)
         b = weights(rows[1], j, SECOND)
         for p in tl.static_range(4):
             pairs = (a[2 * p], b[2 * p], a[2 * p + 1], b[2 * p + 1])
-            total = _mma(total, pairs, (x[j][2 * p], x[j][2 * p + 1]), FIRST.ptx)
+            total = _mma(total, pairs, (x[j][2 * p], x[j][2 * p + 1]), FIRST.asm != "")
     low = (none, none, none, none)
-    if FIRST.sums_minimums or SECOND.sums_minimums:
+    if sums_minimums(FIRST.format) or sums_minimums(SECOND.format):
         for j in tl.static_range(2):
             pairs = (
                 minimum(rows[0], 2 * j, FIRST),
@@ -137,7 +139,7 @@ def _add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
                 minimum(rows[0], 2 * j + 1, FIRST),
                 minimum(rows[1], 2 * j + 1, SECOND),
             )
-            low = _mma(low, pairs, (sums[2 * j], sums[2 * j + 1]), FIRST.ptx)
+            low = _mma(low, pairs, (sums[2 * j], sums[2 * j + 1]), FIRST.asm != "")
     of_first = _scaled((acc[0], acc[1]), (total[0], total[1]), (low[0], low[1]), rows[0], FIRST)
     of_second = _scaled((acc[2], acc[3]), (total[2], total[3]), (low[2], low[3]), rows[1], SECOND)
     return of_first + of_second
@@ -179,7 +181,7 @@ def _sums_of_rows(
         FIRST, SECOND: layouts.
     """
     BOTH: tl.constexpr = FIRST if SECOND is None else SECOND
-    BLOCKS: tl.constexpr = FIRST.blocks
+    BLOCKS: tl.constexpr = FIRST.groups // 8
     i = tl.arange(0, 32 * WARPS)
     warp, quad, thread = i // 32, i // 4 % 8, i % 4
     row = (row + quad).to(tl.int64)
@@ -193,14 +195,14 @@ def _sums_of_rows(
     acc = (none, none, none, none)
     pdl_wait(PDL)
     pdl_trigger(PDL)
-    activations = _activations(x_ptr, tl.minimum(warp, BLOCKS - 1), FIRST.ptx)
+    activations = _activations(x_ptr, tl.minimum(warp, BLOCKS - 1), FIRST.asm != "")
     for step in range((BLOCKS + WARPS - 1) // WARPS):
         block = tl.minimum(step * WARPS + warp, BLOCKS - 1)
         sums = None
-        if FIRST.sums_minimums or BOTH.sums_minimums:
-            sums = load_words(sums_ptr + block * PIECE, None, 4, FIRST.ptx, "")
+        if sums_minimums(FIRST.format) or sums_minimums(BOTH.format):
+            sums = load_words(sums_ptr + block * PIECE, None, 4, FIRST.asm != "", "")
         ahead = (step + 1) * WARPS + warp
-        later_activations = _activations(x_ptr, tl.minimum(ahead, BLOCKS - 1), FIRST.ptx)
+        later_activations = _activations(x_ptr, tl.minimum(ahead, BLOCKS - 1), FIRST.asm != "")
         later = _two_rows(first, second, row, thread, ahead, ahead < BLOCKS, FIRST, SECOND)
         acc = _add_block(acc, rows, activations, sums, FIRST, BOTH)
         rows, activations = later, later_activations
@@ -293,13 +295,9 @@ def _small_m_kernel(
         matrices = (matrix, Matrix(planes_2_ptr, num_rows_2), Matrix(planes_3_ptr, num_rows_3))
         part = part_of_grid(matrices, 16)
         # Matrices of one layout share one copy of the code, which then compiles once.
-        if LAYOUT == LAYOUT_2 and LAYOUT_2 == LAYOUT_3:
+        if (LAYOUT == LAYOUT_2 and LAYOUT_2 == LAYOUT_3) or part.number == 0:
             _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
-        elif part.number == 0:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
-        elif LAYOUT_2 == LAYOUT_3:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, WARPS, PDL)
-        elif part.number == 1:
+        elif LAYOUT_2 == LAYOUT_3 or part.number == 1:
             _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, WARPS, PDL)
         else:
             _sixteen_rows(out, x, num_tokens, part, LAYOUT_3, WARPS, PDL)

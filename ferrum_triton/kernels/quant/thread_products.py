@@ -319,16 +319,6 @@ def _group_value(total, first, dots, activations, raw, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _filled_up(values, PADDED: tl.constexpr):
-    """A tuple of PADDED tensors: the values, then zeros."""
-    zero = tl.zeros_like(values[0])
-    out = values
-    for _ in tl.static_range(PADDED - len(values)):
-        out += (zero,)
-    return out
-
-
-@triton.jit
 def _side_by_side(parts, PADDED: tl.constexpr):
     """Tensors [threads] laid beside each other in each thread: [threads, PADDED]."""
     THREADS: tl.constexpr = parts[0].shape[0]
@@ -383,7 +373,9 @@ def summed(values, PADDED: tl.constexpr, PTX: tl.constexpr, mask=None, WHOLE: tl
         for i in tl.static_range(len(values)):
             masked += (tl.where(mask, values[i], 0.0),)
         values = masked
-    parts = _filled_up(values, PADDED)
+    parts = values
+    for _ in tl.static_range(PADDED - len(values)):
+        parts += (tl.zeros_like(values[0]),)
     if PADDED == 1:
         total = tl.sum(parts[0], axis=0, keep_dims=True)
     elif PTX and PADDED <= 32:
@@ -409,22 +401,17 @@ def summed_over_warps(values, COUNT: tl.constexpr):
     return tl.sum(each, axis=0)
 
 
-@triton.constexpr_function
-def padded(count):
-    """The power of two from ``count`` on."""
-    return triton.next_power_of_2(count)
-
-
 @triton.jit
 def store_rows(totals, out, first, PTX: tl.constexpr):
     """Totals [row][token] added up over the threads, and stored to the rows from ``first`` on."""
     M: tl.constexpr = len(totals[0])
     SUMS: tl.constexpr = len(totals) * M
+    PADDED: tl.constexpr = triton.next_power_of_2(SUMS)
     flat = ()
     for r in tl.static_range(len(totals)):
         flat += totals[r]
-    y = summed(flat, padded(SUMS), PTX)
-    i = tl.arange(0, padded(SUMS))
+    y = summed(flat, PADDED, PTX)
+    i = tl.arange(0, PADDED)
     store_each(y, out, i % M, first + i // M, i < SUMS)
 
 
