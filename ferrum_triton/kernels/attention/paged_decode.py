@@ -63,7 +63,7 @@ class Units:
 
 
 # Scalars that change from call to call.
-DYNAMIC = "num_seqs capacity num_blocks q_len sliding_window shares least_tiles scale softcap"
+DYNAMIC = "num_seqs capacity num_blocks sliding_window shares least_tiles scale softcap"
 
 
 @kernel(dynamic=DYNAMIC.split())
@@ -98,7 +98,6 @@ def _paged_decode_kernel(
     num_seqs,
     capacity,  # keys a block table can hold
     num_blocks,
-    q_len,
     sliding_window,
     shares,  # units a head the tiles are shared among
     least_tiles,  # that are worth a cut
@@ -125,7 +124,7 @@ def _paged_decode_kernel(
     BLOCK_B: tl.constexpr = UNITS.block_b
     MAX_Q: tl.constexpr = UNITS.max_q
     FIXED: tl.constexpr = UNITS.fixed
-    batch = Sequences(kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity, q_len)
+    batch = Sequences(kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity)
     units, ends = units_of_sequences(
         batch,
         sliding_window,
@@ -316,7 +315,6 @@ def launch_decode(
         num_seqs=num_seqs,
         capacity=capacity,
         num_blocks=pool.num_blocks,
-        q_len=max_q,
         sliding_window=window,
         shares=shares,
         least_tiles=least_tiles,

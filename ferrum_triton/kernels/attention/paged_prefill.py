@@ -190,7 +190,7 @@ def _paged_prefill_kernel(
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     FEW: tl.constexpr = PREFILL.few
     NARROW: tl.constexpr = PREFILL.narrow
-    batch = Sequences(None, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity, 0)
+    batch = Sequences(None, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity)
     seq_queries, seq_keys, known = sequence_lengths(batch, tl.arange(0, BLOCK_B), ANY)
     blocks = tl.where(known & (seq_queries > FEW), tl.cdiv(seq_queries, BLOCK_Q), 0)
     ends = tl.cumsum(blocks, axis=0)

@@ -25,10 +25,9 @@ class Sequences(NamedTuple):
         kv_lens_ptr: keys of each sequence, [num_seqs], used without cu_seqlens_q.
         pos_offsets_ptr: position of each sequence's first query, [num_seqs].
         cu_seqlens_q_ptr: where each sequence's queries begin, [num_seqs + 1], or None: all have
-            q_len.
+            as many.
         num_seqs: sequences of the batch.
         capacity: keys a block table can hold.
-        q_len: queries of each sequence, used without cu_seqlens_q.
     """
 
     kv_lens_ptr: Any
@@ -36,7 +35,6 @@ class Sequences(NamedTuple):
     cu_seqlens_q_ptr: Any
     num_seqs: Any
     capacity: Any
-    q_len: Any
 
 
 @triton.jit
@@ -47,7 +45,7 @@ def sequence_lengths(batch, seq, MAX_Q: tl.constexpr):
     """
     known = seq < batch.num_seqs
     if batch.cu_seqlens_q_ptr is None:
-        queries = tl.zeros_like(seq) + batch.q_len
+        queries = tl.zeros_like(seq) + MAX_Q
         keys = tl.load(batch.kv_lens_ptr + seq, mask=known, other=0)
     else:
         first = tl.load(batch.cu_seqlens_q_ptr + seq, mask=known, other=0).to(tl.int32)
