@@ -10,7 +10,7 @@ from triton.runtime.interpreter import interpreter_builder
 
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.attention import decode_config, paged_prefill, plan
-from ferrum_triton.kernels.attention.pages import as_pool, scaled_queries
+from ferrum_triton.kernels.attention.pages import Pool, as_pool, scaled_queries
 from ferrum_triton.kernels.interpreter import run_raw
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.registry import OPS
@@ -144,7 +144,8 @@ def test_a_quantised_pool_is_the_pool_of_its_values(backend_name, make, dtype):
 def _products_kernel(y_ptr, x_ptr, POOL: tl.constexpr):
     at = tl.arange(0, 64)
     x = tl.load(x_ptr + at).to(tl.bfloat16)
-    queries = scaled_queries(x, 0, 0.5, 0.0, 0, 0, POOL)
+    head = Pool(x_ptr, x_ptr, x_ptr, x_ptr, 0)  # none of which is read
+    queries = scaled_queries(x, 0, 0.5, 0.0, 0, head, POOL)
     tl.store(y_ptr + at, queries.q.to(tl.float32) * queries.score_factor)
 
 

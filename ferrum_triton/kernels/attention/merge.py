@@ -42,6 +42,7 @@ def merge_rows(
     column,  # [BLOCK_D]
     HEAD_DIM: tl.constexpr,
     READ_ALL: tl.constexpr,  # parts that saw nothing are readable too
+    ROOM: tl.constexpr,  # parts to read whatever the counts, or 0
     BLOCK_P: tl.constexpr,
 ):
     """Merge the parts of a block of rows and store the result."""
@@ -52,17 +53,23 @@ def merge_rows(
     for first in range(0, most, BLOCK_P):
         part = (first + tl.arange(0, BLOCK_P))[None, :]
         known = in_rows[:, None] & (part < counts[:, None])
+        readable = known
+        if ROOM > 0:
+            readable = part < ROOM
         part = part.to(tl.int64)
         lse = tl.load(
-            part_lse_rows[:, None] + part * stride_part_lse, mask=known, other=float("-inf")
+            part_lse_rows[:, None] + part * stride_part_lse, mask=readable, other=float("-inf")
         )  # [BLOCK_R, BLOCK_P]
         if not READ_ALL:
-            known = lse != float("-inf")
+            readable = lse != float("-inf")
         values = tl.load(
             (part_rows[:, None] + part * stride_part)[:, :, None] + column[None, None, :],
-            mask=known[:, :, None] & in_head[None, None, :],
+            mask=readable[:, :, None] & in_head[None, None, :],
             other=0.0,
         ).to(tl.float32)  # [BLOCK_R, BLOCK_P, BLOCK_D]
+        if ROOM > 0:
+            lse = tl.where(known, lse, float("-inf"))
+            values = tl.where(known[:, :, None], values, 0.0)
         # In natural logarithms, as parts have them: a single part keeps every bit.
         new_max = tl.maximum(row_max, tl.max(lse, axis=1))
         weights = tl.exp2((lse - new_max[:, None]) * LOG2_E)
@@ -107,6 +114,7 @@ def _merge_kernel(
     num_parts,
     num_rows,  # num_seqs · num_tokens · num_heads; with cu_seqlens_q num_seqs · num_heads
     HEAD_DIM: tl.constexpr,
+    ROOM: tl.constexpr,  # parts that there is memory for, of one sequence; 0 of several
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -134,6 +142,9 @@ def _merge_kernel(
         counts = tl.load(cu_parts_ptr + seq + 1, mask=in_rows, other=0) - first.to(tl.int32)
         in_rows = in_rows & (counts > 1)
         most = tl.max(tl.where(in_rows, counts, 0), axis=0)
+        if ROOM > 0:
+            # Parts are asked for together with their number, not after it.
+            first, most = first * 0, ROOM
 
     out_rows = out_ptr + seq * stride_out_seq + token * stride_out_token + head * stride_out_head
     part_rows = parts_ptr + first * stride_parts_part + seq * stride_parts_seq
@@ -167,6 +178,7 @@ def _merge_kernel(
             column,
             HEAD_DIM=HEAD_DIM,
             READ_ALL=READ_ALL,
+            ROOM=ROOM,
             BLOCK_P=BLOCK_P,
         )
         out_rows += stride_out_token
@@ -246,6 +258,7 @@ def merge_parts(
         most_parts: bound on the parts of a sequence, with cu_parts.
     """
     num_parts, num_seqs, num_tokens, num_heads, head_dim = parts.shape
+    room = 0
     if cu_parts is None:
         num_rows = num_seqs * num_tokens * num_heads
         config = merge_config.pick(out.device, num_rows, num_parts, head_dim)
@@ -254,6 +267,9 @@ def merge_parts(
         config = merge_config.pick(out.device, 1, most_parts, head_dim)
         turns = 1 if cu_seqlens_q is not None else num_tokens
         num_rows = (cu_parts.shape[0] - 1) * turns * num_heads
+        is_one = cu_parts.shape[0] == 2 and cu_seqlens_q is None and config["BLOCK_R"] == 1
+        if is_one and most_parts <= config["BLOCK_P"]:
+            room = most_parts
     axes = ("seq", "token", "head")
     steps = (
         strides_of("out", out, *axes)
@@ -275,6 +291,7 @@ def merge_parts(
         num_parts=num_parts,
         num_rows=num_rows,
         HEAD_DIM=head_dim,
+        ROOM=room,
         **config,
     )
 
