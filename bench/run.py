@@ -166,9 +166,12 @@ def check(op: Op, call: Any, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     if operations > MAX_CHECKED_OPERATIONS:
         return got
     want = _as_tuple(op.reference(**theirs))
+    # Sums that are not rounded show what tensor cores drop below a sum's last bit at each addition:
+    # with eight products an addition, up to 3e-5 over 4096.
+    scale = 12.0 if arguments.get("wide") else 1.0
     try:
         for g, w in zip(got, want, strict=True):
-            assert_close(g, w, name=op.name)
+            assert_close(g, w, name=op.name, scale=scale)
         for name in op.mutates:
             if ours[name] is None:
                 continue

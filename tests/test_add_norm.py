@@ -9,6 +9,7 @@ from ferrum_triton.kernels.norm import fused_add_rms_norm
 from ferrum_triton.kernels.quant import add_norm, small_m
 from ferrum_triton.kernels.quant.activations import Order, arrange
 from ferrum_triton.kernels.quant.add_norm import NormedTokens
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
 from tests.test_quant_fused import weight
@@ -175,6 +176,15 @@ def test_products_over_nothing_are_zeros(backend, m):
     norm = norm_arguments(m, 0, torch.float16, torch.float32, backend.device)
     assert not backend.add_rms_norm_quant_qkv(*norm, w, None, w, kind, "", kind).any()
     assert not backend.add_rms_norm_quant_gate_up_silu(*norm, w, w, kind, kind).any()
+
+
+def test_products_over_nothing_compile():
+    w, kind = torch.empty(16, 0, dtype=torch.uint8, device="meta"), "Q8_0:planes"
+    norm = norm_arguments(9, 0, torch.float16, torch.float32, "meta")
+    with record_launches((9, 0)) as launches:
+        OPS["add_rms_norm_quant_qkv"].impls["triton"](*norm, w, None, w, kind, "", kind)
+    for launch in launches:
+        compile_launch(launch, TARGETS["sm_90"])
 
 
 def test_wrong_calls_are_refused():

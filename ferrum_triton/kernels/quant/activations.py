@@ -172,7 +172,7 @@ def room_for(num_tokens: int, num_weights: int, device: torch.device) -> Arrange
 def block_and_warps(padded: int) -> tuple[int, int]:
     """Elements of a token at a time, and a program's warps."""
     # Few tokens are a matter of latency: all of K at once where the registers hold it.
-    block = min(next_power_of_2(max(padded, 1)), LONGEST_BLOCK)
+    block = min(next_power_of_2(max(padded, STEP)), LONGEST_BLOCK)
     return block, 16 if block > 4096 else (8 if block > 1024 else 2)
 
 
