@@ -74,10 +74,14 @@ FAMILIES = {
     ),
     "ferrum_triton/backends/door": ("", "test_door test_replay"),
     "ferrum_triton/backends/metal": ("", "metal_shaders"),
+    "ferrum_triton/backends/torch_paged": (
+        "cpu and (paged or cache)",
+        "test_paged_cache test_paged_attention",
+    ),
     "ferrum_triton/contract": ("refused", "test_door test_agreement test_registry"),
     "ferrum_triton/overlap": ("", "test_door"),
     "ferrum_triton/registry": ("rms_norm", "test_registry test_door test_costs"),
-    "ferrum_triton/testing": ("", "test_contributing"),
+    "ferrum_triton/testing": ("cpu and rms_norm", "test_contributing test_testing"),
     "ferrum_triton/quant/": (
         "cpu and quantize",
         "test_quant_formats test_quant_load test_finite test_quant_planes",

@@ -1,6 +1,7 @@
 """Models of transformers before and after their conversion, and after it is undone."""
 
 import gc
+import re
 import weakref
 
 import pytest
@@ -128,6 +129,11 @@ def test_a_report_is_read_and_undone_once(files):
     assert "model.layers.*.feed_forward.w1" in text and "PackedLinear Q8_0:planes" in text
     assert text.startswith(f"{len(report.replaced)} modules replaced")
     assert text.endswith("attention: ferrum")
+    counts = [int(n) for n in re.findall(r"  x (\d+)$", text, re.MULTILINE)]
+    listed = [line for line in text.splitlines() if line.startswith("  ")]
+    assert min(counts) > 1, "one module is no group"
+    single = len(listed) - len(counts)
+    assert sum(counts) + single == len(report.replaced) + len(report.left)
     revert(model)
     with pytest.raises(FerrumError, match="undone before"):
         report.undo()
