@@ -43,6 +43,7 @@ FAMILIES = {
     K + "paged_cache": ("interpret and cache", "test_paged_cache"),
     K + "sampl": ("interpret and (rows or penalty)", "test_sampling_ops"),
     K + "resources": ("", "test_launch test_quant_sass"),
+    K + "parameters": ("", "test_tuning test_tune"),
     K + "tuning": ("", "test_tuning test_tune test_shipped"),
     K + "tables": ("", "test_tuning test_shipped"),
     K + "attention/": (
@@ -156,7 +157,7 @@ def mutations_of(path: Path) -> Iterator[Mutation]:
         ).decode()  # fmt: skip
 
     tree = ast.parse(text)
-    unread = {id(part) for note in _annotations(tree) for part in ast.walk(note)}
+    unread = {id(part) for note in _without_effect(tree) for part in ast.walk(note)}
     for node in ast.walk(tree):
         after = []
         if id(node) in unread:
@@ -191,13 +192,15 @@ def mutations_of(path: Path) -> Iterator[Mutation]:
             yield Mutation(file, node.lineno, source(node), changed, column)
 
 
-def _annotations(tree: ast.AST) -> Iterator[ast.AST]:
-    """The types that a file states, which Python does not evaluate."""
+def _without_effect(tree: ast.AST) -> Iterator[ast.AST]:
+    """What decides no result: types, which Python does not evaluate, and what benches time."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             yield node.annotation
         elif isinstance(node, ast.FunctionDef) and node.returns is not None:
             yield node.returns
+        elif isinstance(node, ast.keyword) and node.arg == "bench":
+            yield node.value
 
 
 def applied(text: str, mutation: Mutation) -> str:

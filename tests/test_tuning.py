@@ -61,6 +61,21 @@ def test_architectures_have_one_name(arch):
         assert (target.shared_limit, target.capability) == (found.shared_limit, found.capability)
 
 
+@pytest.mark.parametrize(
+    ("name", "taken", "refused"),
+    [
+        ("num_warps", (1, 2, 32), (0, 3, 64, True, None, "4")),
+        ("num_stages", (1, 3, 16), (0, 17, 2.0)),
+        ("num_ctas", (1, 8), (0, 3, 16)),
+        ("maxnreg", (None, 0, 128, 255), (-1, 256, "128")),
+        ("enable_fp_fusion", (True, False), (None, 0, 1)),
+    ],
+)
+def test_compiler_options_have_their_ranges(name, taken, refused):
+    assert not [value for value in taken if OPTIONS[name].refusal(value)]
+    assert all(OPTIONS[name].refusal(value) for value in refused)
+
+
 @pytest.fixture
 def tunable():
     """A choice of two paths, whose tiles hold a row."""
