@@ -1,5 +1,7 @@
 """Products of one or two tokens by persistent programs, and what is chosen for them."""
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -11,7 +13,8 @@ from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from tests.compiling import compiled
 from tests.test_quant_ops import packed, seeded
 
-KINDS = pytest.mark.parametrize("kind", [fmt.file.name for fmt in PLANE_FORMATS.values()])
+NAMES = [fmt.file.name for fmt in PLANE_FORMATS.values()]
+KINDS = pytest.mark.parametrize("kind", NAMES)
 # Blocks of four rows; on the CPU, whose processors are four, programs have up to three of them.
 EACH = persistent(4, 1)
 DEFERRED = persistent(4, 1, deferred=True)
@@ -102,12 +105,14 @@ def test_nothing_to_do_is_done():
     assert launched(EACH, torch.empty(0, 32).half(), planes, "Q4_0").shape == (0, 3)
 
 
-# Beside the sizes of the benches.
+# Beside the sizes of the benches, each kind with one of them in turns.
 SIZES = [(1, 28672, 4096), (2, 4096, 16384)]
 
 
-@KINDS
-@pytest.mark.parametrize(("num_tokens", "n", "k"), SIZES)
+@pytest.mark.parametrize(
+    ("kind", "num_tokens", "n", "k"),
+    [(kind, *size) for kind, size in zip(NAMES, cycle(SIZES), strict=False)],
+)
 def test_what_is_chosen_compiled_for_hopper(kind, num_tokens, n, k):
     planes = torch.empty(n, PLANE_FORMATS[f"{kind}:planes"].row_bytes(k), dtype=torch.uint8)
     a = torch.empty(num_tokens, k, dtype=torch.bfloat16, device="meta")

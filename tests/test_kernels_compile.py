@@ -19,24 +19,37 @@ from tests.compiling import compiled, launches_of
 
 load_kernels("interpret")
 
-# Every word of a case's id is compiled once for the GPU that is measured, and but for shapes once
-# for one of the others.
+# Every word of a case's id is compiled once for the GPU that is measured. Of the words that choose
+# a kernel or what it is made of, such as formats and layouts, each is compiled once for one of the
+# others as well. Numbers of tokens choose between kernels in products alone.
 MEASURED = "sm_90"
 ELSEWHERE = [name for name in TARGETS if name != MEASURED]
 SHAPE = re.compile(r"n\d+k\d+")
+SIZE = re.compile(r"n\d+k\d+|[mtbl]\d+|ctx\d+|(prefill|mixed)\(.*\)")
+
+
+def chooses(op, word):
+    """Whether launches differ by a word in more than numbers, whatever the GPU."""
+    is_product = "gemm" in op.name or "_quant" in op.name
+    return not (SHAPE if is_product else SIZE).fullmatch(word)
 
 
 def cases():
     """(op, case, target) of the kernels that bench cases launch."""
     params, turns = [], cycle(ELSEWHERE)
     for op in OPS.values():
-        seen = set()
+        seen, seen_elsewhere = set(), set()
         for case in op.bench if "triton" in op.impls else ():
             # A format in file order is one word.
-            words = set(case.id.replace("file/", "file ").split("/")) - seen
+            words = set(case.id.replace("file/", "file ").split("/"))
+            names = [MEASURED] if words - seen else []
             seen |= words
-            names = [MEASURED] if words else []
-            names += [next(turns)] if any(not SHAPE.match(word) for word in words) else []
+            # Two tokens take the kernel of one, which gemv_quant has compiled for every format.
+            if not (op.name == "gemm_quant" and "m2" in words):
+                chosen = {word for word in words if chooses(op, word)}
+                is_first = not seen_elsewhere
+                names += [next(turns)] if is_first or chosen - seen_elsewhere else []
+                seen_elsewhere |= words
             for name in names:
                 params.append(pytest.param(op, case, name, id=f"{op.name}/{case.id}-{name}"))
     return params

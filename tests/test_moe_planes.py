@@ -1,6 +1,7 @@
 """The experts of a layer in planes: the whole of it, and what its kernels take of a GPU."""
 
 import re
+from itertools import cycle, zip_longest
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
 from tests.compiling import compiled
 
-KINDS = pytest.mark.parametrize("kind", PLANE_FORMATS)
+KINDS = list(PLANE_FORMATS)
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -46,8 +47,20 @@ def test_a_layer_is_its_definition(backend, num_tokens):
     assert_close(got, moe_layer.defined(**call, gate_up=gate_up, down=down), scale=2)
 
 
-@pytest.mark.parametrize("mix", [*MIXES.values(), *map(Mix, OTHER_TILES.values())], ids=str)
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_0", "Q3_K"])
+# Every mix with two kinds, in turns: each kind meets short words and long, by TMA and not.
+@pytest.mark.parametrize(
+    ("mix", "kind"),
+    [
+        (mix, kind)
+        for mix, kinds in zip(
+            [*MIXES.values(), *map(Mix, OTHER_TILES.values())],
+            cycle([("Q4_K", "Q3_K"), ("Q6_K", "Q5_0")]),
+            strict=False,
+        )
+        for kind in kinds
+    ],
+    ids=str,
+)
 def test_every_mix_of_tiles_gives_the_products(mix, kind):
     """Whatever the number of pairs: an expert has all of them, one has none."""
     weights = torch.randn(3, 9, 512, generator=torch.Generator().manual_seed(0)) / 512**0.5
@@ -139,9 +152,11 @@ def test_experts_that_are_one_matrix():
         assert_close(got, gated(a.double(), gate, up, ids, *["Q4_K:planes"] * 2), scale=2)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q3_K"])
-@pytest.mark.parametrize("num_rows", [128, 192])
-@pytest.mark.parametrize("use_tma", [False, True])
+# Every pair of a kind, a number of rows and how tiles come.
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "use_tma"),
+    [("Q4_K", 128, False), ("Q4_K", 192, True), ("Q3_K", 128, True), ("Q3_K", 192, False)],
+)
 def test_a_program_takes_tiles_one_after_the_other(kind, num_rows, use_tma):
     """Of gate and up and alone; pairs of no expert get zeros whatever lay there."""
     generator = torch.Generator().manual_seed(0)
@@ -240,9 +255,14 @@ def products(kind, num_tokens, target, gated=False):
     return launches
 
 
-@KINDS
+# Every kind in the tiles of many pairs, which take the most registers, and in others in turns.
 @pytest.mark.parametrize(
-    ("num_tokens", "gated"), [(8, True), (256, False), (512, True), (4096, False)]
+    ("kind", "num_tokens", "gated"),
+    [(kind, 4096, False) for kind in KINDS]
+    + [
+        (kind, *tiles)
+        for kind, tiles in zip(KINDS, cycle([(8, True), (256, False), (512, True)]), strict=False)
+    ],
 )
 def test_tiles_compiled_for_hopper(kind, num_tokens, gated):
     """No spills, and weights stay in their registers, pairs of neighbours of K."""
@@ -291,10 +311,14 @@ def pair_launch(kind, up_kind="", target="sm_90", **options):
     return launches[-1]
 
 
-@KINDS
-@pytest.mark.parametrize("two", ["", "Q4_K:planes"])
-def test_pairs_compiled_for_hopper(kind, two):
-    assert ".ftz" not in compiled(pair_launch(kind, two)).asm["ptx"]
+# Every kind alone, and as gate or up of another; the last one as both.
+@pytest.mark.parametrize(
+    ("gate", "up"),
+    [(kind, "") for kind in KINDS]
+    + list(zip_longest(KINDS[::2], KINDS[1::2], fillvalue=KINDS[-1])),
+)
+def test_pairs_compiled_for_hopper(gate, up):
+    assert ".ftz" not in compiled(pair_launch(gate, up)).asm["ptx"]
 
 
 def test_gate_and_up_share_their_activations():

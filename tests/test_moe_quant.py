@@ -73,9 +73,21 @@ def test_one_expert_is_the_dense_product(backend, kind):
     close(gated[:, 0], backend.silu_mul(dense, dense).cpu())
 
 
-@FEW_KINDS
-@BOTH_WAYS
-@pytest.mark.parametrize("per_slot", [False, True])
+# Each kind with both dtypes; kinds of a file, and those in planes, between them with rows of tokens
+# and of slots for each.
+@pytest.mark.parametrize(
+    ("kind", "dtype", "per_slot"),
+    [
+        ("Q4_K", torch.float32, False),
+        ("Q4_K", torch.float16, True),
+        ("MXFP4", torch.float32, True),
+        ("MXFP4", torch.float16, False),
+        ("Q4_K:planes", torch.float32, True),
+        ("Q4_K:planes", torch.float16, False),
+        ("Q6_K:planes", torch.float32, False),
+        ("Q6_K:planes", torch.float16, True),
+    ],
+)
 def test_slots_permute_through(backend, kind, dtype, per_slot):
     """A slot's row depends on its id and its activations alone, and equal ids give equal rows."""
     blocks = stack(kind, 4, 5, 2).to(backend.device)
@@ -277,12 +289,19 @@ def test_tensor_cores_take_any_kind_in_planes(backend, kind, dtype):
 # Buckets.
 
 
-@FEW_KINDS
+SPREADS = [("even", False), ("one expert", True), ("last expert", False), ("mostly none", True)]
+
+
+# Each kind with every spread. The kinds of a file meet each of them in both dtypes between them,
+# and so do those in planes.
 @pytest.mark.parametrize(
-    ("spread", "per_slot"),
-    [("even", False), ("one expert", True), ("last expert", False), ("mostly none", True)],
+    ("kind", "spread", "per_slot", "dtype"),
+    [
+        (kind, *spread, (torch.float32, torch.float16)[(i + first) % 2])
+        for kind, first in (("Q4_K", 0), ("MXFP4", 1), ("Q4_K:planes", 0), ("Q6_K:planes", 1))
+        for i, spread in enumerate(SPREADS)
+    ],
 )
-@BOTH_WAYS
 def test_buckets_give_what_ids_give(backend, kind, spread, per_slot, dtype):
     """However pairs are spread: over all tiles, or all in one bucket."""
     # float32 has no tiles of planes.

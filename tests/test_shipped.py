@@ -75,10 +75,15 @@ def shipped_for(arch):
 
 
 def unfit_rows(op, choices, target):
-    """Why each different configuration that an op's rows give cannot be launched."""
+    """Why each different configuration that an op's rows give cannot be launched.
+
+    By the first case that has it, which ``test_kernels_compile.py`` mostly has compiled.
+    """
     chosen = [c for c in choices if c.pick.tunable.op == op and c.pick.row is not None]
-    different = {tuple(sorted(c.pick.config.items())): c for c in chosen}.values()
-    return [reason for c in different if (reason := compile_refusal(c.op, c.case, target))]
+    different = {}
+    for choice in chosen:
+        different.setdefault(tuple(sorted(choice.pick.config.items())), choice)
+    return [reason for c in different.values() if (reason := compile_refusal(c.op, c.case, target))]
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: f"{file.parent.name}-{file.stem}")

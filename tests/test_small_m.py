@@ -136,8 +136,12 @@ def test_matrices_side_by_side_and_gate_beside_up(kinds, num_tokens, device):
         assert ((got.double() - want).norm() / want.norm()).item() < 1e-3
 
 
-@KINDS
-@pytest.mark.parametrize(("target", "n", "k"), [("sm_90", 512, 768), ("sm_80", 4096, 14336)])
+# Every format for Hopper, and for Ampere one of each shape that codes and scales have.
+@pytest.mark.parametrize(
+    ("kind", "target", "n", "k"),
+    [(form.file.name, "sm_90", 512, 768) for form in PLANE_FORMATS.values()]
+    + [(kind, "sm_80", 4096, 14336) for kind in ("Q4_0", "Q8_0", "Q2_K", "Q5_K", "Q6_K", "MXFP4")],
+)
 def test_what_is_launched_compiled(kind, target, n, k):
     """Wide loads to registers, from which tensor cores take weights; no conversion, no spill."""
     planes = torch.empty(n, PLANE_FORMATS[f"{kind}:planes"].row_bytes(k), dtype=torch.uint8)
