@@ -106,6 +106,7 @@ FAMILIES = {
         "test_runtime test_runtime_kv_cache test_sampling test_graph test_collective",
     ),
     "ferrum_triton/cli/": ("", "test_cli test_cli_failures"),
+    "ferrum_triton/types": ("", "test_moe test_runtime_kv_cache test_runtime"),
     "ferrum_triton/": ("rms_norm", "test_registry test_backends test_structure"),
 }
 

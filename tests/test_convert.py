@@ -358,3 +358,6 @@ def test_what_is_not_served_is_named():
         kernel.mul_mat_vec(torch.zeros(2, 66, dtype=torch.uint8), torch.randn(1, 256), 16, 2)
     with pytest.raises(InputError, match="out_features"):
         kernel.mul_mat_vec(torch.zeros(2, 18, dtype=torch.uint8), torch.randn(1, 32), 2, 3)
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(InputError, match="out_features"):
+        kernel.mul_mat_id(torch.zeros(1, 2, 18, dtype=torch.uint8), torch.randn(1, 32), ids, 2, 3)
