@@ -47,8 +47,11 @@ def cases():
             # Two tokens take the kernel of one, which gemv_quant has compiled for every format.
             if not (op.name == "gemm_quant" and "m2" in words):
                 chosen = {word for word in words if chooses(op, word)}
-                is_first = not seen_elsewhere
-                names += [next(turns)] if is_first or chosen - seen_elsewhere else []
+                if not seen_elsewhere or chosen - seen_elsewhere:
+                    name = next(turns)
+                    # AMD's compiler takes 105 s for three formats of which it met each alone.
+                    is_slow = name == "gfx942" and case.id.count("_q") > 1
+                    names.append("sm_80" if is_slow else name)
                 seen_elsewhere |= words
             for name in names:
                 params.append(pytest.param(op, case, name, id=f"{op.name}/{case.id}-{name}"))
