@@ -12,7 +12,7 @@ puts in place of a ``GgufLinear``, in bfloat16. Its peers, on the same weight in
 
 Results are compared with the float64 product before they are timed. Times are of captured graphs
 over weights that no cache can hold; those of ``transformers``, which cannot be captured, are of
-eager calls from one event to another, and marked so.
+eager calls, enqueued and awaited, and marked so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +34,7 @@ from bench.launches import arch_here, meta_backend
 from bench.precompile import compile_all
 from bench.random_models import SPREAD, random_blocks
 from bench.results import Row, add_options, save_rows
-from bench.timing import COLD_BYTES, device_us
+from bench.timing import COLD_BYTES, device_us, eager_us
 from ferrum_triton.integrations.transformers import keep_packed
 from ferrum_triton.integrations.transformers.layers import Packed, PackedLinear
 from ferrum_triton.integrations.transformers.library import part
@@ -45,7 +44,8 @@ from ferrum_triton.testing import TensorFactory, assert_close
 
 ROW = re.compile(r"convert/(\w+)/n(\d+)k(\d+)/m(\d+)")
 SHAPES = ("14336x4096", "4096x4096")
-EAGER_CALLS, EAGER_TURNS = 10, 5
+# Calls timed together, and timings: one takes milliseconds.
+EAGER_TIMES = 10, 5
 # transformers' decoding uploads its shifts at every call, which no graph can hold.
 EAGER = ("transformers",)
 
@@ -100,7 +100,9 @@ def measure(kind: str, n: int, k: int, m: int) -> Row:
     times = {}
     for name in sets[0][0]:
         calls = [{"way": each[name], "x": x} for each, x in sets]
-        times[name] = eager_us(calls) if name in EAGER else device_us(_call, calls)
+        times[name] = (
+            eager_us(_call, calls, *EAGER_TIMES) if name in EAGER else device_us(_call, calls)
+        )
     shown = "  ".join(
         f"{name} {us:.2f}{' (eager)' if name in EAGER else ''}" for name, us in times.items()
     )
@@ -111,20 +113,6 @@ def measure(kind: str, n: int, k: int, m: int) -> Row:
 
 def _call(way: Way, x: Tensor) -> Tensor:
     return way(x)
-
-
-def eager_us(calls: list[dict[str, Any]]) -> float:
-    """Median microseconds of a call that is not captured, between events."""
-    found = []
-    for _ in range(EAGER_TURNS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for i in range(EAGER_CALLS):
-            _call(**calls[i % len(calls)])
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) * 1e3 / EAGER_CALLS)
-    return statistics.median(found)
 
 
 def meta_call(row: str) -> Callable[[], Tensor] | None:

@@ -84,17 +84,29 @@ def device_us(call: Callable[..., Any], sets: Sequence[dict[str, Any]]) -> float
     return statistics.median(replay.us() for _ in range(REPLAYS))
 
 
-def eager_us(call: Callable[..., Any], sets: Sequence[dict[str, Any]]) -> float:
-    """Median microseconds of one call that no graph can hold, enqueued and awaited."""
+def eager_us(
+    call: Callable[..., Any],
+    sets: Sequence[dict[str, Any]],
+    count: int = EAGER_CALLS,
+    turns: int = REPLAYS,
+) -> float:
+    """Median microseconds of one call that no graph can hold, enqueued and awaited.
+
+    Args:
+        call: the call.
+        sets: arguments of each call, taken in turn.
+        count: calls that are timed together.
+        turns: timings that the median is taken of.
+    """
     times = []
-    for turn in range(REPLAYS):
-        calls = [sets[(turn * EAGER_CALLS + i) % len(sets)] for i in range(EAGER_CALLS)]
+    for turn in range(turns):
+        calls = [sets[(turn * count + i) % len(sets)] for i in range(count)]
         torch.cuda.synchronize()
         start = time.perf_counter()
         for arguments in calls:
             call(**arguments)
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / EAGER_CALLS * 1e6)
+        times.append((time.perf_counter() - start) / count * 1e6)
     return statistics.median(times)
 
 

@@ -155,7 +155,7 @@ def decode_speed(model: Any, batch: int, context: int, steps: int) -> float:
         model: transformers' model.
         batch: sequences.
         context: tokens of each in the end.
-        steps: those of them that are decoded.
+        steps: the last tokens of each, which are decoded; those before are its prompt.
     """
     torch._dynamo.reset()  # a step compiled for another size would be compiled for any
     ids = torch.randint(1, model.config.vocab_size, (batch, context - steps), device=model.device)

@@ -52,7 +52,7 @@ def device(request):
 
 
 def strided(rows, columns, dtype, device, apart=0, first=0):
-    """Random rows so many elements apart, from an element on, with NaN around them."""
+    """Random rows with NaN around them: ``first`` elements before each, ``apart`` after it."""
     room = torch.full((rows, columns + apart + first), torch.nan)
     room[:, first : first + columns] = torch.randn(rows, columns)
     return room.to(dtype).to(device)[:, first : first + columns]
@@ -139,7 +139,7 @@ def test_the_backend_takes_the_kernels_in_the_interpreter():
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1, 9])
 def test_what_torch_computes_is_never_replayed(wide, num_tokens):
-    """A replay would repeat launches, of which there are none."""
+    """A replay repeats a call's launches of kernels; torch's own product is none of them."""
     op = OPS["gemm"]
     launcher = op.impls["triton"]
     door = make_door(op, launcher, "cpu", replays=True)

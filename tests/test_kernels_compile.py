@@ -49,7 +49,8 @@ def cases():
                 chosen = {word for word in words if chooses(op, word)}
                 if not seen_elsewhere or chosen - seen_elsewhere:
                     name = next(turns)
-                    # AMD's compiler takes 105 s for three formats of which it met each alone.
+                    # AMD's compiler takes 105 s (pytest --durations=0) for three formats at
+                    # once, each of which it has met alone.
                     is_slow = name == "gfx942" and case.id.count("_q") > 1
                     names.append("sm_80" if is_slow else name)
                 seen_elsewhere |= words

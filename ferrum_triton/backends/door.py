@@ -227,7 +227,7 @@ def _check_scalars(op: Op, arguments: Mapping[str, Any]) -> None:
 
 def _check_out(op: Op, arguments: Mapping[str, Any], out: Any) -> None:
     """Hold ``out`` against the shape and dtype that the op's fake says it returns."""
-    # On meta tensors: the first fake tensor of a process imports torch._dynamo for seconds.
+    # Meta tensors, not fake ones, whose mode imports torch._dynamo at its first use: seconds.
     tensors = {k: v for k, v in arguments.items() if isinstance(v, Tensor)}
     metas = {
         k: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")

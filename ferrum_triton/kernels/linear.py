@@ -25,7 +25,7 @@ from torch import Tensor
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
 from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.parameters import Config, one_of, power_of_two
-from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.planes import STREAM, is_aligned, load_one, load_words, uses_ptx
 from ferrum_triton.kernels.quant.thread_products import summed_over_warps
 from ferrum_triton.kernels.rows import cdiv
@@ -44,18 +44,10 @@ _CONSTRAINTS = tl.constexpr("=f,=f,=f,=f,r,r,r,f,f,f,f")
 
 
 @triton.jit
-def _prefetch(b_ptr, row, num_cols, stride_b_row, LINES: tl.constexpr, PER_LINE: tl.constexpr):
+def _prefetch_rows(b_ptr, row, num_cols, stride_b_row, LINES: tl.constexpr, PER_LINE: tl.constexpr):
     """Ask for the first LINES lines of rows, int64 [rows], to be brought to L2."""
     column = tl.minimum(tl.arange(0, LINES) * PER_LINE, num_cols - 1)
-    ptr = b_ptr + row[:, None] * stride_b_row + column[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [ptr.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch_l2(b_ptr + row[:, None] * stride_b_row + column[None, :])
 
 
 @kernel(dynamic=("num_rows",))
@@ -79,7 +71,7 @@ def _matvec_kernel(
     n = first + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, num_rows - 1)
     if LINES > 0:
-        _prefetch(b_ptr, row, num_cols, stride_b_row, LINES, PER_LINE)
+        _prefetch_rows(b_ptr, row, num_cols, stride_b_row, LINES, PER_LINE)
     pdl_wait(PDL)
     pdl_trigger(PDL)
 
@@ -180,9 +172,9 @@ def _add_products(sums, b, a, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """sums plus the products of eight rows by eight tokens over a warp's columns.
 
     Args:
-        sums: of the even words of a, four float32 [threads], and of the odd ones, four more. An
-            even word met its own of b in the first two, an odd one in the last two: these are of
-            a thread's row and two tokens.
+        sums: eight float32 [threads]: four of products with even words of a, then four with odd
+            ones. The first two and the last two are kept, in which a word of a met its own of b:
+            sums of the thread's row and two tokens.
         b, a: the thread's :func:`_eight` of each.
     """
     even, odd = (sums[0], sums[1], sums[2], sums[3]), (sums[4], sums[5], sums[6], sums[7])
@@ -249,7 +241,7 @@ def _mma_kernel(
     last = num_rows - 1
     if LINES > 0:
         row = tl.minimum(first + tl.arange(0, BLOCK_N), last)
-        _prefetch(b_ptr, row, num_cols, stride_b_row, LINES, PER_LINE)
+        _prefetch_rows(b_ptr, row, num_cols, stride_b_row, LINES, PER_LINE)
     pdl_wait(PDL)
     pdl_trigger(PDL)
 

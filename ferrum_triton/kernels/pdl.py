@@ -8,8 +8,8 @@ that takes part has a constexpr ``PDL``, which
 * every program waits, whatever branch it takes. The wait ends when the launch before has ended,
   which waited in its turn, so everything launched earlier has ended too;
 * nothing but packed weights is read before the wait, and nothing is written before it. No kernel
-  here writes packed weights, and whoever else does (a copy, a load) never triggers early. Of other
-  tensors lines may be asked for into L2, which all SMs share: what is written later is seen there;
+  here writes packed weights, and whoever else does (a copy, a load) never triggers early. Lines of
+  other tensors may be brought to L2 (:func:`prefetch_l2`), where all SMs see what is written later;
 * the trigger may stand anywhere, since it promises nothing about results. Row kernels, whose
   programs are few and short, trigger at entry, which lets the product behind them load weights
   soonest. All others trigger after their wait: else programs of three launches share the SMs, and
@@ -33,3 +33,16 @@ def pdl_trigger(PDL: tl.constexpr):
     """Let the next launch begin once every program has come this far."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_l2(ptr):
+    """Ask for the lines at ``ptr``, a block of pointers, to be brought to L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [ptr.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

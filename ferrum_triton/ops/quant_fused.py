@@ -26,12 +26,46 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 MAX_ROWS = 64
 
 SIZES = {"m": (0, 1, 2, 3, 8), "num_blocks": (1, 3)}
+GATE_UP_TENSORS = {
+    "gate_blocks": "uint8[n, gate_row_bytes]",
+    "up_blocks": "uint8[n, up_row_bytes]",
+}
+QKV_TENSORS = {
+    "q_blocks": "uint8[nq, q_row_bytes]",
+    "k_blocks": "uint8[nk, k_row_bytes]",
+    "v_blocks": "uint8[nv, v_row_bytes]",
+}
 
 
-def _check_rows(op: Op, a: Tensor, a_name: str = "a") -> None:
+def _check_products(
+    op: Op, a: Tensor, parts: Sequence[tuple[str, Tensor | None, str]], a_name: str = "a"
+) -> None:
+    """Reject matrices that are none of their kind, activations of another K, and too many rows.
+
+    Args:
+        op: the op.
+        a: activations.
+        parts: prefix of the argument, matrix and kind; None for a matrix that there is not.
+        a_name: the argument of the activations.
+    """
+    for prefix, blocks, kind in parts:
+        if blocks is not None:
+            check_product(op, a, blocks, kind, prefix, a_name)
     if a.shape[0] > MAX_ROWS:
         advice = "Call gemm_quant for each matrix."
         op.reject(a_name, f"of shape {list(a.shape)}", f"at most {MAX_ROWS} rows", advice)
+
+
+def _check_activation(op: Op, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        op.reject("activation", repr(activation), ", ".join(ACTIVATIONS))
+
+
+def _packed(make, kind: str | None, num_rows: int, num_units: int) -> Tensor | None:
+    """Random rows of ``num_units`` times 256 weights, packed; None where there is no kind."""
+    if kind is None:
+        return None
+    return pack_sample(make, kind, num_rows, 256 * num_units // format_of(kind).block_size)
 
 
 def _case(kinds: tuple[str, ...], shape: str, m: int, axes: dict[str, Any]) -> Case:
@@ -47,8 +81,7 @@ def _gate_up_case(gate: str, up: str, m: int) -> Case:
 @op(
     tensors={
         "a": "T[m, k]",
-        "gate_blocks": "uint8[n, gate_row_bytes]",
-        "up_blocks": "uint8[n, up_row_bytes]",
+        **GATE_UP_TENSORS,
     },
     # Units of 256 weights are whole blocks of any kind.
     axes={
@@ -99,22 +132,16 @@ def gemv_quant_gate_up_silu(
 
 @gemv_quant_gate_up_silu.rule
 def _(a, gate_blocks, up_blocks, gate_kind, up_kind, activation):
-    this = gemv_quant_gate_up_silu
-    check_product(this, a, gate_blocks, gate_kind, "gate_")
-    check_product(this, a, up_blocks, up_kind, "up_")
-    _check_rows(this, a)
-    if activation not in ACTIVATIONS:
-        this.reject("activation", repr(activation), ", ".join(ACTIVATIONS))
+    parts = (("gate_", gate_blocks, gate_kind), ("up_", up_blocks, up_kind))
+    _check_products(gemv_quant_gate_up_silu, a, parts)
+    _check_activation(gemv_quant_gate_up_silu, activation)
 
 
 @gemv_quant_gate_up_silu.sample
 def _(make, gate_kind, up_kind, m, n, num_blocks, activation):
-    k = 256 * num_blocks
-    gate, up = (
-        pack_sample(make, kind, n, k // format_of(kind).block_size) for kind in (gate_kind, up_kind)
-    )
+    gate, up = (_packed(make, kind, n, num_blocks) for kind in (gate_kind, up_kind))
     return {
-        "a": make.randn(m, k),
+        "a": make.randn(m, 256 * num_blocks),
         "gate_blocks": gate,
         "up_blocks": up,
         "gate_kind": gate_kind,
@@ -138,9 +165,7 @@ def _qkv_case(q: str, k: str | None, v: str, m: int) -> Case:
 @op(
     tensors={
         "a": "T[m, k]",
-        "q_blocks": "uint8[nq, q_row_bytes]",
-        "k_blocks": "uint8[nk, k_row_bytes]",
-        "v_blocks": "uint8[nv, v_row_bytes]",
+        **QKV_TENSORS,
     },
     axes={
         "q_kind": KINDS,
@@ -192,22 +217,16 @@ def _side_by_side(a: Tensor, parts: Sequence[tuple[Tensor | None, str]]) -> Tens
 
 @gemv_quant_qkv.rule
 def _(a, q_blocks, k_blocks, v_blocks, q_kind, k_kind, v_kind):
-    check_product(gemv_quant_qkv, a, q_blocks, q_kind, "q_")
-    if k_blocks is not None:
-        check_product(gemv_quant_qkv, a, k_blocks, k_kind, "k_")
-    check_product(gemv_quant_qkv, a, v_blocks, v_kind, "v_")
-    _check_rows(gemv_quant_qkv, a)
+    parts = (("q_", q_blocks, q_kind), ("k_", k_blocks, k_kind), ("v_", v_blocks, v_kind))
+    _check_products(gemv_quant_qkv, a, parts)
 
 
 @gemv_quant_qkv.sample
 def _(make, q_kind, k_kind, v_kind, m, nq, nkv, num_blocks):
-    k = 256 * num_blocks
-    q, key, v = (
-        None if kind is None else pack_sample(make, kind, n, k // format_of(kind).block_size)
-        for kind, n in ((q_kind, nq), (k_kind, nkv), (v_kind, nkv))
-    )
+    sizes = ((q_kind, nq), (k_kind, nkv), (v_kind, nkv))
+    q, key, v = (_packed(make, kind, n, num_blocks) for kind, n in sizes)
     return {
-        "a": make.randn(m, k),
+        "a": make.randn(m, 256 * num_blocks),
         "q_blocks": q,
         "k_blocks": key,
         "v_blocks": v,
@@ -221,10 +240,9 @@ NORM_TENSORS = {"residual": "float[m, k]", "x": "T[m, k]", "norm_weight": "float
 NORM_AXES = {**SIZES, "wide_residual": (False, True)}
 
 
-def _check_norm(op: Op, residual: Tensor, x: Tensor) -> None:
+def _check_residual(op: Op, residual: Tensor, x: Tensor) -> None:
     if residual.dtype not in (x.dtype, torch.float32):
         op.reject("residual", str(residual.dtype), f"x's dtype {x.dtype}, or float32")
-    _check_rows(op, x, "x")
 
 
 def _norm_sample(make, m: int, k: int, wide_residual: bool) -> dict[str, Any]:
@@ -246,8 +264,7 @@ def _norm_gate_up_case(kind: str, m: int, n: int, k: int) -> Case:
 @op(
     tensors={
         **NORM_TENSORS,
-        "gate_blocks": "uint8[n, gate_row_bytes]",
-        "up_blocks": "uint8[n, up_row_bytes]",
+        **GATE_UP_TENSORS,
     },
     axes={
         "gate_kind": KINDS,
@@ -301,20 +318,16 @@ def add_rms_norm_quant_gate_up_silu(
 @add_rms_norm_quant_gate_up_silu.rule
 def _(residual, x, norm_weight, eps, gate_blocks, up_blocks, gate_kind, up_kind, activation):
     this = add_rms_norm_quant_gate_up_silu
-    check_product(this, x, gate_blocks, gate_kind, "gate_", "x")
-    check_product(this, x, up_blocks, up_kind, "up_", "x")
-    _check_norm(this, residual, x)
-    if activation not in ACTIVATIONS:
-        this.reject("activation", repr(activation), ", ".join(ACTIVATIONS))
+    parts = (("gate_", gate_blocks, gate_kind), ("up_", up_blocks, up_kind))
+    _check_products(this, x, parts, "x")
+    _check_residual(this, residual, x)
+    _check_activation(this, activation)
 
 
 @add_rms_norm_quant_gate_up_silu.sample
 def _(make, gate_kind, up_kind, m, n, num_blocks, activation, wide_residual):
-    k = 256 * num_blocks
-    gate, up = (
-        pack_sample(make, kind, n, k // format_of(kind).block_size) for kind in (gate_kind, up_kind)
-    )
-    return _norm_sample(make, m, k, wide_residual) | {
+    gate, up = (_packed(make, kind, n, num_blocks) for kind in (gate_kind, up_kind))
+    return _norm_sample(make, m, 256 * num_blocks, wide_residual) | {
         "gate_blocks": gate,
         "up_blocks": up,
         "gate_kind": gate_kind,
@@ -340,9 +353,7 @@ def _norm_qkv_case(v_kind: str | None, m: int, k: int) -> Case:
 @op(
     tensors={
         **NORM_TENSORS,
-        "q_blocks": "uint8[nq, q_row_bytes]",
-        "k_blocks": "uint8[nk, k_row_bytes]",
-        "v_blocks": "uint8[nv, v_row_bytes]",
+        **QKV_TENSORS,
     },
     axes={
         "q_kind": KINDS,
@@ -396,20 +407,15 @@ def add_rms_norm_quant_qkv(
 @add_rms_norm_quant_qkv.rule
 def _(residual, x, norm_weight, eps, q_blocks, k_blocks, v_blocks, q_kind, k_kind, v_kind):
     parts = (("q_", q_blocks, q_kind), ("k_", k_blocks, k_kind), ("v_", v_blocks, v_kind))
-    for prefix, blocks, kind in parts:
-        if blocks is not None:
-            check_product(add_rms_norm_quant_qkv, x, blocks, kind, prefix, "x")
-    _check_norm(add_rms_norm_quant_qkv, residual, x)
+    _check_products(add_rms_norm_quant_qkv, x, parts, "x")
+    _check_residual(add_rms_norm_quant_qkv, residual, x)
 
 
 @add_rms_norm_quant_qkv.sample
 def _(make, q_kind, k_kind, v_kind, m, nq, nkv, num_blocks, wide_residual):
-    k = 256 * num_blocks
-    q, key, v = (
-        None if kind is None else pack_sample(make, kind, n, k // format_of(kind).block_size)
-        for kind, n in ((q_kind, nq), (k_kind, nkv), (v_kind, nkv))
-    )
-    return _norm_sample(make, m, k, wide_residual) | {
+    sizes = ((q_kind, nq), (k_kind, nkv), (v_kind, nkv))
+    q, key, v = (_packed(make, kind, n, num_blocks) for kind, n in sizes)
+    return _norm_sample(make, m, 256 * num_blocks, wide_residual) | {
         "q_blocks": q,
         "k_blocks": key,
         "v_blocks": v,

@@ -78,7 +78,7 @@ def groups_of(num_weights: int, layout: BlockLayout) -> int:
 def rows_and_groups(
     num_rows: int, num_groups: int, layout: BlockLayout, lanes: int
 ) -> tuple[int, int]:
-    """A tile of so many lanes: a whole row, or several if they fit."""
+    """Rows and groups of a tile of at most ``lanes`` lanes: a part of a row, or whole rows."""
     tile = lanes // layout.lanes
     groups = min(next_power_of_2(max(num_groups, 1)), tile)
     return min(next_power_of_2(num_rows), tile // groups), groups

@@ -457,7 +457,7 @@ def launch_gemv(
 
 
 def plan_of(config: Config, x: Tensor, num_tokens: int, fewest: int) -> GemvPlan:
-    """What is constant in a plain launch whose programs take so many tokens of ``x``.
+    """The plan of a launch whose programs each take ``num_tokens`` tokens of ``x``.
 
     Args:
         fewest: rows of the smallest matrix.

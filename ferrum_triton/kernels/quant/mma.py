@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import can_overlap, capability, kernel
-from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.activations import Arranged, Order
 from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
@@ -46,19 +45,6 @@ from ferrum_triton.kernels.quant.mma_steps import add_step, gated
 from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.quant.planes import row_sizes, row_units
 from ferrum_triton.kernels.rows import cdiv
-
-
-@triton.jit
-def _prefetch(ptr):
-    """Ask for the lines at ``ptr``, int32 pointers, to be brought to L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [ptr.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @dataclass(frozen=True)
@@ -190,7 +176,7 @@ def _mma_quant_kernel(
     if LAUNCH.prefetch_lines > 0:
         # Weights were there before the kernel that arranges the activations was launched.
         line = begin * Q_COLUMNS + tl.arange(0, LAUNCH.prefetch_lines) * 32
-        _prefetch(lines[:, None] + tl.minimum(line, steps * Q_COLUMNS - 32)[None, :])
+        prefetch_l2(lines[:, None] + tl.minimum(line, steps * Q_COLUMNS - 32)[None, :])
     pdl_wait(PDL)
 
     none = tl.full((), 0, tl.int64)
@@ -200,7 +186,7 @@ def _mma_quant_kernel(
         after = tl.minimum(step + 1, steps - 1)
         if LAUNCH.prefetch_distance > 0:
             ahead = tl.minimum(step + LAUNCH.prefetch_distance, steps - 1)
-            _prefetch(lines + ahead * Q_COLUMNS)
+            prefetch_l2(lines + ahead * Q_COLUMNS)
         acc, scales = add_step(
             acc, scales, operands, Place(none, step), Place(none, after), num_words, TILE
         )
