@@ -89,13 +89,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("ops", nargs="*", metavar="OP", help="(default: all with a choice)")
     parser.add_argument("--case", default="", help="only cases whose op/id contains this")
     parser.add_argument("--again", action="store_true", help="measure what has been measured too")
+    add_place(parser)
+    options = parser.parse_args(arguments)
+    machine = this_machine()
+    out = place_of(parser, options, options.ops)
+    versions = environment(options.commit)
+    print(f"finding shapes for {machine.gpu.arch}; tables go to {out}", flush=True)
+    jobs = find_jobs(set(options.ops) or set(TUNABLES), options.case, machine.gpu)
+    move_bad_tables(jobs, out, machine.gpu)
+    run_jobs(jobs, machine, out, versions, options.again)
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """The options that say where tables go, and what was measured."""
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--ship", action="store_true", help="write to the package's own tables")
     place.add_argument("--out", type=Path, help="write there (default: this user's tables)")
     parser.add_argument("--commit", help="the commit measured, where there is no git to ask")
-    options = parser.parse_args(arguments)
-    machine = this_machine()
-    if unknown := set(options.ops) - set(TUNABLES):
+
+
+def place_of(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, ops: Sequence[str]
+) -> Path:
+    """The directory that tables go to, made; ends with a usage error if it or an op is none."""
+    if unknown := set(ops) - set(TUNABLES):
         known = ", ".join(sorted(TUNABLES))
         parser.error(f"no launch choice: {', '.join(sorted(unknown))}; there are {known}")
     out = tables.SHIPPED if options.ship else options.out or tables.user_directory()
@@ -104,12 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not os.access(out, os.W_OK):
         parser.error(f"{out} cannot be written")
-
-    versions = environment(options.commit)
-    print(f"finding shapes for {machine.gpu.arch}; tables go to {out}", flush=True)
-    jobs = find_jobs(set(options.ops) or set(TUNABLES), options.case, machine.gpu)
-    move_bad_tables(jobs, out, machine.gpu)
-    run_jobs(jobs, machine, out, versions, options.again)
+    return out
 
 
 def this_machine() -> Machine:
@@ -159,12 +171,12 @@ def run_jobs(
 ) -> None:
     """Measure each shape, and write its table before the next."""
     gpu = machine.gpu
-    work = [len(candidates_of(job, gpu)) for job in jobs]
+    work = [len(candidates_of(job.tunable, job.shape, gpu)) for job in jobs]
     start, done, skipped = time.monotonic(), 0, 0
     recorders = [
         partial(launches_with, job.tunable.op, dict(config), op.name, case.id, gpu.capability)
         for job in jobs
-        for config in candidates_of(job, gpu)
+        for config in candidates_of(job.tunable, job.shape, gpu)
         for op, case in job.calls
     ]
     compile_all(recorders)
@@ -216,9 +228,8 @@ def spell(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def candidates_of(job: Job, gpu: Gpu) -> list[Config]:
+def candidates_of(tunable: Tunable, shape: tuple[Dim, ...], gpu: Gpu) -> list[Config]:
     """The heuristic's configuration, what tables say, and the candidates: each once."""
-    tunable, shape = job.tunable, job.shape
     measured = [
         row.config
         for row in tunable.rows(gpu, with_users=True)
@@ -231,7 +242,7 @@ def candidates_of(job: Job, gpu: Gpu) -> list[Config]:
 def tune(job: Job, machine: Machine, versions: dict[str, str]) -> Row | None:
     """The best configuration for one shape; None if nothing could be measured."""
     bench = Bench(job, machine)
-    default, *others = candidates_of(job, machine.gpu)
+    default, *others = candidates_of(job.tunable, job.shape, machine.gpu)
     times = []
     for candidate in (default, *others):
         us = bench.time_checked(candidate, must_run=candidate is default)

@@ -53,7 +53,14 @@ def lengths_of(call):
 @pytest.fixture
 def cut_fine():
     """Units of one tile, as many programs as there are tiles."""
-    config = {"BLOCK_N": 16, "PROGRAMS": 1000, "LEAST_KEYS": 16, "num_warps": 4, "num_stages": 2}
+    config = {
+        "BLOCK_N": 16,
+        "PROGRAMS": 1000,
+        "LEAST_KEYS": 16,
+        "PREFETCH": 2,
+        "num_warps": 4,
+        "num_stages": 2,
+    }
     with decode_config.decode_config.forced(config):
         yield
 

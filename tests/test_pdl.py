@@ -27,10 +27,15 @@ READ_WEIGHTS = ("ferrum_triton.kernels.quant.", "ferrum_triton.kernels.moe.")
 PREFETCH = ("ferrum_triton.kernels.linear",)
 PREFETCHED = re.compile(r"prefetch\.global\.L2 \[[^]]*\];")
 
+# Modules whose kernels read, past L1 alone, what leads them to such lines, and branch on their way.
+HINTS = ("ferrum_triton.kernels.attention.paged_decode",)
+HINT = re.compile(r"\bld\.global\.cg\.[^;]*;")
+
 WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 STORE = re.compile(r"\b(?:st|atom|red)\.\S*global|\bcp\.(?:async|reduce)\.bulk\S*\.global\.shared")
 ACCESS = re.compile(r"\b(?:ld|st|atom|red|prefetch)\.\S*global|\bcp\.(?:async|reduce)")
 BRANCH = re.compile(r"\bbra\b|\bret;")
+RETURN = re.compile(r"\bret;")
 
 _faults: dict[str, str] = {}
 
@@ -53,12 +58,17 @@ def find_fault(launch) -> str:
     before, wait, _ = body.partition(WAIT)
     if not wait:
         return "never waits"
-    if launch.kernel.jit.fn.__module__.startswith(READ_WEIGHTS):
+    module = launch.kernel.jit.fn.__module__
+    if module.startswith(READ_WEIGHTS):
         return "writes before it waits" if STORE.search(before) else ""
-    if launch.kernel.jit.fn.__module__ in PREFETCH:
+    if module in PREFETCH + HINTS:
         before = PREFETCHED.sub("", before)
+    if module in HINTS:
+        before = HINT.sub("", before)
     if ACCESS.search(before):
         return "accesses memory before it waits"
+    if module in HINTS:
+        return "ends before it waits" if RETURN.search(before) else ""
     return "branches before it waits" if BRANCH.search(before) else ""
 
 
@@ -93,3 +103,6 @@ def test_the_check_finds_what_comes_before_the_wait():
     assert STORE.search("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1}]")
     assert not STORE.search("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier [%r1]")
     assert BRANCH.search("@%p5 bra $L__BB0_2;")
+    assert RETURN.search("@%p5 bra $L__BB0_2; ret;")
+    assert not ACCESS.search(HINT.sub("", "@%p1 ld.global.cg.b32 { %r175 }, [ %rd48 + 0 ];"))
+    assert ACCESS.search(HINT.sub("", "ld.global.cg.b32 {%r1}, [%rd1]; ld.global.b32 %r1, [%rd2];"))

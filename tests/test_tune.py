@@ -47,7 +47,7 @@ def timed(monkeypatch, tmp_path):
     found = SimpleNamespace(us={}, default=10.0, calls=[], drift=1.0, versions=dict(VERSIONS))
 
     def device_us(call, sets):
-        key = TUNABLE._forced["num_warps"], TUNABLE._forced["BLOCK_T"]
+        key = TUNABLE._forced[None]["num_warps"], TUNABLE._forced[None]["BLOCK_T"]
         found.calls.append(key)
         us = found.us.get(key, found.default)
         found.us[key] = us * found.drift
@@ -125,7 +125,7 @@ def test_what_computes_wrongly_is_not_timed(timed, capsys, monkeypatch):
 
     def rms_norm(**arguments):
         y = real.rms_norm(**arguments)
-        return y + 1 if TUNABLE._forced["BLOCK_T"] == 4 else y
+        return y + 1 if TUNABLE._forced[None]["BLOCK_T"] == 4 else y
 
     wrong = SimpleNamespace(device=real.device, rms_norm=rms_norm)
     monkeypatch.setattr(tune, "get_backend", lambda name: wrong)
@@ -140,7 +140,7 @@ def test_a_heuristic_that_does_not_run_is_replaced(timed, monkeypatch, capsys):
     real = tune.check
 
     def check(op, call, arguments):
-        if TUNABLE._forced == default:
+        if TUNABLE._forced[None] == default:
             raise FerrumError("out of resources")
         return real(op, call, arguments)
 
@@ -221,8 +221,8 @@ def test_what_ships_is_a_candidate_too(timed, tmp_path, monkeypatch):
     timed.us = {(4, 2): 5.0}
     tune.main(["--ship"])
     TUNABLE.forget()
-    job = tune.Job(TUNABLE, (16, HIDDEN), ())
-    assert tune.candidates_of(job, GPU) == [TUNABLE.heuristic(GPU, 16, HIDDEN), config(4, rows=2)]
+    expected = [TUNABLE.heuristic(GPU, 16, HIDDEN), config(4, rows=2)]
+    assert tune.candidates_of(TUNABLE, (16, HIDDEN), GPU) == expected
 
 
 @pytest.mark.parametrize(

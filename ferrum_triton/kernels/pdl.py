@@ -9,7 +9,9 @@ that takes part has a constexpr ``PDL``, which
   which waited in its turn, so everything launched earlier has ended too;
 * nothing but packed weights is read before the wait, and nothing is written before it. No kernel
   here writes packed weights, and whoever else does (a copy, a load) never triggers early. Lines of
-  other tensors may be brought to L2 (:func:`prefetch_l2`), where all SMs see what is written later;
+  other tensors may be brought to L2 (:func:`prefetch_l2`), where all SMs see what is written later.
+  A number that leads to such lines may be read too if it is read past L1 (``.cg``), kept inside its
+  tensor and used for nothing else: it may be of the step before;
 * the trigger may stand anywhere, since it promises nothing about results. Row kernels, whose
   programs are few and short, trigger at entry, which lets the product behind them load weights
   soonest. All others trigger after their wait: else programs of three launches share the SMs, and

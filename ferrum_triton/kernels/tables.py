@@ -39,7 +39,8 @@ class Row:
         shape: dimensions, in the op's order.
         config: the configuration.
         us: microseconds with it.
-        default_us: microseconds with the heuristic's; None where that does not run.
+        default_us: microseconds with the heuristic's, or of a decode step with what it replaces;
+            None where that does not run.
         measured: the command, commit, versions, GPU and date of the measurement.
     """
 

@@ -100,7 +100,7 @@ class Tunable:
         self.parameters = OPTIONS | dict(parameters or {})
         self._picked: dict[tuple, Config] = {}
         self._tables: dict[tuple[Gpu, bool], list[Row]] = {}
-        self._forced: Config | None = None
+        self._forced: dict[tuple[Dim, ...] | None, Config] = {}
         TUNABLES[op] = self
 
     def pick(self, device: torch.device, *shape: Dim) -> Config:
@@ -123,8 +123,9 @@ class Tunable:
         return found
 
     def _choose(self, gpu: Gpu, shape: tuple[Dim, ...], with_users: bool) -> Pick:
-        if self._forced is not None:
-            return Pick(self, shape, self._forced, None)
+        forced = self._forced.get(shape, self._forced.get(None))
+        if forced is not None:
+            return Pick(self, shape, forced, None)
         near = [
             (away, row)
             for row in self.rows(gpu, with_users)
@@ -214,9 +215,9 @@ class Tunable:
         return ""
 
     @contextlib.contextmanager
-    def forced(self, config: Config) -> Iterator[None]:
-        """Use ``config`` for every shape inside the block: how candidates are timed."""
-        before, self._forced = self._forced, config
+    def forced(self, config: Config, shape: tuple[Dim, ...] | None = None) -> Iterator[None]:
+        """Use ``config`` inside the block, for one shape or for every: how candidates are timed."""
+        before, self._forced = self._forced, self._forced | {shape: config}
         self._choose_anew()
         try:
             yield

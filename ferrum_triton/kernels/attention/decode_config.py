@@ -3,6 +3,7 @@
 import torch
 
 from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.parameters import integer
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.tuning import Config, Dim, Tunable
 
@@ -23,10 +24,12 @@ def decode_heuristic(
     is_varlen: bool,
     is_plain: bool,
 ) -> Config:
-    """Tile, warps, loads in flight, programs to aim at and the least keys of a unit.
+    """Tile, warps, loads in flight, programs to aim at, the least keys of a unit, first tiles of it
+    that are asked for before the PDL wait.
 
     Few warps and deep queues win, since a program waits for memory. Little work is a matter of
-    latency: large tiles on more warps. From 256 pairs of sequence and head on, cuts only make up
+    latency: large tiles on more warps, and the first ones on their way before the launch before has
+    ended. From 256 pairs of sequence and head on, cuts only make up
     for sequences of different lengths; they aim at fewer programs than 512 pairs have, so that
     those of equal length are not cut for a remainder's sake.
 
@@ -53,7 +56,7 @@ def _deep_queue(pairs: int, capacity: int, key_bytes: int) -> Config:
     if key_bytes > 512:
         return _config(32, 256, 128, 2, 5)
     if pairs * capacity <= 16384:
-        return _config(128, 256, 128, 4, 3)
+        return _config(128, 256, 128, 4, 3, prefetch=2)
     if key_bytes < 512:
         return _config(64, 512, 128, 2, 5)
     if pairs >= 256:
@@ -68,11 +71,14 @@ def _free(config: Config) -> Config:
     return {name: value for name, value in config.items() if name != "maxnreg"}
 
 
-def _config(block_n: int, programs: int, least_keys: int, warps: int, stages: int) -> Config:
+def _config(
+    block_n: int, programs: int, least_keys: int, warps: int, stages: int, prefetch: int = 0
+) -> Config:
     return {
         "BLOCK_N": block_n,
         "PROGRAMS": programs,
         "LEAST_KEYS": least_keys,
+        "PREFETCH": prefetch,
         "num_warps": warps,
         "num_stages": stages,
     }
@@ -81,23 +87,26 @@ def _config(block_n: int, programs: int, least_keys: int, warps: int, stages: in
 def decode_candidates(gpu: Gpu, *shape: Dim) -> list[Config]:
     """Tiles of 16 to 128 keys, on one warp for every 16 to 32 of them."""
     tiles = (
-        (16, 1, 6),
-        (32, 1, 4),
-        (32, 2, 3),
-        (32, 2, 5),
-        (32, 4, 2),
-        (64, 2, 3),
-        (64, 2, 5),
-        (64, 4, 3),
-        (64, 4, 5),
-        (128, 4, 2),
-        (128, 4, 3),
+        (16, 1, 6, 0),
+        (32, 1, 4, 0),
+        (32, 1, 4, 1),
+        (32, 2, 3, 0),
+        (32, 2, 5, 0),
+        (32, 4, 2, 0),
+        (64, 2, 3, 0),
+        (64, 2, 5, 0),
+        (64, 4, 3, 0),
+        (64, 4, 5, 0),
+        (128, 4, 2, 0),
+        (128, 4, 2, 2),
+        (128, 4, 3, 0),
     )
     configs = [
-        _config(block_n, programs, least_keys, warps, stages)
-        for block_n, warps, stages in tiles
+        _config(block_n, programs, least_keys, warps, stages, prefetch)
+        for block_n, warps, stages, prefetch in tiles
         for programs in (128, 256, 512)
         for least_keys in (64, 128)
+        if least_keys >= block_n
     ]
     return [config for config in configs if not decode_fits(gpu, config, *shape)]
 
@@ -119,6 +128,7 @@ decode_config = Tunable(
     fits=decode_fits,
     # Programs that fill the GPU once do not fill it at twice the work.
     within={"batch": 1.5, "num_kv_heads": 1.5, "capacity": 1.5, "key_bytes": 1.0},
+    parameters={"PREFETCH": integer(0, 16)},
 )
 
 

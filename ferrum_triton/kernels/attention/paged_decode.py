@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -23,15 +24,16 @@ from ferrum_triton.kernels.attention.pages import (
     Tiles,
     attend_pages,
     head_of,
+    prefetch_pages,
     scaled_queries,
     sink_logits,
 )
 from ferrum_triton.kernels.attention.plan import (
     Sequences,
     most_units,
-    pick,
     sequence_lengths,
     tile_range,
+    unit_of,
     unit_range,
     units_of_sequences,
 )
@@ -54,16 +56,73 @@ class Units:
             triggered. What this one reads is complete then, so programs do not wait, but for the
             last one, which has no unit: what follows waits for this launch alone, so that must not
             end first. If all waited, those that are done could not make room for others.
+        prefetch: first tiles of a unit that are asked for into L2 before the PDL wait.
     """
 
     max_q: int
     fixed: bool
     block_b: int
     after_prefill: bool
+    prefetch: int
 
 
 # Scalars that change from call to call.
 DYNAMIC = "num_seqs capacity num_blocks sliding_window shares least_tiles scale softcap"
+
+
+@triton.jit
+def _units(
+    batch,
+    sliding_window,
+    shares,
+    least_tiles,
+    UNITS: tl.constexpr,
+    ATTENTION: tl.constexpr,
+):
+    """The plan, the same in every program: units of each sequence, and where the next's begin."""
+    CACHE: tl.constexpr = ".cg" if UNITS.prefetch > 0 else ""
+    return units_of_sequences(
+        batch,
+        sliding_window,
+        shares,
+        least_tiles,
+        MAX_Q=UNITS.max_q,
+        HAS_WINDOW=ATTENTION.has_window,
+        FIXED=UNITS.fixed,
+        BLOCK_N=ATTENTION.block_n,
+        BLOCK_B=UNITS.block_b,
+        CACHE=CACHE,
+    )
+
+
+@triton.jit
+def _prefetch_unit(
+    index,
+    kv_head,
+    batch,
+    pool,
+    block_tables_ptr,
+    stride_table,
+    sliding_window,
+    shares,
+    least_tiles,
+    POOL: tl.constexpr,
+    UNITS: tl.constexpr,
+    ATTENTION: tl.constexpr,
+):
+    """Ask for the first tiles of a unit before the PDL wait, by the lengths as they are then."""
+    HAS_WINDOW: tl.constexpr = ATTENTION.has_window
+    BLOCK_N: tl.constexpr = ATTENTION.block_n
+    units, ends = _units(batch, sliding_window, shares, least_tiles, UNITS, ATTENTION)
+    if index < tl.sum(units, axis=0):
+        unit = unit_of(index, units, ends)
+        queries, keys, _ = sequence_lengths(batch, unit.seq, UNITS.max_q, ".cg")
+        first, end = tile_range(queries, keys, sliding_window, HAS_WINDOW, BLOCK_N)
+        first, end = unit_range(first, end, unit)
+        end = tl.minimum(end, first + UNITS.prefetch)
+        table_ptr = block_tables_ptr + unit.seq.to(tl.int64) * stride_table
+        tiles = Tiles(first, first, end, end, keys, table_ptr)
+        prefetch_pages(head_of(pool, kv_head.to(tl.int64), POOL), tiles, POOL, ATTENTION)
 
 
 @kernel(dynamic=DYNAMIC.split())
@@ -109,48 +168,51 @@ def _paged_decode_kernel(
     PDL: tl.constexpr,
 ):
     """out = softmax(scale · q kᵀ + mask) v over a unit's keys, for one KV head's queries."""
-    if UNITS.after_prefill:
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            pdl_wait(PDL)
-    else:
-        pdl_wait(PDL)
-    pdl_trigger(PDL)
     GROUP: tl.constexpr = ATTENTION.group
     HEAD_DIM: tl.constexpr = ATTENTION.head_dim
     HAS_WINDOW: tl.constexpr = ATTENTION.has_window
     BLOCK_M: tl.constexpr = ATTENTION.block_m
     BLOCK_N: tl.constexpr = ATTENTION.block_n
     BLOCK_D: tl.constexpr = ATTENTION.block_d
-    BLOCK_B: tl.constexpr = UNITS.block_b
     MAX_Q: tl.constexpr = UNITS.max_q
-    FIXED: tl.constexpr = UNITS.fixed
+    CACHE: tl.constexpr = ".cg" if UNITS.prefetch > 0 else ""
     batch = Sequences(kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity)
-    units, ends = units_of_sequences(
-        batch,
-        sliding_window,
-        shares,
-        least_tiles,
-        MAX_Q=MAX_Q,
-        HAS_WINDOW=HAS_WINDOW,
-        FIXED=FIXED,
-        BLOCK_N=BLOCK_N,
-        BLOCK_B=BLOCK_B,
-    )
+    if PDL and UNITS.prefetch > 0:
+        _prefetch_unit(
+            tl.program_id(0) // (num_kv_heads * row_blocks),
+            tl.program_id(0) % (num_kv_heads * row_blocks) // row_blocks,
+            batch,
+            Pool(k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, num_blocks),
+            block_tables_ptr,
+            stride_table,
+            sliding_window,
+            shares,
+            least_tiles,
+            POOL,
+            UNITS,
+            ATTENTION,
+        )
+    if UNITS.after_prefill:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            pdl_wait(PDL)
+    else:
+        pdl_wait(PDL)
+    pdl_trigger(PDL)
+    units, ends = _units(batch, sliding_window, shares, least_tiles, UNITS, ATTENTION)
     if cu_parts_ptr is not None:
         if tl.program_id(0) == 0:
-            seqs = tl.arange(0, BLOCK_B)
+            seqs = tl.arange(0, UNITS.block_b)
             tl.store(cu_parts_ptr + seqs, ends - units, mask=seqs < num_seqs)
             tl.store(cu_parts_ptr + num_seqs, tl.sum(units, axis=0))
     # Heads of one unit are neighbours: their keys lie side by side in the same pages.
     column = tl.program_id(0) % (num_kv_heads * row_blocks)
-    unit = tl.program_id(0) // (num_kv_heads * row_blocks)
+    index = tl.program_id(0) // (num_kv_heads * row_blocks)
     kv_head = (column // row_blocks).to(tl.int64)
-    if unit >= tl.sum(units, axis=0):
+    if index >= tl.sum(units, axis=0):
         return
-    seq = tl.sum((ends <= unit).to(tl.int32), axis=0)
-    own_units = pick(units, seq, BLOCK_B)
-    part = unit - (pick(ends, seq, BLOCK_B) - own_units)
-    num_queries, keys, _ = sequence_lengths(batch, seq, MAX_Q)
+    unit = unit_of(index, units, ends)
+    seq = unit.seq
+    num_queries, keys, _ = sequence_lengths(batch, seq, MAX_Q, CACHE)
     if column % row_blocks * BLOCK_M >= num_queries * GROUP:
         return
 
@@ -175,11 +237,11 @@ def _paged_decode_kernel(
     if IN_WORDS:
         acc = in_quarters(acc)
     sink_log2 = sink_logits(sinks_ptr, head, in_rows)
-    state = first_state(acc, tl.where(part == 0, sink_log2, float("-inf")))
+    state = first_state(acc, tl.where(unit.part == 0, sink_log2, float("-inf")))
 
     # Tiles that every query sees whole, then the last ones; with a window every tile is an edge.
     first, end = tile_range(num_queries, keys, sliding_window, HAS_WINDOW, BLOCK_N)
-    first, end = unit_range(first, end, part, own_units)
+    first, end = unit_range(first, end, unit)
     table_ptr = block_tables_ptr + seq_index * stride_table
     whole_end = first
     if not HAS_WINDOW:
@@ -194,7 +256,7 @@ def _paged_decode_kernel(
     if IN_WORDS:
         state = Softmax(from_quarters(state.acc), state.row_max, state.row_sum)
     out, lse = finish(state, queries.value_factor)
-    if own_units == 1:
+    if unit.parts == 1:
         out_rows = out_ptr + seq_index * stride_out_seq + token * stride_out_token
         out_rows += head * stride_out_head
         lse_rows = lse_ptr
@@ -203,7 +265,7 @@ def _paged_decode_kernel(
             lse_rows += head * stride_lse_head
         store_rows(out_rows, lse_rows, out, lse, in_rows, HEAD_DIM)
     elif parts_ptr is not None:
-        part_rows = (unit.to(tl.int64) * MAX_Q + query) * (num_kv_heads * GROUP) + head
+        part_rows = (index.to(tl.int64) * MAX_Q + query) * (num_kv_heads * GROUP) + head
         part_lse_rows = part_lses_ptr + part_rows
         store_rows(parts_ptr + part_rows * HEAD_DIM, part_lse_rows, out, lse, in_rows, HEAD_DIM)
 
@@ -291,6 +353,8 @@ def launch_decode(
         parts = q.new_empty((*shape, head_dim), dtype=torch.float32)
         part_lses = q.new_empty(shape, dtype=torch.float32)
         cu_parts = q.new_empty(num_seqs + 1, dtype=torch.int32)
+    # The prefill of the same batch is all that comes before, and pieces of vectors are no lines.
+    prefetch = 0 if after_prefill or pool.layout.k_piece else config["PREFETCH"]
     axes = ("seq", "token", "head")
     _paged_decode_kernel.launch(
         (units * pool.num_kv_heads * row_blocks + after_prefill,),
@@ -322,7 +386,7 @@ def launch_decode(
         softcap=float(call.softcap),
         POOL=pool.layout,
         ATTENTION=call.attention(block_m, block_n),
-        UNITS=Units(max_q, batch_invariant, next_power_of_2(num_seqs), after_prefill),
+        UNITS=Units(max_q, batch_invariant, next_power_of_2(num_seqs), after_prefill, prefetch),
         **{option: config[option] for option in OPTIONS if option in config},
     )
     if parts is not None:

@@ -191,7 +191,7 @@ def _paged_prefill_kernel(
     FEW: tl.constexpr = PREFILL.few
     NARROW: tl.constexpr = PREFILL.narrow
     batch = Sequences(None, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity)
-    seq_queries, seq_keys, known = sequence_lengths(batch, tl.arange(0, BLOCK_B), ANY)
+    seq_queries, seq_keys, known = sequence_lengths(batch, tl.arange(0, BLOCK_B), ANY, "")
     blocks = tl.where(known & (seq_queries > FEW), tl.cdiv(seq_queries, BLOCK_Q), 0)
     ends = tl.cumsum(blocks, axis=0)
     pairs = tl.sum(blocks, axis=0) * num_kv_heads  # of a block of queries and a KV head
@@ -224,7 +224,7 @@ def _paged_prefill_kernel(
             block = pairs // num_kv_heads - 1 - index // num_kv_heads
             seq = tl.sum((ends <= block).to(tl.int32), axis=0)
             first_query = (block - tl.max(tl.where(ends <= block, ends, 0), axis=0)) * BLOCK_Q
-            num_queries, keys, _ = sequence_lengths(batch, seq, ANY)
+            num_queries, keys, _ = sequence_lengths(batch, seq, ANY, "")
 
             first_token = tl.load(cu_seqlens_q_ptr + seq).to(tl.int64) + first_query
             row = tl.arange(0, BLOCK_M)

@@ -18,6 +18,7 @@ from ferrum_triton.kernels.attention.softmax import LOG2_E, Softmax, soft_cap, w
 from ferrum_triton.kernels.heads import in_pieces
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.kv_pool import FORMATS
+from ferrum_triton.kernels.pdl import prefetch_l2
 from ferrum_triton.ops.kv_pool import pool_strides, scale_strides, token_view
 
 INT32_MAX = 2**31 - 1
@@ -190,14 +191,24 @@ def sink_logits(sinks_ptr, head, in_rows):
 
 
 @triton.jit
-def place_keys(key, table_ptr, num_blocks, BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr):
+def place_keys(
+    key,
+    table_ptr,
+    num_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    CACHE: tl.constexpr,
+):
     """Block and slot of keys >= 0.
 
     Unsigned: then a power of two divides in one shift, and one comparison holds an entry to the
     pool's blocks, negative ones too. Slots take 64 bits only where their strides need it.
+
+    Args:
+        CACHE: the cache modifier of the table's loads.
     """
     key = key.to(tl.uint32)
-    entry = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.uint32)
+    entry = tl.load(table_ptr + key // BLOCK_SIZE, cache_modifier=CACHE).to(tl.uint32)
     block = tl.minimum(entry, (num_blocks - 1).to(tl.uint32)).to(tl.int64)
     slot = (key % BLOCK_SIZE).to(tl.int64 if WIDE else tl.int32)
     return block, slot
@@ -209,12 +220,39 @@ def load_scales(n, tiles, head, POOL: tl.constexpr):
     BLOCK_SIZE: tl.constexpr = POOL.block_size
     WIDE: tl.constexpr = POOL.wide
     key = tl.maximum(tl.minimum(n, tiles.keys - 1), 0)
-    block, slot = place_keys(key, tiles.table_ptr, head.num_blocks, BLOCK_SIZE, WIDE)
+    block, slot = place_keys(key, tiles.table_ptr, head.num_blocks, BLOCK_SIZE, WIDE, "")
     k_slots = block * POOL.k_scales.block + slot * POOL.k_scales.slot
     v_slots = block * POOL.v_scales.block + slot * POOL.v_scales.slot
     k_scale = tl.load(head.k_scales_ptr + k_slots).to(tl.float32)
     v_scale = tl.load(head.v_scales_ptr + v_slots).to(tl.float32)
     return k_scale, v_scale
+
+
+@triton.jit
+def prefetch_pages(head, tiles, POOL: tl.constexpr, ATTENTION: tl.constexpr):
+    """Ask for the keys and values of tiles to be brought to L2, while others may still write them.
+
+    Lengths and tables may be about to change too. So what they lead to is kept inside the pool and
+    used for nothing else, and they are read past L1, which would keep what they were.
+
+    Args:
+        head: a KV head of the pool, whose vectors are contiguous.
+    """
+    BITS: tl.constexpr = head.k_ptr.dtype.element_ty.primitive_bitwidth
+    PER_LINE: tl.constexpr = 1024 // BITS
+    LENGTH: tl.constexpr = ATTENTION.head_dim // (
+        4 if head.k_ptr.dtype.element_ty == tl.int32 else 1
+    )
+    LINES: tl.constexpr = triton.next_power_of_2((LENGTH + PER_LINE - 1) // PER_LINE)
+    line = tl.minimum(tl.arange(0, LINES) * PER_LINE, LENGTH - 1)[None, :]
+    for tile in range(tiles.first, tiles.end):
+        n = tile * ATTENTION.block_n + tl.arange(0, ATTENTION.block_n)
+        key = tl.maximum(tl.minimum(n, tiles.keys - 1), 0)
+        block, slot = place_keys(
+            key, tiles.table_ptr, head.num_blocks, POOL.block_size, POOL.wide, ".cg"
+        )
+        prefetch_l2(head.k_ptr + (block * POOL.k.block + slot * POOL.k.slot)[:, None] + line)
+        prefetch_l2(head.v_ptr + (block * POOL.v.block + slot * POOL.v.slot)[:, None] + line)
 
 
 @triton.jit
@@ -259,7 +297,7 @@ def attend_pages(
         # Past the sequence's end its last key is read again, which no mask costs anything: the
         # weight is 0, and it is a key that somebody sees.
         key = tl.minimum(n, tiles.keys - 1) if MASKED else n
-        block, slot = place_keys(key, tiles.table_ptr, head.num_blocks, BLOCK_SIZE, WIDE)
+        block, slot = place_keys(key, tiles.table_ptr, head.num_blocks, BLOCK_SIZE, WIDE, "")
         k_rows = head.k_ptr + (block * POOL.k.block + slot * POOL.k.slot)[:, None]
         v_rows = head.v_ptr + (block * POOL.v.block + slot * POOL.v.slot)[:, None]
         if HEAD_DIM < BLOCK_D:

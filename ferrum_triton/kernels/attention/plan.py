@@ -38,20 +38,26 @@ class Sequences(NamedTuple):
 
 
 @triton.jit
-def sequence_lengths(batch, seq, MAX_Q: tl.constexpr):
+def sequence_lengths(batch, seq, MAX_Q: tl.constexpr, CACHE: tl.constexpr):
     """Queries and visible keys of sequences, and whether they are this launch's to attend.
 
     With cu_seqlens_q, sequences differ in their queries, and those of more than MAX_Q are left out.
+
+    Args:
+        CACHE: the cache modifier of loads: ``".cg"`` where lengths are also read before the PDL
+            wait, so that L1 does not keep what they were.
     """
     known = seq < batch.num_seqs
     if batch.cu_seqlens_q_ptr is None:
         queries = tl.zeros_like(seq) + MAX_Q
-        keys = tl.load(batch.kv_lens_ptr + seq, mask=known, other=0)
+        keys = tl.load(batch.kv_lens_ptr + seq, mask=known, other=0, cache_modifier=CACHE)
     else:
-        first = tl.load(batch.cu_seqlens_q_ptr + seq, mask=known, other=0).to(tl.int32)
-        queries = tl.load(batch.cu_seqlens_q_ptr + seq + 1, mask=known, other=0).to(tl.int32)
+        starts = batch.cu_seqlens_q_ptr + seq
+        first = tl.load(starts, mask=known, other=0, cache_modifier=CACHE).to(tl.int32)
+        queries = tl.load(starts + 1, mask=known, other=0, cache_modifier=CACHE).to(tl.int32)
         queries -= first
-        keys = tl.load(batch.pos_offsets_ptr + seq, mask=known, other=0) + queries
+        keys = tl.load(batch.pos_offsets_ptr + seq, mask=known, other=0, cache_modifier=CACHE)
+        keys += queries
         known = known & (queries > 0) & (queries <= MAX_Q)
     # Clamped before 64-bit lengths lose their upper half.
     keys = tl.minimum(tl.maximum(keys, 0), batch.capacity).to(tl.int32)
@@ -78,9 +84,10 @@ def units_of_sequences(
     FIXED: tl.constexpr,  # units are of up to least_tiles whatever the batch
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,  # power of two >= num_seqs
+    CACHE: tl.constexpr,  # see sequence_lengths
 ):
     """Units of each sequence [BLOCK_B], and where the next sequence's begin."""
-    queries, keys, known = sequence_lengths(batch, tl.arange(0, BLOCK_B), MAX_Q)
+    queries, keys, known = sequence_lengths(batch, tl.arange(0, BLOCK_B), MAX_Q, CACHE)
     first, end = tile_range(queries, keys, sliding_window, HAS_WINDOW, BLOCK_N)
     tiles = tl.where(known, end - first, 0)
     most = least_tiles
@@ -91,18 +98,44 @@ def units_of_sequences(
     return units, tl.cumsum(units, axis=0)
 
 
+class Unit(NamedTuple):
+    """A unit of a plan.
+
+    Attributes:
+        seq: its sequence.
+        part: its place among the sequence's units.
+        parts: units of the sequence.
+    """
+
+    seq: Any
+    part: Any
+    parts: Any
+
+
 @triton.jit
-def unit_range(first, end, part, units):
-    """The tiles of unit ``part`` of the ``units`` that [first, end) is cut into evenly."""
-    size = tl.cdiv(end - first, units)
-    first += part * size
+def unit_of(index, units, ends):
+    """The unit ``index``, where there is one.
+
+    Args:
+        units, ends: the plan, of :func:`units_of_sequences`.
+    """
+    seq = tl.sum((ends <= index).to(tl.int32), axis=0)
+    parts = _pick(units, seq)
+    return Unit(seq, index - (_pick(ends, seq) - parts), parts)
+
+
+@triton.jit
+def unit_range(first, end, unit):
+    """The tiles of a unit, of [first, end) of its sequence, which units cut evenly."""
+    size = tl.cdiv(end - first, unit.parts)
+    first += unit.part * size
     return first, tl.maximum(tl.minimum(end, first + size), first)
 
 
 @triton.jit
-def pick(values, index, BLOCK_B: tl.constexpr):
+def _pick(values, index):
     """values[index] of a vector in registers."""
-    return tl.sum(tl.where(tl.arange(0, BLOCK_B) == index, values, 0), axis=0)
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), axis=0)
 
 
 def most_units(num_seqs: int, most_tiles: int, shares: int, least_tiles: int, fixed: bool) -> int:
