@@ -80,21 +80,32 @@ def answers(engine, requests):
     return found
 
 
-def gap(model, request, tokens, other):
-    """How much likelier the model finds the last of ``tokens`` than another token."""
-    cache = model.new_cache(160)
-    ids = [*request.ids, *tokens[:-1]]
-    logits = model.forward(ids, cache)[0].float()
-    return abs(float(logits[tokens[-1]] - logits[other]))
+def assert_alone(model, request, got, want, rounding):
+    """What the sequence is alone, up to the first token that was as likely but for rounding.
 
-
-def assert_same(model, request, got, want, rounding):
-    """Equal tokens, up to the first where two were as likely but for rounding."""
+    Args:
+        want: tokens and log-probabilities of the sequence alone.
+    """
     for i, ((token, _), (expected, _)) in enumerate(zip(got, want, strict=True)):
         if token != expected:
-            tokens = [t for t, _ in want[: i + 1]]
-            assert gap(model, request, tokens, token) < rounding
+            logits = logits_after(model, request, [t for t, _ in want[: i + 1]])[-1]
+            assert abs(float(logits[expected] - logits[token])) < rounding
             return
+
+
+def assert_likeliest(model, request, got, rounding):
+    """Each token is the likeliest after those before it, or as likely but for rounding."""
+    tokens = [token for token, _ in got]
+    logits = logits_after(model, request, tokens)
+    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+    assert (logits.amax(1, keepdim=True) - chosen).max() < rounding
+
+
+def logits_after(model, request, tokens):
+    """Logits before each of the tokens of an answer, of one step over the sequence alone."""
+    ids = [*request.ids, *tokens[:-1]]
+    logits = model.forward(ids, model.new_cache(160), all_logits=True)
+    return logits[len(request.ids) - 1 :].float()
 
 
 def assert_nothing_held(engine):
@@ -103,16 +114,19 @@ def assert_nothing_held(engine):
     assert not any(cache.blocks) and not any(cache.lengths)
 
 
-def check_schedules(model, seeds, rounding, settings=(Sampling(),)):
-    """Random schedules with blocks for half of what could run."""
+def check_schedules(model, seeds, rounding, settings=()):
+    """Random schedules with blocks for half of what could run; greedy ones without settings."""
     alone, preempted = Engine(model, capacity=96, max_seqs=1), 0
     for seed in seeds:
         pick = random.Random(seed)
-        requests = schedule(pick, pick.randrange(2, 5), settings)
+        requests = schedule(pick, pick.randrange(2, 5), settings or (Sampling(),))
         sizes = {"max_seqs": pick.choice((2, 3, 5)), "num_blocks": pick.choice((6, 7, 30))}
         engine = Engine(model, capacity=96, chunk=pick.choice((5, 20, 200)), **sizes)
         for request, got in zip(requests, answers(engine, requests), strict=True):
-            assert_same(model, request, got, answers(alone, [request])[0], rounding)
+            if settings:
+                assert_alone(model, request, got, answers(alone, [request])[0], rounding)
+            else:
+                assert_likeliest(model, request, got, rounding)
         preempted += engine.num_preempted
         assert_nothing_held(engine)
     assert preempted > 0
