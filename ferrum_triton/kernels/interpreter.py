@@ -20,6 +20,7 @@ import functools
 import inspect
 import itertools
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -31,6 +32,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from ferrum_triton.errors import InputError
+from ferrum_triton.kernels.shortcuts import shortcuts
 
 # The dtypes numpy lacks, which the interpreter would treat as integers.
 RAW_BITS = (
@@ -76,7 +78,6 @@ def python_twin(kernel: JITFunction) -> Callable[..., Any]:
     source = kernel.fn
     namespace = dict(source.__globals__)
     namespace["interpreter_semantic"] = interpreter.interpreter_semantic
-    namespace["__triton_core__"] = tl.core  # makes Triton patch tl.core along with tl
     for name in source.__code__.co_names:
         helper = namespace.get(name)
         if isinstance(helper, JITFunction) and helper not in _KNOWN_COMBINES:
@@ -230,7 +231,7 @@ def _interpret(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], 
         _patched(_standard_library()),
         _patched(_without_idle_work()),
         _patched(_arithmetic_of_gpus()),
-        _patched(_interpreted_language(twin)),
+        _patched(_interpreted_language()),
         np.errstate(all="ignore"),
     ):
         for program in itertools.product(range(x), range(y), range(z)):
@@ -254,13 +255,16 @@ def _patched(patches: Iterable[Patch]) -> Iterator[None]:
 
 
 @functools.cache
-def _interpreted_language(twin: Callable[..., Any]) -> list[Patch]:
+def _interpreted_language() -> list[Patch]:
     """What Triton patches; to find that out takes longer than most launches."""
-    scope = interpreter._patch_lang(twin)
+    everything = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    scope = interpreter._patch_lang(everything)
     try:
         patches = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
     finally:
         scope.restore()
+    operators = {name: value for owner, name, value in patches if owner is tl.tensor}
+    patches += [(tl.tensor, name, value) for name, value in shortcuts(operators).items()]
     # numpy 2.4 no longer turns an array of one element into an int by itself.
     return [*patches, (tl.tensor, "__index__", lambda self: int(self.handle.data.item()))]
 
