@@ -29,10 +29,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from ferrum_triton.errors import InputError
-from ferrum_triton.kernels.shortcuts import shortcuts
+from ferrum_triton.kernels.shortcuts import Semantic, shortcuts
 
 # The dtypes numpy lacks, which the interpreter would treat as integers.
 RAW_BITS = (
@@ -58,6 +58,9 @@ _KNOWN_COMBINES = (
 _ONE_AT_A_TIME = threading.RLock()
 
 
+_semantic = Semantic(interpreter.interpreter_builder)
+
+
 class _Rewriter(interpreter.FunctionRewriter):
     """Triton's rewriting of a kernel body, executed in globals of our choosing."""
 
@@ -77,14 +80,25 @@ def python_twin(kernel: JITFunction) -> Callable[..., Any]:
     """The plain Python function that does what ``kernel`` does, one program at a time."""
     source = kernel.fn
     namespace = dict(source.__globals__)
-    namespace["interpreter_semantic"] = interpreter.interpreter_semantic
+    namespace["interpreter_semantic"] = _semantic
     for name in source.__code__.co_names:
         helper = namespace.get(name)
         if isinstance(helper, JITFunction) and helper not in _KNOWN_COMBINES:
             namespace[name] = python_twin(helper)
+        elif isinstance(helper, ConstexprFunction):
+            namespace[name] = _of_plain_values(helper)
     twin = _Rewriter(source, namespace).rewrite_ast()
     twin.fn = twin  # a custom combine function is called through this attribute
     return twin
+
+
+def _of_plain_values(helper: ConstexprFunction) -> Callable[..., Any]:
+    """The Python function of a constexpr function; only its module's constants are wrapped here."""
+
+    def call(*args: Any) -> Any:
+        return helper.fn(*(arg.value if type(arg) is tl.constexpr else arg for arg in args))
+
+    return call
 
 
 def _standard_library() -> list[Patch]:
@@ -258,7 +272,8 @@ def _patched(patches: Iterable[Patch]) -> Iterator[None]:
 def _interpreted_language() -> list[Patch]:
     """What Triton patches; to find that out takes longer than most launches."""
     everything = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    scope = interpreter._patch_lang(everything)
+    with _patched([(interpreter, "TritonSemantic", Semantic)]):
+        scope = interpreter._patch_lang(everything)
     try:
         patches = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
     finally:

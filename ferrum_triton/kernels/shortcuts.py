@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
@@ -44,6 +45,8 @@ _COMPARISONS = {
     "eq": np.equal,
     "ne": np.not_equal,
 }
+
+_NUMBERS = (int, float, bool)
 
 Method = Callable[[tl.tensor, Any], tl.tensor]
 
@@ -111,7 +114,7 @@ def _operator(name: str, compute: np.ufunc, is_reflected: bool, triton: Method) 
         kind = type(operand)
         if kind is tl.tensor:
             met = _meeting(self.dtype.name, operand.dtype.name)
-        elif kind is int or kind is float or kind is bool:
+        elif kind in _NUMBERS:
             met = _meeting_number(self.dtype.name, kind, operand, compares)
         else:
             met = None
@@ -143,6 +146,86 @@ def _pointer_add(add: Method) -> Method:
         return tensor_of(handle.data, self.dtype, is_block)
 
     return operator
+
+
+def _made_alike(x: Any, y: Any) -> tuple[tl.tensor, tl.tensor] | None:
+    """Two operands of one type as tensors, of which one may be a number; ``None`` of others."""
+    if type(x) is not tl.tensor:
+        if type(x) not in _NUMBERS or type(y) is not tl.tensor:
+            return None
+        alike = _made_alike(y, x)
+        return alike and alike[::-1]
+    if type(y) is tl.tensor:
+        return (x, y) if x.dtype.name == y.dtype.name and x.dtype.name in _TYPES else None
+    if type(y) not in _NUMBERS:
+        return None
+    met = _meeting_number(x.dtype.name, type(y), y, False)
+    if met is None or met.mine is not None:
+        return None
+    return x, tensor_of(met.theirs, met.common, False)
+
+
+class Semantic(TritonSemantic):
+    """Triton's rules, with less work where operands are alike or numpy casts and spreads them."""
+
+    def to_tensor(self, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is tl.tensor else super().to_tensor(x, check_type)
+
+    def scalar_constant(self, value: Any, dtype: tl.dtype) -> tl.tensor:
+        if dtype.name not in _TYPES:
+            return super().scalar_constant(value, dtype)
+        return tensor_of(np.array([value or 0], dtype=_NUMPY[dtype]), dtype, False)  # -0.0 is 0
+
+    def cast(self, input: tl.tensor, dst_ty: tl.dtype, *rounding: str | None) -> tl.tensor:
+        source, target = input.dtype, dst_ty.scalar
+        if source is target:
+            return input
+        is_numpys = source.name in _TYPES and target.name in _TYPES
+        # Comparing with zero makes truth values, and float16 has detours.
+        is_direct = target != tl.int1 and (source != tl.float16 or target == tl.float32)
+        if any(rounding) or not (is_numpys and is_direct):
+            return super().cast(input, dst_ty, *rounding)
+        value = input.handle.data.astype(_NUMPY[target])
+        return tensor_of(value, target, input.type is not source)
+
+    def broadcast_impl_value(self, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        shapes = [x.handle.data.shape if x.type is not x.dtype else () for x in (lhs, rhs)]
+        if shapes[0] == shapes[1]:
+            return lhs, rhs
+        shape = np.broadcast_shapes(*shapes)
+        return tuple(
+            x if own == shape else tensor_of(np.broadcast_to(x.handle.data, shape), x.dtype, True)
+            for x, own in zip((lhs, rhs), shapes, strict=True)
+        )
+
+    def binary_op_type_checking_impl(
+        self,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[tl.tensor, tl.tensor]:
+        if not div_or_mod:
+            alike = _made_alike(lhs, rhs)
+            if alike is not None:
+                return self.broadcast_impl_value(*alike)
+        return super().binary_op_type_checking_impl(
+            lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        )
+
+    def where(self, condition: tl.tensor, x: Any, y: Any) -> tl.tensor:
+        if condition.dtype != tl.int1:
+            return super().where(condition, x, y)
+        x, y = self.binary_op_type_checking_impl(x, y, True, True)
+        value = np.where(condition.handle.data, x.handle.data, y.handle.data)
+        return tensor_of(value, x.dtype, condition.type is not tl.int1 or x.type is not x.dtype)
+
+    def expand_dims(self, input: tl.tensor, axis: int) -> tl.tensor:
+        if input.type is input.dtype:
+            return super().expand_dims(input, axis)
+        return tensor_of(np.expand_dims(input.handle.data, axis), input.dtype, True)
 
 
 _blocks: dict[tuple[str, tuple[int, ...]], tuple[tl.block_type, Any, Any]] = {}
