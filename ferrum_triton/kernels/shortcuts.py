@@ -188,6 +188,9 @@ class Semantic(TritonSemantic):
         value = input.handle.data.astype(_NUMPY[target])
         return tensor_of(value, target, input.type is not source)
 
+    def bitcast(self, input: tl.tensor, dst_ty: tl.dtype) -> tl.tensor:
+        return input if input.dtype is dst_ty else super().bitcast(input, dst_ty)
+
     def broadcast_impl_value(self, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
         shapes = [x.handle.data.shape if x.type is not x.dtype else () for x in (lhs, rhs)]
         if shapes[0] == shapes[1]:
