@@ -240,17 +240,24 @@ def _interpret(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], 
     values = {k: v if k in constexprs else interpreter._implicit_cvt(v) for k, v in bound.items()}
     x, y, z = (*grid, 1, 1)[:3]
     interpreter.interpreter_builder.set_grid_dim(x, y, z)
-    # As on a GPU, inf and NaN are results.
-    with (
-        _patched(_standard_library()),
-        _patched(_without_idle_work()),
-        _patched(_arithmetic_of_gpus()),
-        _patched(_interpreted_language()),
-        np.errstate(all="ignore"),
-    ):
+    with interpreted_language():
         for program in itertools.product(range(x), range(y), range(z)):
             interpreter.interpreter_builder.set_grid_idx(*program)
             twin(**values)
+
+
+@contextlib.contextmanager
+def interpreted_language() -> Iterator[None]:
+    """``triton.language`` computes inside the block; one thread at a time may be in it."""
+    patches = (
+        *_standard_library(),
+        *_without_idle_work(),
+        *_arithmetic_of_gpus(),
+        *_tritons_patches(),
+    )
+    # As on a GPU, inf and NaN are results.
+    with _patched(patches), np.errstate(all="ignore"):
+        yield
 
 
 Patch: TypeAlias = tuple[Any, str, Any]
@@ -269,7 +276,7 @@ def _patched(patches: Iterable[Patch]) -> Iterator[None]:
 
 
 @functools.cache
-def _interpreted_language() -> list[Patch]:
+def _tritons_patches() -> list[Patch]:
     """What Triton patches; to find that out takes longer than most launches."""
     everything = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     with _patched([(interpreter, "TritonSemantic", Semantic)]):

@@ -19,14 +19,14 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 _SIZES = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64)}
-_NUMPY = {tl.int1: np.dtype(bool)} | {
+NUMPY = {tl.int1: np.dtype(bool)} | {
     getattr(tl, f"{kind}{bits}"): np.dtype(f"{kind}{bits}")
     for kind, sizes in _SIZES.items()
     for bits in sizes
 }
-_TYPES = {dtype.name: dtype for dtype in _NUMPY}
+_TYPES = {dtype.name: dtype for dtype in NUMPY}
 
-_ARITHMETIC = {
+ARITHMETIC = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -36,8 +36,8 @@ _ARITHMETIC = {
     "lshift": np.left_shift,
     "rshift": np.right_shift,
 }
-_OF_INTEGERS = ("and", "or", "xor", "lshift", "rshift")
-_COMPARISONS = {
+OF_INTEGERS = ("and", "or", "xor", "lshift", "rshift")
+COMPARISONS = {
     "lt": np.less,
     "le": np.less_equal,
     "gt": np.greater,
@@ -54,7 +54,7 @@ Method = Callable[[tl.tensor, Any], tl.tensor]
 def shortcuts(methods: dict[str, Method]) -> dict[str, Method]:
     """Operators of ``tl.tensor`` by their names, in front of Triton's own."""
     found = {}
-    for name, compute in (_ARITHMETIC | _COMPARISONS).items():
+    for name, compute in (ARITHMETIC | COMPARISONS).items():
         for method in (f"__{name}__", f"__r{name}__"):
             # Signedness decides how a number shifts to the right, and Triton asks the other's.
             if method in methods and method != "__rrshift__":
@@ -87,7 +87,7 @@ def _meeting(mine: str, theirs: str) -> _Meeting | None:
     common = interpreter.interpreter_semantic.computation_type_impl(
         types[0], False, types[1], False, False
     )
-    return _Meeting(*(None if type_ == common else _NUMPY[common] for type_ in types), common)
+    return _Meeting(*(None if type_ == common else NUMPY[common] for type_ in types), common)
 
 
 @functools.lru_cache(1 << 12)
@@ -100,14 +100,14 @@ def _meeting_number(mine: str, kind: type, number: Any, as_tensor: bool) -> _Mee
     common = semantic.computation_type_impl(type_, False, own, not as_tensor, False)
     if common.is_int() and not common.get_int_min_value() <= number <= common.get_int_max_value():
         return None
-    array = np.array([number], dtype=_NUMPY[common])
-    return _Meeting(None if type_ == common else _NUMPY[common], array, common)
+    array = np.array([number], dtype=NUMPY[common])
+    return _Meeting(None if type_ == common else NUMPY[common], array, common)
 
 
 def _operator(name: str, compute: np.ufunc, is_reflected: bool, triton: Method) -> Method:
     """An operator of a tensor and a tensor or a number."""
-    compares = name in _COMPARISONS
-    of_integers = name in _OF_INTEGERS
+    compares = name in COMPARISONS
+    of_integers = name in OF_INTEGERS
 
     def operator(self: tl.tensor, other: Any) -> tl.tensor:
         operand = other.value if type(other) is tl.constexpr else other
@@ -174,7 +174,7 @@ class Semantic(TritonSemantic):
     def scalar_constant(self, value: Any, dtype: tl.dtype) -> tl.tensor:
         if dtype.name not in _TYPES:
             return super().scalar_constant(value, dtype)
-        return tensor_of(np.array([value or 0], dtype=_NUMPY[dtype]), dtype, False)  # -0.0 is 0
+        return tensor_of(np.array([value or 0], dtype=NUMPY[dtype]), dtype, False)  # -0.0 is 0
 
     def cast(self, input: tl.tensor, dst_ty: tl.dtype, *rounding: str | None) -> tl.tensor:
         source, target = input.dtype, dst_ty.scalar
@@ -185,7 +185,7 @@ class Semantic(TritonSemantic):
         is_direct = target != tl.int1 and (source != tl.float16 or target == tl.float32)
         if any(rounding) or not (is_numpys and is_direct):
             return super().cast(input, dst_ty, *rounding)
-        value = input.handle.data.astype(_NUMPY[target])
+        value = input.handle.data.astype(NUMPY[target])
         return tensor_of(value, target, input.type is not source)
 
     def bitcast(self, input: tl.tensor, dst_ty: tl.dtype) -> tl.tensor:
