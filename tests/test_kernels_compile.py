@@ -21,24 +21,32 @@ load_kernels("interpret")
 
 # Every word of a case's id is compiled once for the GPU that is measured. Of the words that choose
 # a kernel or what it is made of, such as formats and layouts, each is compiled once for one of the
-# others as well. Numbers of tokens choose between kernels in products alone.
+# others as well, and an op that is no product for all of them. Numbers of tokens choose between
+# kernels in products alone.
 MEASURED = "sm_90"
 ELSEWHERE = [name for name in TARGETS if name != MEASURED]
 SHAPE = re.compile(r"n\d+k\d+")
 SIZE = re.compile(r"n\d+k\d+|[mtbl]\d+|ctx\d+|(prefill|mixed)\(.*\)")
+# Compiling for AMD takes 15 s and more (pytest --durations=0) where a program takes eight tokens,
+# and for these formats: words are loaded one by one there, and Triton's pass that coalesces loads
+# takes time with the cube of how many there are. Such cases go to another GPU.
+SLOW_ON_AMD = re.compile(r".*/m8|gemv_quant/(q2_K|iq4_xs)/.*")
+
+
+def is_product(op):
+    return "gemm" in op.name or "_quant" in op.name
 
 
 def chooses(op, word):
     """Whether launches differ by a word in more than numbers, whatever the GPU."""
-    is_product = "gemm" in op.name or "_quant" in op.name
-    return not (SHAPE if is_product else SIZE).fullmatch(word)
+    return not (SHAPE if is_product(op) else SIZE).fullmatch(word)
 
 
 def cases():
     """(op, case, target) of the kernels that bench cases launch."""
-    params, turns = [], cycle(ELSEWHERE)
+    params = []
     for op in OPS.values():
-        seen, seen_elsewhere = set(), set()
+        seen, seen_elsewhere, turns = set(), set(), cycle(ELSEWHERE)
         for case in op.bench if "triton" in op.impls else ():
             # A format in file order is one word.
             words = set(case.id.replace("file/", "file ").split("/"))
@@ -47,11 +55,14 @@ def cases():
             # Two tokens take the kernel of one, which gemv_quant has compiled for every format.
             if not (op.name == "gemm_quant" and "m2" in words):
                 chosen = {word for word in words if chooses(op, word)}
-                if not seen_elsewhere or chosen - seen_elsewhere:
+                # Three formats at once, of which a kernel of two has met each, take three times as
+                # long as two.
+                is_needed = chosen - seen_elsewhere and case.id.count("_q") < 2
+                if not seen_elsewhere and not is_product(op):
+                    names += ELSEWHERE
+                elif not seen_elsewhere or is_needed:
                     name = next(turns)
-                    # AMD's compiler takes 105 s (pytest --durations=0) for three formats at
-                    # once, each of which it has met alone.
-                    is_slow = name == "gfx942" and case.id.count("_q") > 1
+                    is_slow = name == "gfx942" and SLOW_ON_AMD.fullmatch(f"{op.name}/{case.id}")
                     names.append("sm_80" if is_slow else name)
                 seen_elsewhere |= words
             for name in names:
