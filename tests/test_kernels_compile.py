@@ -28,9 +28,17 @@ ELSEWHERE = [name for name in TARGETS if name != MEASURED]
 SHAPE = re.compile(r"n\d+k\d+")
 SIZE = re.compile(r"n\d+k\d+|[mtbl]\d+|ctx\d+|(prefill|mixed)\(.*\)")
 # Compiling for AMD takes 15 s and more (pytest --durations=0) where a program takes eight tokens,
-# and for these formats: words are loaded one by one there, and Triton's pass that coalesces loads
-# takes time with the cube of how many there are. Such cases go to another GPU.
+# and for these formats: words are loaded one by one there, and most of the time goes to Triton's
+# pass that coalesces loads (MLIR_ENABLE_TIMING=1). Such cases go to another GPU.
 SLOW_ON_AMD = re.compile(r".*/m8|gemv_quant/(q2_K|iq4_xs)/.*")
+
+# Kernels that are launched there too, but in none of the cases that words choose.
+ALSO = {
+    "gemm_quant/q4_0/n4096k14336/m2": ("sm_80", "sm_100"),
+    "gemm_quant/q4_K/n4096k14336/m16": ("sm_80",),
+    "add_rms_norm_quant_gate_up_silu/q4_K_q4_K/n12288k4096/m32": ("gfx942",),
+    "softmax_rows/bf16/n152064/m64": ("sm_100", "gfx942"),
+}
 
 
 def is_product(op):
@@ -50,7 +58,7 @@ def cases():
         for case in op.bench if "triton" in op.impls else ():
             # A format in file order is one word.
             words = set(case.id.replace("file/", "file ").split("/"))
-            names = [MEASURED] if words - seen else []
+            targets = [MEASURED] if words - seen else []
             seen |= words
             # Two tokens take the kernel of one, which gemv_quant has compiled for every format.
             if not (op.name == "gemm_quant" and "m2" in words):
@@ -59,14 +67,15 @@ def cases():
                 # long as two.
                 is_needed = chosen - seen_elsewhere and case.id.count("_q") < 2
                 if not seen_elsewhere and not is_product(op):
-                    names += ELSEWHERE
+                    targets += ELSEWHERE
                 elif not seen_elsewhere or is_needed:
-                    name = next(turns)
-                    is_slow = name == "gfx942" and SLOW_ON_AMD.fullmatch(f"{op.name}/{case.id}")
-                    names.append("sm_80" if is_slow else name)
+                    target = next(turns)
+                    is_slow = target == "gfx942" and SLOW_ON_AMD.fullmatch(f"{op.name}/{case.id}")
+                    targets.append("sm_80" if is_slow else target)
                 seen_elsewhere |= words
-            for name in names:
-                params.append(pytest.param(op, case, name, id=f"{op.name}/{case.id}-{name}"))
+            name = f"{op.name}/{case.id}"
+            for target in dict.fromkeys((*targets, *ALSO.get(name, ()))):
+                params.append(pytest.param(op, case, target, id=f"{name}-{target}"))
     return params
 
 

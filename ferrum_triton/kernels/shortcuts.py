@@ -168,8 +168,8 @@ def _made_alike(x: Any, y: Any) -> tuple[tl.tensor, tl.tensor] | None:
 class Semantic(TritonSemantic):
     """Triton's rules, with less work where operands are alike or numpy casts and spreads them."""
 
-    def to_tensor(self, x: Any, check_type: bool = True) -> Any:
-        return x if type(x) is tl.tensor else super().to_tensor(x, check_type)
+    def to_tensor(self, x: Any, *check_type: bool) -> Any:
+        return x if type(x) is tl.tensor else super().to_tensor(x, *check_type)
 
     def scalar_constant(self, value: Any, dtype: tl.dtype) -> tl.tensor:
         if dtype.name not in _TYPES:
