@@ -21,23 +21,24 @@ load_kernels("interpret")
 
 # Every word of a case's id is compiled once for the GPU that is measured. Of the words that choose
 # a kernel or what it is made of, such as formats and layouts, each is compiled once for one of the
-# others as well, and an op that is no product for all of them. Numbers of tokens choose between
+# others as well, and an op that is no product for each of them. Numbers of tokens choose between
 # kernels in products alone.
 MEASURED = "sm_90"
 ELSEWHERE = [name for name in TARGETS if name != MEASURED]
 SHAPE = re.compile(r"n\d+k\d+")
 SIZE = re.compile(r"n\d+k\d+|[mtbl]\d+|ctx\d+|(prefill|mixed)\(.*\)")
-# Compiling for AMD takes 15 s and more (pytest --durations=0) where a program takes eight tokens,
-# and for these formats: words are loaded one by one there, and most of the time goes to Triton's
-# pass that coalesces loads (MLIR_ENABLE_TIMING=1). Such cases go to another GPU.
-SLOW_ON_AMD = re.compile(r".*/m8|gemv_quant/(q2_K|iq4_xs)/.*")
+# Compiling for AMD takes 14 s and more (pytest --durations=0) where a program takes eight tokens,
+# or four of several matrices, and for these formats: words are loaded one by one there, and most of
+# the time goes to Triton's pass that coalesces loads (MLIR_ENABLE_TIMING=1). Such cases go to
+# another GPU.
+SLOW_ON_AMD = re.compile(r".*/m8|.*_qkv/.*/m4|gemv_quant/(q2_K|iq4_xs)/.*")
 
 # Kernels that are launched there too, but in none of the cases that words choose.
 ALSO = {
     "gemm_quant/q4_0/n4096k14336/m2": ("sm_80", "sm_100"),
     "gemm_quant/q4_K/n4096k14336/m16": ("sm_80",),
     "add_rms_norm_quant_gate_up_silu/q4_K_q4_K/n12288k4096/m32": ("gfx942",),
-    "softmax_rows/bf16/n152064/m64": ("sm_100", "gfx942"),
+    "softmax_rows/bf16/n152064/m64": ("sm_80", "sm_100", "gfx942"),
 }
 
 
@@ -54,11 +55,13 @@ def cases():
     """(op, case, target) of the kernels that bench cases launch."""
     params = []
     for op in OPS.values():
-        seen, seen_elsewhere, turns = set(), set(), cycle(ELSEWHERE)
+        asked, seen, seen_elsewhere, turns = {}, set(), set(), cycle(ELSEWHERE)
         for case in op.bench if "triton" in op.impls else ():
             # A format in file order is one word.
             words = set(case.id.replace("file/", "file ").split("/"))
-            targets = [MEASURED] if words - seen else []
+            name = f"{op.name}/{case.id}"
+            if words - seen:
+                asked[case.id, MEASURED] = case
             seen |= words
             # Two tokens take the kernel of one, which gemv_quant has compiled for every format.
             if not (op.name == "gemm_quant" and "m2" in words):
@@ -66,16 +69,20 @@ def cases():
                 # Three formats at once, of which a kernel of two has met each, take three times as
                 # long as two.
                 is_needed = chosen - seen_elsewhere and case.id.count("_q") < 2
-                if not seen_elsewhere and not is_product(op):
-                    targets += ELSEWHERE
-                elif not seen_elsewhere or is_needed:
+                if not seen_elsewhere or is_needed:
                     target = next(turns)
-                    is_slow = target == "gfx942" and SLOW_ON_AMD.fullmatch(f"{op.name}/{case.id}")
-                    targets.append("sm_80" if is_slow else target)
+                    is_slow = target == "gfx942" and SLOW_ON_AMD.fullmatch(name)
+                    asked[case.id, "sm_80" if is_slow else target] = case
                 seen_elsewhere |= words
-            name = f"{op.name}/{case.id}"
-            for target in dict.fromkeys((*targets, *ALSO.get(name, ()))):
-                params.append(pytest.param(op, case, target, id=f"{name}-{target}"))
+        met = {target for _, target in asked}
+        if asked and not is_product(op):
+            case = op.bench[0]
+            asked |= {(case.id, target): case for target in ELSEWHERE if target not in met}
+        for case in op.bench:
+            more = ALSO.get(f"{op.name}/{case.id}", ())
+            asked |= {(case.id, target): case for target in more}
+        for (case_id, target), case in asked.items():
+            params.append(pytest.param(op, case, target, id=f"{op.name}/{case_id}-{target}"))
     return params
 
 
