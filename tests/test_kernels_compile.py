@@ -38,7 +38,8 @@ ALSO = {
     "gemm_quant/q4_0/n4096k14336/m2": ("sm_80", "sm_100"),
     "gemm_quant/q4_K/n4096k14336/m16": ("sm_80",),
     "add_rms_norm_quant_gate_up_silu/q4_K_q4_K/n12288k4096/m32": ("gfx942",),
-    "softmax_rows/bf16/n152064/m64": ("sm_80", "sm_100", "gfx942"),
+    "softmax_rows/bf16/n4096/m1": ("sm_100",),
+    "softmax_rows/bf16/n152064/m64": ("sm_80", "gfx942"),
 }
 
 
