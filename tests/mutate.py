@@ -42,6 +42,7 @@ FAMILIES = {
     K + "kv_": ("interpret and cache", "test_paged_cache"),
     K + "paged_cache": ("interpret and cache", "test_paged_cache"),
     K + "sampl": ("interpret and (rows or penalty)", "test_sampling_ops"),
+    K + "shortcuts": ("", "test_shortcuts"),
     K + "resources": ("", "test_launch test_quant_sass"),
     K + "parameters": ("", "test_tuning test_tune"),
     K + "tuning": ("", "test_tuning test_tune test_shipped"),

@@ -27,11 +27,24 @@ def snippets():
     return re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
 
 
-def run_harness(tmp_path, source, *options):
-    """Run the op tests of a process in which ``source`` has declared its op first."""
+# Declares the op before tests are collected. What fails is enough to know: the least example that
+# does takes a while to find.
+PLUGIN = """
+import hypothesis
+import new_op
+
+def pytest_collection():
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("any", hypothesis.settings.default, phases=phases)
+    hypothesis.settings.load_profile("any")
+"""
+
+
+def run_harness(tmp_path, source, files, *options):
+    """Run files of tests in a process in which ``source`` has declared its op first."""
     (tmp_path / "new_op.py").write_text(source)
-    (tmp_path / "plugin_for_new_op.py").write_text("import new_op\n")
-    tests = [f"{ROOT}/tests/test_ops.py", f"{ROOT}/tests/test_kernels_compile.py"]
+    (tmp_path / "plugin_for_new_op.py").write_text(PLUGIN)
+    tests = [f"{ROOT}/tests/{file}.py" for file in files]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin_for_new_op", "-p", "no:xdist"]
     return subprocess.run(
         [*command, "-p", "no:cacheprovider", "-k", "relu_squared", *options, *tests],
@@ -55,7 +68,7 @@ def declared():
 
 
 def test_example_passes_the_whole_harness(tmp_path):
-    result = run_harness(tmp_path, declared())
+    result = run_harness(tmp_path, declared(), ("test_ops", "test_kernels_compile"))
     assert result.returncode == 0, result.stdout + result.stderr
     passed = int(re.search(r"(\d+) passed", result.stdout)[1])
     assert passed >= 14, result.stdout
@@ -73,6 +86,6 @@ def test_example_passes_the_whole_harness(tmp_path):
 def test_harness_catches_a_wrong_kernel(tmp_path, right, wrong):
     source = declared()
     assert right in source
-    result = run_harness(tmp_path, source.replace(right, wrong), "-x")
+    result = run_harness(tmp_path, source.replace(right, wrong), ("test_ops",), "-x")
     # A test fails, or the process dies of reading far outside its memory.
     assert result.returncode in (1, -signal.SIGSEGV), result.stdout + result.stderr

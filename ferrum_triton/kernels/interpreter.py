@@ -20,6 +20,7 @@ import functools
 import inspect
 import itertools
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -28,9 +29,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from ferrum_triton.errors import InputError
+from ferrum_triton.kernels.shortcuts import Semantic, shortcuts
 
 # The dtypes numpy lacks, which the interpreter would treat as integers.
 RAW_BITS = (
@@ -56,6 +58,9 @@ _KNOWN_COMBINES = (
 _ONE_AT_A_TIME = threading.RLock()
 
 
+_semantic = Semantic(interpreter.interpreter_builder)
+
+
 class _Rewriter(interpreter.FunctionRewriter):
     """Triton's rewriting of a kernel body, executed in globals of our choosing."""
 
@@ -75,15 +80,25 @@ def python_twin(kernel: JITFunction) -> Callable[..., Any]:
     """The plain Python function that does what ``kernel`` does, one program at a time."""
     source = kernel.fn
     namespace = dict(source.__globals__)
-    namespace["interpreter_semantic"] = interpreter.interpreter_semantic
-    namespace["__triton_core__"] = tl.core  # makes Triton patch tl.core along with tl
+    namespace["interpreter_semantic"] = _semantic
     for name in source.__code__.co_names:
         helper = namespace.get(name)
         if isinstance(helper, JITFunction) and helper not in _KNOWN_COMBINES:
             namespace[name] = python_twin(helper)
+        elif isinstance(helper, ConstexprFunction):
+            namespace[name] = _of_plain_values(helper)
     twin = _Rewriter(source, namespace).rewrite_ast()
     twin.fn = twin  # a custom combine function is called through this attribute
     return twin
+
+
+def _of_plain_values(helper: ConstexprFunction) -> Callable[..., Any]:
+    """The Python function of a constexpr function; only its module's constants are wrapped here."""
+
+    def call(*args: Any) -> Any:
+        return helper.fn(*(arg.value if type(arg) is tl.constexpr else arg for arg in args))
+
+    return call
 
 
 def _standard_library() -> list[Patch]:
@@ -225,17 +240,24 @@ def _interpret(kernel: JITFunction, grid: tuple[int, ...], args: Sequence[Any], 
     values = {k: v if k in constexprs else interpreter._implicit_cvt(v) for k, v in bound.items()}
     x, y, z = (*grid, 1, 1)[:3]
     interpreter.interpreter_builder.set_grid_dim(x, y, z)
-    # As on a GPU, inf and NaN are results.
-    with (
-        _patched(_standard_library()),
-        _patched(_without_idle_work()),
-        _patched(_arithmetic_of_gpus()),
-        _patched(_interpreted_language(twin)),
-        np.errstate(all="ignore"),
-    ):
+    with interpreted_language():
         for program in itertools.product(range(x), range(y), range(z)):
             interpreter.interpreter_builder.set_grid_idx(*program)
             twin(**values)
+
+
+@contextlib.contextmanager
+def interpreted_language() -> Iterator[None]:
+    """``triton.language`` computes inside the block; one thread at a time may be in it."""
+    patches = (
+        *_standard_library(),
+        *_without_idle_work(),
+        *_arithmetic_of_gpus(),
+        *_tritons_patches(),
+    )
+    # As on a GPU, inf and NaN are results.
+    with _patched(patches), np.errstate(all="ignore"):
+        yield
 
 
 Patch: TypeAlias = tuple[Any, str, Any]
@@ -254,13 +276,17 @@ def _patched(patches: Iterable[Patch]) -> Iterator[None]:
 
 
 @functools.cache
-def _interpreted_language(twin: Callable[..., Any]) -> list[Patch]:
+def _tritons_patches() -> list[Patch]:
     """What Triton patches; to find that out takes longer than most launches."""
-    scope = interpreter._patch_lang(twin)
+    everything = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    with _patched([(interpreter, "TritonSemantic", Semantic)]):
+        scope = interpreter._patch_lang(everything)
     try:
         patches = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
     finally:
         scope.restore()
+    operators = {name: value for owner, name, value in patches if owner is tl.tensor}
+    patches += [(tl.tensor, name, value) for name, value in shortcuts(operators).items()]
     # numpy 2.4 no longer turns an array of one element into an int by itself.
     return [*patches, (tl.tensor, "__index__", lambda self: int(self.handle.data.item()))]
 

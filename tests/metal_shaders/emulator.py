@@ -39,11 +39,13 @@ SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-fsanitize=thread"],
 }
+# A sanitizer is linked into every program, which takes ld.bfd as long as clang takes to compile.
+LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
 # Else ThreadSanitizer waits a second at the end, for threads that a process left running.
 ALONE = {**os.environ, "TSAN_OPTIONS": "atexit_sleep_ms=0"}
 MOST_TOLD_APART = 254  # threads, by ThreadSanitizer
 OPTIONS = (
-    "-std=c++17 -O1 -g -ffp-contract=off -Wall -Werror -Wno-unknown-attributes "
+    "-std=c++17 -O1 -gline-tables-only -ffp-contract=off -Wall -Werror -Wno-unknown-attributes "
     f"-Wno-unused-function -Wno-unused-const-variable -isystem{SHIM}"
 ).split()
 # What stands for each of a kernel's parameters that are no buffer.
@@ -152,7 +154,7 @@ def build(text: str, sanitizer: str = "") -> Path:
     written.write_text(cpp)
     options = SANITIZERS[sanitizer] if sanitizer else ["-shared", "-fPIC"]
     # Metal contracts products and sums; here the plain operations, so that every build agrees.
-    command = [str(CLANG), *OPTIONS, *options, str(written), "-o", str(built)]
+    command = [str(CLANG), *OPTIONS, *LINKER, *options, str(written), "-o", str(built)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return built
