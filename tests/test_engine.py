@@ -134,8 +134,8 @@ def check_schedules(model, seeds, rounding, settings=()):
 
 @pytest.mark.parametrize("part", range(5))
 def test_schedules_leave_every_sequence_what_it_is_alone(models, part):
-    """200 schedules of joining, leaving, preempting and sharing."""
-    check_schedules(models("cpu"), range(40 * part, 40 * (part + 1)), rounding=1e-4)
+    """500 schedules of joining, leaving, preempting and sharing."""
+    check_schedules(models("cpu"), range(100 * part, 100 * (part + 1)), rounding=1e-4)
 
 
 @pytest.mark.gpu
