@@ -195,6 +195,57 @@ def test_prompts_that_begin_alike_share_blocks(models):
     assert engine.progress(again) == 0 and not engine.busy
 
 
+BLOCK = list(range(BLOCK_SIZE))
+OTHER = [50 + i for i in BLOCK]
+
+
+@pytest.mark.parametrize(
+    ("before", "num_blocks", "steps", "second", "together", "num_preempted"),
+    [
+        ([], 2, 0, OTHER, False, 0),
+        ([], 3, 0, OTHER, True, 1),
+        ([], 3, 2, BLOCK, False, 0),  # the last shared block is copied, to one that is free
+        ([OTHER], 4, 2, [*OTHER, 1], False, 0),  # one of two free ones holds what is shared
+        ([OTHER], 5, 2, [*OTHER, 1], True, 0),
+    ],
+)
+def test_who_joins_has_a_block_to_go_on_with(
+    models, before, num_blocks, steps, second, together, num_preempted
+):
+    """A prompt joins if a free block is left for each that runs.
+
+    Args:
+        before: prompts whose blocks are remembered.
+        steps: steps of the first prompt before the second one comes.
+        together: whether it joins before the first one ends.
+    """
+    capacity = min(num_blocks, 3) * BLOCK_SIZE
+    engine = Engine(models("cpu"), max_seqs=2, capacity=capacity, num_blocks=num_blocks)
+    for prompt in before:
+        generate(engine.model, prompt, max_tokens=1, engine=engine)
+    count = min(capacity - BLOCK_SIZE, 20)
+    first = engine.add(BLOCK, max_tokens=count)
+    order = [new.key for _ in range(steps) for new in engine.step()]
+    joining = engine.add(second, max_tokens=8)
+    while engine.busy:
+        order += [new.key for new in engine.step()]
+    assert (order.count(first), order.count(joining)) == (count, 8)
+    assert (order.index(joining) < len(order) - order[::-1].index(first)) == together
+    assert engine.num_preempted == num_preempted
+    assert_nothing_held(engine)
+
+
+def test_the_last_to_come_are_sent_away_first(models):
+    """One for want of a second block, and the one before it for want of a third."""
+    engine = Engine(models("cpu"), max_seqs=3, capacity=3 * BLOCK_SIZE, num_blocks=5)
+    keys = [engine.add([i, *BLOCK[1:]], max_tokens=20) for i in range(3)]
+    ends = []
+    while engine.busy:
+        ends += [new.key for new in engine.step() if new.stopped_by]
+    assert ends == keys
+    assert engine.num_preempted == 2
+
+
 def test_interpreted_kernels_answer_as_the_cpu(models):
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
     got, want = (
