@@ -103,6 +103,15 @@ def test_packed_products(name):
     assert moved == nbytes(a, blocks, y)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_dense_products(wide):
+    a, b = torch.empty(9, 7, dtype=torch.float16), torch.empty(5, 7, dtype=torch.float16)
+    y = torch.empty(9, 5, dtype=torch.float32 if wide else torch.float16)
+    operations, moved = counts("gemm", {"a": a, "b": b, "wide": wide}, [y])
+    assert operations == dense_product(9, 5, 7)
+    assert moved == nbytes(a, b, y)
+
+
 @pytest.mark.parametrize("num_tokens", [2, 12])
 def test_products_of_experts(num_tokens):
     num_experts, top_k, n, k = 8, 2, 5, 256
