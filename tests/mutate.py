@@ -83,6 +83,7 @@ FAMILIES = {
     K + "moe/activation": ("interpret and clamped_swiglu", "test_gpt_oss"),
     K + "moe/combine": ("interpret and (combine or weighted)", "test_moe_combine"),
     OPS: ("", "test_registry test_costs test_door test_strides"),
+    OPS + "precision": ("cpu and norm", "test_registry"),
     "ferrum_triton/backends/": (
         "dispatcher_agrees and rms_norm",
         "test_backends test_registry test_structure test_replay test_models",
@@ -304,8 +305,10 @@ def tests_of(file: str) -> tuple[str, ...]:
         folder = module == "metal_shaders"
         targets.append(f"tests/{module}{'' if folder else '.py'}{at}{of_module}")
     targets += [f"tests/test_ops.py@{words}"] * bool(words)
-    if file.startswith(OPS):  # kernels are held against the definition, and it against them
-        return (*tests_of(K + file.removeprefix(OPS))[:-1], *targets)
+    if file.startswith(OPS):
+        # Kernels are held against the definition in float64, and what of it serves a CPU in 16 bits.
+        kernels = [t.replace("interpret and ", "") for t in tests_of(K + file.removeprefix(OPS))]
+        return (*kernels[:-1], *targets)
     return (*targets, *(["tests/test_pdl.py"] * file.startswith(K)))
 
 

@@ -3,6 +3,7 @@
 import gc
 import re
 import weakref
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -181,6 +182,13 @@ def test_what_cannot_be_converted_is_named(files, tmp_path, monkeypatch):
     convert(model, gguf_file=file)
     refused("model is converted already", gguf_file=file)
     refused("model is converted already", model.model)
+    for found in ("5.22.0", "5.2.3", "15.23.0"):
+        monkeypatch.setattr(library, "version", lambda _, found=found: found)
+        with pytest.raises(FerrumError, match=re.escape(f"transformers is {found};")):
+            library.part("modeling_utils")
+    monkeypatch.setattr(library, "version", lambda _: version("a package that is not there"))
+    with pytest.raises(FerrumError, match="pip install transformers"):
+        library.part("modeling_utils")
     monkeypatch.setattr(library, "version", lambda _: "5.22.0")
     for call in (keep_packed, lambda: convert(model)):
         with pytest.raises(FerrumError, match=r"5\.22\.0"):
