@@ -150,8 +150,6 @@ OPERATORS = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//",
     ast.BitAnd: "|", ast.BitOr: "&", ast.LShift: ">>", ast.RShift: "<<",
 }  # fmt: skip
-# Keywords that decide how long a call takes: steps of a loop in flight, entries of a cache.
-TIME_ALONE = {"num_stages", "maxsize"}
 CALLS = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min", "cdiv": "min"}
 
 
@@ -234,13 +232,15 @@ def _without_effect(tree: ast.Module) -> Iterator[ast.AST]:
             yield node.annotation  # Python does not evaluate types
         elif isinstance(node, ast.FunctionDef) and node.returns is not None:
             yield node.returns
-        elif isinstance(node, ast.keyword) and node.arg in TIME_ALONE:
-            yield node.value
+        elif isinstance(node, ast.keyword) and node.arg == "num_stages":
+            yield node.value  # steps of a loop in flight
         elif isinstance(node, ast.keyword) and node.arg == "is_pure":
             if ast.unparse(node.value) == "True":  # without the promise the compiler moves less
                 yield node.value
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "prefetch_l2":
             yield node  # lines that come to L2 are as they were
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("lru_cache"):
+            yield node  # what is forgotten is computed again
     yield from _drawn_by_tests(tree)
 
 
@@ -306,7 +306,7 @@ def tests_of(file: str) -> tuple[str, ...]:
         targets.append(f"tests/{module}{'' if folder else '.py'}{at}{of_module}")
     targets += [f"tests/test_ops.py@{words}"] * bool(words)
     if file.startswith(OPS):
-        # Kernels are held against the definition in float64, and what of it serves a CPU in 16 bits.
+        # Kernels are held against the definition in float64, and what of it serves a CPU in 16.
         kernels = [t.replace("interpret and ", "") for t in tests_of(K + file.removeprefix(OPS))]
         return (*kernels[:-1], *targets)
     return (*targets, *(["tests/test_pdl.py"] * file.startswith(K)))
