@@ -249,6 +249,12 @@ def test_messages_nest_as_deep_as_they_may():
         ChatTemplate("x", "", "").render([{"content": [value]}])
 
 
+def test_a_prompt_ends_with_the_assistants_opening_unless_told():
+    template = ChatTemplate("{{ 'answer:' if add_generation_prompt }}", "", "")
+    assert template.render([USER]) == "answer:" == template.render([USER], True)
+    assert template.render([USER], add_generation_prompt=False) == ""
+
+
 def test_a_template_cannot_change_the_messages():
     messages = [{"role": "user", "content": ["x"]}]
     for change in ("messages.append(1)", "messages[0].update(a=1)", "messages[0].content.pop()"):

@@ -1,7 +1,9 @@
 """The command line, run as users run it."""
 
+import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -138,6 +140,15 @@ def test_generate_options_reach_the_model(capsys):
         sampled.append(capsys.readouterr().out)
     assert sampled[0] == sampled[1]
     assert len(set(sampled)) > 1
+
+
+def test_whole_numbers_have_a_range():
+    least = random.randrange(1, 100)
+    for most, read in ((2**31 - 1, generate._whole(least)), (200, generate._whole(least, 200))):
+        assert [read(str(n)) for n in (least, most)] == [least, most]
+        for wrong in (least - 1, most + 1, "1.5"):
+            with pytest.raises(argparse.ArgumentTypeError, match=f"from {least} to {most}"):
+                read(str(wrong))
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "1000000", "two"])

@@ -130,6 +130,7 @@ def test_a_report_is_read_and_undone_once(files):
     assert "model.layers.*.feed_forward.w1" in text and "PackedLinear Q8_0:planes" in text
     assert text.startswith(f"{len(report.replaced)} modules replaced")
     assert text.endswith("attention: ferrum")
+    assert "_undo" not in repr(report)
     counts = [int(n) for n in re.findall(r"  x (\d+)$", text, re.MULTILINE)]
     listed = [line for line in text.splitlines() if line.startswith("  ")]
     assert min(counts) > 1, "one module is no group"
