@@ -10,6 +10,7 @@ import bisect
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from torch import Tensor
@@ -75,8 +76,8 @@ def _looked_up(builder: Any, name: str, starts: list[int], ends: list[int]) -> I
 
     plain_load: Callable[..., Any] = builder.create_masked_load
     plain_store: Callable[..., Any] = builder.create_masked_store
-    builder.create_masked_load, builder.create_masked_store = load, store
-    try:
+    with (
+        mock.patch.object(builder, "create_masked_load", load),
+        mock.patch.object(builder, "create_masked_store", store),
+    ):
         yield
-    finally:
-        del builder.create_masked_load, builder.create_masked_store
