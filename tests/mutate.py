@@ -237,7 +237,7 @@ def _without_effect(tree: ast.Module) -> Iterator[ast.AST]:
         elif isinstance(node, ast.keyword) and node.arg == "is_pure":
             if ast.unparse(node.value) == "True":  # without the promise the compiler moves less
                 yield node.value
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "prefetch_l2":
+        elif isinstance(node, ast.Call) and "prefetch" in ast.unparse(node.func):
             yield node  # lines that come to L2 are as they were
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("lru_cache"):
             yield node  # what is forgotten is computed again
@@ -298,18 +298,26 @@ def applied(text: str, mutation: Mutation) -> str:
 
 def tests_of(file: str) -> tuple[str, ...]:
     """pytest's arguments for the family of a file."""
+    targets = _family(file)
+    if file.startswith(OPS):
+        # Kernels are held against the definition in float64, and what of it serves a CPU in 16.
+        kernels = [t.replace("interpret and ", "") for t in _family(K + file.removeprefix(OPS))]
+        targets = [*kernels, *targets]
+    elif file.startswith(K):
+        if "Tunable" in (ROOT / file).read_text() or file.endswith("_config.py"):
+            targets.append("tests/test_shipped.py@heuristic")
+        targets.append("tests/test_pdl.py")
+    return tuple(targets)
+
+
+def _family(file: str) -> list[str]:
     words, names = FAMILIES[max((f for f in FAMILIES if file.startswith(f)), key=len)]
     targets = []
     for name in re.split(r" (?=test_|metal_)", names):
         module, at, of_module = name.partition("@")
         folder = module == "metal_shaders"
         targets.append(f"tests/{module}{'' if folder else '.py'}{at}{of_module}")
-    targets += [f"tests/test_ops.py@{words}"] * bool(words)
-    if file.startswith(OPS):
-        # Kernels are held against the definition in float64, and what of it serves a CPU in 16.
-        kernels = [t.replace("interpret and ", "") for t in tests_of(K + file.removeprefix(OPS))]
-        return (*kernels[:-1], *targets)
-    return (*targets, *(["tests/test_pdl.py"] * file.startswith(K)))
+    return targets + [f"tests/test_ops.py@{words}"] * bool(words)
 
 
 def run(tree: Path, targets: tuple[str, ...], seconds: float) -> str:
