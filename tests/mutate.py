@@ -115,12 +115,12 @@ FAMILIES = {
     ),
     "ferrum_triton/files/": (
         "",
-        "test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat "
+        "test_limits test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat "
         "test_chat_hostile",
     ),
     "ferrum_triton/models/": (
         "",
-        "test_engine test_models test_mixtures test_gemma3 test_gpt_oss test_bert "
+        "test_limits test_engine test_models test_mixtures test_gemma3 test_gpt_oss test_bert "
         "test_packed_models test_generate",
     ),
     "ferrum_triton/models/bert": ("", "test_bert"),

@@ -1,7 +1,9 @@
-"""Hyperparameters at their limits: the last value that is taken, and the first that is not."""
+"""Limits of files: what they are, the last value that is taken and the first that is not."""
 
 import dataclasses
 import math
+import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,16 @@ from tests.tiny_models import PACKED
 
 ROPE = dataclasses.replace(PACKED.rope, kind="llama3", factor=8.0)
 ABOVE_0, BELOW_1 = math.nextafter(0, 1), math.nextafter(1, 0)
+
+
+LIMIT = re.compile(r"^\| `([\w.]+)\.(MAX_\w+)` \| ([\d,]+)( MiB)? \|", re.MULTILINE)
+PAGE = Path(__file__).parent.parent / "docs" / "reliability.md"
+
+
+@pytest.mark.parametrize(("module", "name", "number", "unit"), LIMIT.findall(PAGE.read_text()))
+def test_limits_are_those_of_the_page(module, name, number, unit):
+    limit = getattr(import_module(f"ferrum_triton.{module}"), name)
+    assert limit == int(number.replace(",", "")) * (1 << 20 if unit else 1)
 
 
 def wide(head_dim, rotary_dim):
