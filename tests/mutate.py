@@ -70,6 +70,7 @@ FAMILIES = {
         "test_quant_planes test_quant_mma test_gemv_repacked test_small_m test_quant_fused "
         "test_quant_ops",
     ),
+    K + "quant/descriptors": ("", "test_moe_planes test_quant_mma"),
     K + "quant/plane_rows": ("", "test_quant_planes test_quant_mma"),
     K + "quant/add_norm": ("interpret and add_rms_norm_quant", "test_add_norm"),
     K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
