@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -159,9 +159,9 @@ class Mutation:
     """One change of a file: what stands there before and after."""
 
     file: str
-    line: int
     before: str
     after: str
+    line: int = 1
     column: int = 0
 
 
@@ -223,7 +223,7 @@ def mutations_of(path: Path) -> Iterator[Mutation]:
             after.append("pass")
         for changed in after:
             file, column = str(path.relative_to(ROOT)), node.col_offset
-            yield Mutation(file, node.lineno, source(node), changed, column)
+            yield Mutation(file, source(node), changed, node.lineno, column)
 
 
 def _without_effect(tree: ast.Module) -> Iterator[ast.AST]:
@@ -368,7 +368,8 @@ def main() -> None:
     if options.listed:
         listed = json.loads(options.listed.read_text())
         listed = listed["mutations"] if isinstance(listed, dict) else listed
-        chosen = [Mutation(m["file"], m.get("line", 1), m["before"], m["after"]) for m in listed]
+        names = [field.name for field in fields(Mutation)]
+        chosen = [Mutation(**{n: m[n] for n in names if n in m}) for m in listed]
     else:
         chosen = drawn(options.paths, options.count, options.seed)
     results = []
