@@ -64,7 +64,7 @@ FAMILIES = {
     ),
     K + "attention/flash": ("interpret and flash", "test_flash_laws"),
     K + "attention/mla": ("interpret and mla", "test_mla"),
-    K + "attention/paged": ("interpret and paged", "test_paged_attention"),
+    K + "attention/paged": ("interpret and paged", "test_paged_launches test_paged_attention"),
     K + "quant": (
         "interpret and quant and not moe",
         "test_quant_planes test_quant_mma test_gemv_repacked test_small_m test_quant_fused "
