@@ -7,6 +7,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.watched import watch
+
 # torch fills what it allocates with NaN (or the largest integer), so that a kernel which leaves an
 # element unwritten, or reads one it should not, shows.
 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -61,6 +63,15 @@ def pytest_sessionfinish(session):
         reporter.write_line(line, red=True)
     if found and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Watch what interpreted kernels read, as soon as something has imported the interpreter."""
+    interpreter = sys.modules.get("ferrum_triton.kernels.interpreter")
+    if interpreter is not None and not hasattr(interpreter, "watched"):
+        interpreter.watched = True
+        watch(interpreter)
 
 
 @pytest.fixture

@@ -250,6 +250,10 @@ def check_matches_reference(
     else:
         got = as_tuple(getattr(backend, op.name)(**arguments))
         assert all(t.is_contiguous() for t in got)
+        held = {t.untyped_storage().data_ptr() for t in tensors(arguments).values() if t.numel()}
+        assert not held & {t.untyped_storage().data_ptr() for t in got if t.numel()}, (
+            f"{op.name} returns memory of its arguments"
+        )
 
     assert_call_matches(op, got, arguments, want, left)
     for name, buffer in buffers.items():

@@ -16,13 +16,14 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -30,8 +31,19 @@ ROOT = Path(__file__).parent.parent
 # Tests that stand for a part of the tree, a path taking the longest prefix: pytest's -k for
 # test_ops, and files of tests, with their own -k behind an @.
 K = "ferrum_triton/kernels/"
+OPS = "ferrum_triton/ops/"
+METAL = "ferrum_triton/backends/metal/"
 FAMILIES = {
     K: ("", "test_launch test_rows test_replay test_norm_laws"),
+    K + "ahead": ("", "test_ahead"),
+    K + "compiled": ("", "test_ahead test_launch test_replay"),
+    K + "gpu": ("", "test_tuning test_tune test_flash_laws"),
+    K + "interpreter": ("interpret and rms_norm", "test_backends"),
+    K + "jit": ("", "test_launch test_replay test_backends test_tuning"),
+    K + "linear": ("interpret and gemm and not quant", "test_gemm"),
+    K + "rehearsal": ("", "test_replay test_gemm"),
+    K + "sass": ("", "test_overwritten_operands test_gemm test_quant_sass test_small_m"),
+    K + "sources": ("", "test_ahead"),
     K + "norm": ("interpret and norm", "test_norm_laws"),
     K + "shadow": ("interpret and (rms_norm_to or rms_norm_add)", "test_norm_laws"),
     K + "rope": ("interpret and (rope or split_qkv)", "test_rope_laws"),
@@ -53,11 +65,14 @@ FAMILIES = {
     ),
     K + "attention/flash": ("interpret and flash", "test_flash_laws"),
     K + "attention/mla": ("interpret and mla", "test_mla"),
-    K + "attention/paged": ("interpret and paged", "test_paged_attention"),
-    K + "quant/": (
+    K + "attention/paged": ("interpret and paged", "test_paged_launches test_paged_attention"),
+    K + "quant": (
         "interpret and quant and not moe",
-        "test_quant_planes test_quant_mma test_gemv_repacked test_small_m test_quant_fused",
+        "test_quant_planes test_quant_mma test_gemv_repacked test_small_m test_quant_fused "
+        "test_quant_ops",
     ),
+    K + "quant/descriptors": ("", "test_moe_planes test_quant_mma"),
+    K + "quant/plane_rows": ("", "test_quant_planes test_quant_mma"),
     K + "quant/add_norm": ("interpret and add_rms_norm_quant", "test_add_norm"),
     K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
     K + "quant/rows": ("interpret and (dequantize or lookup_quant)", "test_quant_planes"),
@@ -69,13 +84,25 @@ FAMILIES = {
     K + "moe/routing": ("interpret and topk", "test_moe"),
     K + "moe/activation": ("interpret and clamped_swiglu", "test_gpt_oss"),
     K + "moe/combine": ("interpret and (combine or weighted)", "test_moe_combine"),
-    "ferrum_triton/ops/": ("cpu", "test_registry test_costs test_door test_strides"),
+    OPS: ("", "test_registry test_costs test_door test_strides"),
+    OPS + "precision": ("cpu and norm", "test_registry"),
     "ferrum_triton/backends/": (
         "dispatcher_agrees and rms_norm",
         "test_backends test_registry test_structure test_replay test_models",
     ),
     "ferrum_triton/backends/door": ("", "test_door test_replay"),
-    "ferrum_triton/backends/metal": ("", "metal_shaders"),
+    METAL: ("", "metal_shaders"),
+    METAL + "attention": ("", "metal_shaders@attention or keys or sequences"),
+    METAL + "combine": ("", "metal_shaders@weighted_sum"),
+    METAL + "elementwise": ("", "metal_shaders@gelu or lu_mul"),
+    METAL + "embedding": ("", "metal_shaders@embedding"),
+    METAL + "norm": ("", "metal_shaders@norm"),
+    METAL + "pool": ("", "metal_shaders@cache or pool or attention"),
+    METAL + "quant": ("", "metal_shaders@quant or kind or ids"),
+    METAL + "rope": ("", "metal_shaders@rope or qkv"),
+    METAL + "routing": ("", "metal_shaders@route or tpe"),
+    METAL + "sampling": ("", "metal_shaders@argmax"),
+    METAL + "shader": ("", "metal_shaders@not sanitized and not barrier and not edge_values"),
     "ferrum_triton/backends/torch_paged": (
         "cpu and (paged or cache)",
         "test_paged_cache test_paged_attention",
@@ -90,23 +117,29 @@ FAMILIES = {
     ),
     "ferrum_triton/files/": (
         "",
-        "test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat "
+        "test_limits test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat "
         "test_chat_hostile",
     ),
     "ferrum_triton/models/": (
         "",
-        "test_engine test_models test_gemma3 test_gpt_oss test_bert test_packed_models "
-        "test_generate",
+        "test_limits test_engine test_models test_mixtures test_gemma3 test_gpt_oss test_bert "
+        "test_packed_models test_generate",
     ),
+    "ferrum_triton/models/bert": ("", "test_bert"),
+    "ferrum_triton/models/experts": ("", "test_mixtures"),
+    "ferrum_triton/models/gemma3": ("", "test_gemma3"),
+    "ferrum_triton/models/gpt_oss": ("", "test_gpt_oss"),
     "ferrum_triton/integrations/": (
         "",
         "test_convert test_transformers_attention test_flash_attn_door",
     ),
+    "ferrum_triton/integrations/flash_attn": ("", "test_flash_attn_door"),
     "ferrum_triton/runtime/": (
         "",
         "test_runtime test_runtime_kv_cache test_sampling test_graph test_collective",
     ),
     "ferrum_triton/cli/": ("", "test_cli test_cli_failures"),
+    "ferrum_triton/__main__": ("", "test_cli"),
     "ferrum_triton/types": ("", "test_moe test_runtime_kv_cache test_runtime"),
     "ferrum_triton/": ("rms_norm", "test_registry test_backends test_structure"),
 }
@@ -127,9 +160,9 @@ class Mutation:
     """One change of a file: what stands there before and after."""
 
     file: str
-    line: int
     before: str
     after: str
+    line: int = 1
     column: int = 0
 
 
@@ -191,18 +224,63 @@ def mutations_of(path: Path) -> Iterator[Mutation]:
             after.append("pass")
         for changed in after:
             file, column = str(path.relative_to(ROOT)), node.col_offset
-            yield Mutation(file, node.lineno, source(node), changed, column)
+            yield Mutation(file, source(node), changed, node.lineno, column)
 
 
-def _without_effect(tree: ast.AST) -> Iterator[ast.AST]:
-    """What decides no result: types, which Python does not evaluate, and what benches time."""
+def _without_effect(tree: ast.Module) -> Iterator[ast.AST]:
+    """What decides no result of the package, each kind with its reason."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
-            yield node.annotation
+            yield node.annotation  # Python does not evaluate types
         elif isinstance(node, ast.FunctionDef) and node.returns is not None:
             yield node.returns
-        elif isinstance(node, ast.keyword) and node.arg == "bench":
-            yield node.value
+        elif isinstance(node, ast.keyword) and node.arg == "num_stages":
+            yield node.value  # steps of a loop in flight
+        elif isinstance(node, ast.keyword) and node.arg == "is_pure":
+            if ast.unparse(node.value) == "True":  # without the promise the compiler moves less
+                yield node.value
+        elif isinstance(node, ast.Call) and "prefetch" in ast.unparse(node.func):
+            yield node  # lines that come to L2 are as they were
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("lru_cache"):
+            yield node  # what is forgotten is computed again
+    yield from _drawn_by_tests(tree)
+
+
+def _drawn_by_tests(tree: ast.Module) -> list[ast.AST]:
+    """An op's axes, bench cases and samples, and what nothing else of its module reads.
+
+    A bench of another shape is no mistake of the package, nor is a test's value another.
+    """
+    skipped: list[ast.AST] = []
+    named: dict[str, ast.AST] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg in ("axes", "bench"):
+            skipped.append(node.value)
+        elif isinstance(node, ast.FunctionDef):
+            if [argument.arg for argument in node.args.args[:1]] == ["make"]:
+                skipped.append(node)
+            elif node.name.startswith("_"):
+                named[node.name] = node
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name.endswith(("_AXES", "_CASES")):
+                skipped.append(node)
+            named[name] = node
+    while True:
+        inside = {id(part) for node in skipped for part in ast.walk(node)}
+        readers: dict[str, list[bool]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                readers.setdefault(node.id, []).append(id(node) in inside)
+        more = [
+            n
+            for name, n in named.items()
+            if id(n) not in inside and all(readers.get(name, [False]))
+        ]
+        if not more:
+            return skipped
+        skipped += more
 
 
 def applied(text: str, mutation: Mutation) -> str:
@@ -222,14 +300,26 @@ def applied(text: str, mutation: Mutation) -> str:
 
 def tests_of(file: str) -> tuple[str, ...]:
     """pytest's arguments for the family of a file."""
+    targets = _family(file)
+    if file.startswith(OPS):
+        # Kernels are held against the definition in float64, and what of it serves a CPU in 16.
+        kernels = [t.replace("interpret and ", "") for t in _family(K + file.removeprefix(OPS))]
+        targets = [*kernels, *targets]
+    elif file.startswith(K):
+        if "Tunable" in (ROOT / file).read_text() or file.endswith("_config.py"):
+            targets.append("tests/test_shipped.py@heuristic")
+        targets.append("tests/test_pdl.py")
+    return tuple(targets)
+
+
+def _family(file: str) -> list[str]:
     words, names = FAMILIES[max((f for f in FAMILIES if file.startswith(f)), key=len)]
-    paths = []
-    for name in names.split():
+    targets = []
+    for name in re.split(r" (?=test_|metal_)", names):
         module, at, of_module = name.partition("@")
         folder = module == "metal_shaders"
-        paths.append(f"tests/{module}{'' if folder else '.py'}{at}{of_module}")
-    paths += [f"tests/test_ops.py@{words}"] * bool(words)
-    return (*paths, *(["tests/test_pdl.py"] * file.startswith(K)))
+        targets.append(f"tests/{module}{'' if folder else '.py'}{at}{of_module}")
+    return targets + [f"tests/test_ops.py@{words}"] * bool(words)
 
 
 def run(tree: Path, targets: tuple[str, ...], seconds: float) -> str:
@@ -279,7 +369,8 @@ def main() -> None:
     if options.listed:
         listed = json.loads(options.listed.read_text())
         listed = listed["mutations"] if isinstance(listed, dict) else listed
-        chosen = [Mutation(m["file"], m.get("line", 1), m["before"], m["after"]) for m in listed]
+        names = [field.name for field in fields(Mutation)]
+        chosen = [Mutation(**{n: m[n] for n in names if n in m}) for m in listed]
     else:
         chosen = drawn(options.paths, options.count, options.seed)
     results = []

@@ -9,6 +9,7 @@ import triton.language as tl
 
 import ferrum_triton
 from ferrum_triton import BackendUnavailable, InputError, MissingKernel, UnknownOp, get_backend
+from ferrum_triton.backends import cuda, interpret, metal
 from ferrum_triton.backends.backend import Backend
 from ferrum_triton.errors import FerrumError, FileError
 from ferrum_triton.kernels import interpreter
@@ -73,6 +74,26 @@ def test_absent_devices_say_what_to_do():
     for name in ("cuda", "metal"):
         with pytest.raises(BackendUnavailable, match="get_backend\\('cpu'\\)"):
             get_backend(name)
+
+
+@pytest.mark.parametrize(
+    ("module", "device", "brought"),
+    [
+        (cuda, "cuda", ["cuda"]),
+        (interpret, "cpu", ["interpret"]),
+        (metal, "mps", ["shaders", "ferrum_triton.backends.torch_ops"]),
+    ],
+)
+def test_a_backend_brings_its_kernels_where_its_device_is(monkeypatch, module, device, brought):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    seen = []
+    loaders = {"load_kernels": seen.append, "import_module": seen.append}
+    loaders["load_shaders"] = lambda: seen.append("shaders")
+    for name, loader in loaders.items():
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, loader)
+    assert module.prepare() == device and seen == brought
 
 
 def test_missing_kernel_is_an_error_not_a_slow_path():

@@ -2,9 +2,13 @@
 
 import json
 import shutil
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ferrum_triton import FileError, InputError, get_backend
 from ferrum_triton.models import (
@@ -130,6 +134,19 @@ def test_token_types_count(saved):
     close(model.hidden_states(batch[0], types[0]), want[0])
     close(model.encode(batch, types), torch.stack([states.mean(0) for states in want]))
     assert not torch.allclose(want[0], expected(saved[1], batch[0]), atol=1e-2)
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1), most=st.integers(1, 20))
+def test_batches_are_full(lengths, most):
+    """Texts in order, together while they fit: the next one would be too much for each batch."""
+    batch = [SimpleNamespace(ids=[0] * length) for length in lengths]
+    with mock.patch.object(bert, "_TOKENS_AT_A_TIME", most):
+        batches = list(bert._batches(batch))
+    assert [text for part in batches for text in part] == batch
+    sums = [sum(len(text.ids) for text in part) for part in batches]
+    assert all(total <= most or len(part) == 1 for total, part in zip(sums, batches, strict=True))
+    for total, after in zip(sums, batches[1:], strict=False):
+        assert total + len(after[0].ids) > most
 
 
 def test_a_vector_is_its_text_s_alone(saved, monkeypatch):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import random
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ferrum_triton.errors import FileError, InputError
+from ferrum_triton.files import chat
 from ferrum_triton.files.chat import ChatTemplate
 from ferrum_triton.files.gguf import open_gguf
 from ferrum_triton.files.tokenizer import Tokenizer
@@ -235,6 +237,22 @@ def test_messages_nested_without_end():
     loop.append(loop)
     with pytest.raises(InputError, match="nested"):
         ChatTemplate("x", "", "").render(loop)
+
+
+def test_messages_nest_as_deep_as_they_may():
+    value = ["x"]
+    for _ in range(chat._MAX_DEPTH - 3):  # the list of messages, a message, and this
+        value = random.choice(([value], {"content": value}))
+    messages = [{"content": value}]
+    assert ChatTemplate("{{ messages | length }}", "", "").render(messages) == "1"
+    with pytest.raises(InputError, match=f"at most {chat._MAX_DEPTH} deep"):
+        ChatTemplate("x", "", "").render([{"content": [value]}])
+
+
+def test_a_prompt_ends_with_the_assistants_opening_unless_told():
+    template = ChatTemplate("{{ 'answer:' if add_generation_prompt }}", "", "")
+    assert template.render([USER]) == "answer:" == template.render([USER], True)
+    assert template.render([USER], add_generation_prompt=False) == ""
 
 
 def test_a_template_cannot_change_the_messages():

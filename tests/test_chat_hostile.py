@@ -9,10 +9,13 @@ from pathlib import Path
 
 import jinja2
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ferrum_triton.errors import FileError
 from ferrum_triton.files import chat, chat_syntax
 from ferrum_triton.files.chat import ChatTemplate
+from ferrum_triton.files.chat_meter import Meter
 
 pytest.importorskip("jinja2", reason="needs the extra [cli]")
 
@@ -245,6 +248,27 @@ def test_only_functions_of_the_sandbox_are_called():
     for f in (int, lambda x: x, max, functools.partial(max, "0"), sandbox.Meter(1).integers):
         with pytest.raises(sandbox.SecurityError):
             environment.run(template, {"f": f})
+
+
+NESTED = st.recursive(
+    st.integers(0, 9), lambda inner: st.lists(inner) | st.dictionaries(st.integers(0, 9), inner)
+)
+
+
+@given(value=st.lists(NESTED), factor=st.integers(1, 9))
+def test_going_through_values_costs_one_for_each(value, factor):
+    def count(held):
+        if isinstance(held, dict):
+            return len(held) + len(held) + sum(map(count, held.values()))
+        return len(held) + sum(map(count, held)) if isinstance(held, list) else 0
+
+    costs = []
+    for options in ({}, {"factor": factor}):
+        meter = Meter(1)
+        full = meter.fuel
+        meter.walk(value, **options)
+        costs.append(full - meter.fuel)
+    assert costs == [1 + count(value), factor * (1 + count(value))]
 
 
 def test_limits_of_values():

@@ -1,17 +1,22 @@
 """The command line, run as users run it."""
 
+import argparse
 import json
 import os
+import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ferrum_triton import __version__
-from ferrum_triton.cli import doctor, is_this_process, main
+from ferrum_triton.cli import doctor, generate, is_this_process, main
 from ferrum_triton.cli.default_model import INSTALL, find_default_model
 from ferrum_triton.files.ggml_types import GGML_TYPES
+from ferrum_triton.models import roof
+from ferrum_triton.models.generation import Stats
 from ferrum_triton.quant import FORMATS
 from ferrum_triton.registry import OPS
 from tests import gguf_writer as w
@@ -77,6 +82,51 @@ def test_generate_reads_standard_input_and_keeps_quiet():
 
 
 @needs_model
+def test_decoding_is_held_against_the_bytes_it_reads(monkeypatch):
+    """At the context that its tokens saw on average, and at the speed of a copy."""
+    model, stats = SimpleNamespace(backend=SimpleNamespace(device="cuda")), Stats()
+    stats.prompt_tokens, stats.new_tokens, stats.decode_seconds = 70, 61, 3.0  # 20 a second
+    asked = []
+    monkeypatch.setattr(roof, "bytes_of_step", lambda *call: asked.append(call) or 25e9)
+    monkeypatch.setattr(roof, "copy_rate", lambda device: 1e12)
+    assert generate._share_of_roof(model, stats) == " (50 % of the roof)"
+    assert asked == [(model, 1, 100)]
+
+
+def test_a_copy_reads_and_writes(monkeypatch):
+    """Twice its bytes, as often as it is timed."""
+    copied, times = [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            times.append(len(copied))
+
+        def synchronize(self):
+            times.append("waited")
+
+        def elapsed_time(self, end):
+            return 4.0 if times[-1] == "waited" else 0.0
+
+    class Bytes:
+        def __init__(self, size, dtype, device):
+            assert (dtype, device) == (torch.uint8, "cuda")
+            self.size = size
+
+        def copy_(self, source):
+            copied.append(min(self.size, source.size))
+
+    monkeypatch.setattr(torch, "empty", Bytes)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 << 20, 8 << 20))
+    rate = roof.copy_rate("cuda")
+    first, last, _ = times
+    assert set(copied) == {1 << 20} and first > 0
+    assert rate == pytest.approx(2 * sum(copied[first:last]) / 4e-3)
+
+
 def test_generate_options_reach_the_model(capsys):
     base = ["generate", "Hello", "--backend", "cpu", "--max-tokens", "6", "--quiet"]
     outputs = set()
@@ -90,6 +140,15 @@ def test_generate_options_reach_the_model(capsys):
         sampled.append(capsys.readouterr().out)
     assert sampled[0] == sampled[1]
     assert len(set(sampled)) > 1
+
+
+def test_whole_numbers_have_a_range():
+    least = random.randrange(1, 100)
+    for most, read in ((2**31 - 1, generate._whole(least)), (200, generate._whole(least, 200))):
+        assert [read(str(n)) for n in (least, most)] == [least, most]
+        for wrong in (least - 1, most + 1, "1.5"):
+            with pytest.raises(argparse.ArgumentTypeError, match=f"from {least} to {most}"):
+                read(str(wrong))
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "1000000", "two"])

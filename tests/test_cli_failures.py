@@ -2,6 +2,7 @@
 
 import os
 import pty
+import random
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from ferrum_triton.cli import generate, main
 from ferrum_triton.cli.default_model import INSTALL, find_default_model
-from ferrum_triton.cli.terminal import printable
+from ferrum_triton.cli.terminal import complain, printable
 
 COMMAND = [sys.executable, "-m", "ferrum_triton"]
 needs_model = pytest.mark.skipif(
@@ -42,6 +43,14 @@ def test_prompts_that_are_no_text():
         result = subprocess.run([*COMMAND, "generate"], stdin=source.stdout, capture_output=True)
     assert (result.returncode, result.stderr.count(b"\n")) == (2, 1)
     assert b"the prompt is not UTF-8" in result.stderr
+
+
+@pytest.mark.parametrize("length", [0, 999, 1000, 1001, 5000])
+def test_long_complaints_keep_both_ends(length, capsys):
+    text = "".join(random.choices("abc ", k=length))
+    complain(text)
+    whole = f"{text[:500]} … {text[-500:]}" if length > 1000 else text
+    assert capsys.readouterr().err == f"ferrum-triton: {whole}\n"
 
 
 def test_closed_input():

@@ -3,6 +3,7 @@
 import gc
 import re
 import weakref
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -129,6 +130,7 @@ def test_a_report_is_read_and_undone_once(files):
     assert "model.layers.*.feed_forward.w1" in text and "PackedLinear Q8_0:planes" in text
     assert text.startswith(f"{len(report.replaced)} modules replaced")
     assert text.endswith("attention: ferrum")
+    assert "_undo" not in repr(report)
     counts = [int(n) for n in re.findall(r"  x (\d+)$", text, re.MULTILINE)]
     listed = [line for line in text.splitlines() if line.startswith("  ")]
     assert min(counts) > 1, "one module is no group"
@@ -181,6 +183,13 @@ def test_what_cannot_be_converted_is_named(files, tmp_path, monkeypatch):
     convert(model, gguf_file=file)
     refused("model is converted already", gguf_file=file)
     refused("model is converted already", model.model)
+    for found in ("5.22.0", "5.2.3", "15.23.0"):
+        monkeypatch.setattr(library, "version", lambda _, found=found: found)
+        with pytest.raises(FerrumError, match=re.escape(f"transformers is {found};")):
+            library.part("modeling_utils")
+    monkeypatch.setattr(library, "version", lambda _: version("a package that is not there"))
+    with pytest.raises(FerrumError, match="pip install transformers"):
+        library.part("modeling_utils")
     monkeypatch.setattr(library, "version", lambda _: "5.22.0")
     for call in (keep_packed, lambda: convert(model)):
         with pytest.raises(FerrumError, match=r"5\.22\.0"):

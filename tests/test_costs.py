@@ -103,6 +103,15 @@ def test_packed_products(name):
     assert moved == nbytes(a, blocks, y)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_dense_products(wide):
+    a, b = torch.empty(9, 7, dtype=torch.float16), torch.empty(5, 7, dtype=torch.float16)
+    y = torch.empty(9, 5, dtype=torch.float32 if wide else torch.float16)
+    operations, moved = counts("gemm", {"a": a, "b": b, "wide": wide}, [y])
+    assert operations == dense_product(9, 5, 7)
+    assert moved == nbytes(a, b, y)
+
+
 @pytest.mark.parametrize("num_tokens", [2, 12])
 def test_products_of_experts(num_tokens):
     num_experts, top_k, n, k = 8, 2, 5, 256
@@ -114,6 +123,9 @@ def test_products_of_experts(num_tokens):
     written = pairs * n * 2
     _, moved = counts("gemv_quant_moe_id", {"a": a, "blocks": blocks, "ids": ids, "kind": "Q4_K"})
     assert moved == nbytes(a, ids) + read + written
+    both = {"gate_blocks": blocks, "up_blocks": blocks, "gate_kind": "Q4_K", "up_kind": "Q4_K"}
+    _, moved = counts("gemv_quant_moe_id_gate_up_silu", {"a": a, "ids": ids, **both})
+    assert moved == nbytes(a, ids) + 2 * read + written
     buckets = torch.zeros(num_experts, pairs, dtype=torch.int32)
     tpe = torch.zeros(num_experts, dtype=torch.int32)
     call = {"a": a, "bucket_ids": buckets, "tpe": tpe, "top_k": top_k}
@@ -122,7 +134,6 @@ def test_products_of_experts(num_tokens):
     )  # fmt: skip
     assert operations == dense_product(pairs, n, k)
     assert moved == nbytes(a, tpe) + pairs * 4 + read + written
-    both = {"gate_blocks": blocks, "up_blocks": blocks, "gate_kind": "Q4_K", "up_kind": "Q4_K"}
     operations, moved = counts("gemm_quant_moe_id_gate_up_silu", call | both)
     assert operations == 2 * dense_product(pairs, n, k)
     assert moved == nbytes(a, tpe) + pairs * 4 + 2 * read + written
@@ -155,11 +166,50 @@ def test_rows_that_are_looked_up():
     assert counts("embedding_lookup_quant", call, [y])[1] == nbytes(blocks[:3], ids, y)
 
 
+def drawn(name, **axes):
+    """An op's bytes and the call that moves them, in float16."""
+    op = OPS[name]
+    call = op.make_sample(TensorFactory(torch.float16, "cpu"), **axes)
+    return op.bytes_moved(call, ()), call
+
+
 @pytest.mark.parametrize("placement", ["slots", "single"])
-def test_tokens_that_are_appended(placement):
-    op = OPS["kv_cache_append_paged"]
-    call = op.make_sample(
-        TensorFactory(torch.float16, "cpu"),
-        num_tokens=5, num_kv_heads=2, head_dim=16, placement=placement,
-    )  # fmt: skip
-    assert op.bytes_moved(call, ()) == 2 * (nbytes(call["k"]) + 5 * 2 * 16 * 2)
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+def test_tokens_that_are_appended(placement, cache_dtype):
+    """Written in the pool's dtype, with a scale for each head of K and V if that is quantised."""
+    axes = {"num_tokens": 5, "num_kv_heads": 2, "head_dim": 16, "placement": placement}
+    axes["cache_dtype"] = cache_dtype
+    moved, call = drawn("kv_cache_append_paged", **axes)
+    written = 2 * 5 * 2 * 16 * call["k_cache"].element_size()
+    written += 2 * 5 * 2 * call["k_scales"].element_size() if cache_dtype else 0
+    assert moved == nbytes(call["k"], call["v"]) + written
+    moved, call = drawn("split_qkv_norm_rope_into_paged_cache", group_size=3, **axes)
+    tables = nbytes(call["cos"][:5], call["sin"][:5])
+    assert moved == nbytes(call["qkv"]) + 5 * 6 * 16 * 2 + written + tables
+
+
+def test_tokens_that_are_appended_to_rows():
+    axes = {"num_tokens": 5, "num_kv_heads": 2, "head_dim": 16}
+    moved, call = drawn("kv_cache_append_head_major", **axes)
+    assert moved == 2 * nbytes(call["k"], call["v"])
+    moved, call = drawn("split_qkv_norm_rope_into_cache", group_size=3, **axes)
+    assert moved == 2 * nbytes(call["qkv"]) + nbytes(call["cos"][:5], call["sin"][:5])
+
+
+def test_elements_that_are_touched():
+    """Of a longer tensor only those that a call reads or writes."""
+    moved, _ = drawn("copy_slice", length=7, src_offset=3, dst_offset=5)
+    assert moved == 7 * (2 + 2)
+    moved, call = drawn("embedding_lookup", num_tokens=3, vocab_size=9, hidden_size=32)
+    assert moved == 2 * nbytes(call["table"][:3]) + 3 * 8
+    for listed, touched in ((3, 3), (50, 2 * 20)):
+        moved, call = drawn(
+            "repetition_penalty_inplace", num_rows=2, vocab_size=20, num_listed=listed
+        )
+        lists = nbytes(call["row_offsets"], call["token_ids"], call["penalties"])
+        assert moved == lists + 2 * touched * 2
+    axes = {"num_experts": 8, "intermediate_size": 24, "top_k": 2}
+    for num_tokens, rows in ((3, 6), (9, 8)):
+        moved, call = drawn("clamped_swiglu_moe_id", num_tokens=num_tokens, **axes)
+        biases = nbytes(call["gate_bias"][:rows], call["up_bias"][:rows])
+        assert moved == nbytes(call["gate"], call["up"], call["ids"], call["gate"]) + biases

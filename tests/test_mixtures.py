@@ -7,6 +7,7 @@ from ferrum_triton import FileError, get_backend
 from ferrum_triton.files.gguf import open_gguf
 from ferrum_triton.models import Llama, LlamaConfig, load_model
 from ferrum_triton.models.experts import Experts, mixture
+from ferrum_triton.models.roof import bytes_of_step
 from ferrum_triton.models.weights import HF_NAMES
 from ferrum_triton.quant import FORMATS, QuantizedTensor, quantize_blocks
 from ferrum_triton.testing import assert_close
@@ -117,6 +118,19 @@ def test_a_mixture_is_the_sum_over_its_experts(backend_name, num_tokens, planes)
     experts = Experts(router.to(backend.device), *placed, TOP_K)
     got = mixture(backend, h.to(backend.device), experts)
     assert_close(got.cpu(), want, scale=64, name="mixture")  # three products in a row
+
+
+def test_bytes_of_a_step_are_of_the_experts_expected(qwen3_moe):
+    """Of each layer the router, and the share of its experts that some token of a batch chooses."""
+    model = load_model(qwen3_moe[0], get_backend("cpu"))
+    c = model.config
+    stack = model.weights.layers[0].mlp
+    dense = 4 * (c.vocab_size + 2 * c.num_layers * (c.q_dim + c.kv_dim)) * HIDDEN
+    router = 4 * NUM_EXPERTS * HIDDEN
+    packed = sum(part.blocks.nbytes for part in (stack.gate, stack.up, stack.down))
+    for batch, share in ((0, 0.0), (1, TOP_K / NUM_EXPERTS), (10_000, 1.0)):
+        want = dense + c.num_layers * (router + share * packed)
+        assert bytes_of_step(model, batch, 0) == pytest.approx(want, rel=1e-12)
 
 
 def test_hyperparameters_are_checked():

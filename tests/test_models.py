@@ -1,5 +1,6 @@
 """Models: equal to transformers, to themselves in other steps, and on other backends."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from ferrum_triton.models import Llama, LlamaConfig, load_model, weights
 from ferrum_triton.models.config import RopeConfig
 from ferrum_triton.models.rope import rope_tables
 from ferrum_triton.models.weights import GgufSource, load_weights
+from ferrum_triton.ops import rope_tables as schemes
 from ferrum_triton.quant import FORMATS, QuantizedTensor
 from tests import gguf_writer
 from tests.tiny_models import PACKED, VARIANTS, PackedSource, save_tiny
@@ -357,6 +359,40 @@ def test_weights_that_are_not_finite_are_refused(tiny, tmp_path, name, value):
         with pytest.raises(FileError, match=f"'{name}' holds 2 weights not finite in float"):
             load_model(tmp_path, backend, torch.float16)
     load_model(tmp_path, backend, torch.float16, allow_non_finite=True)
+
+
+def with_divisors(divisors):
+    source = PackedSource()
+    source._tensors["rope_freqs.weight"] = torch.as_tensor(divisors)
+    return source
+
+
+def test_divisors_of_frequencies_are_the_scaling_that_a_file_stores():
+    """Llama 3's scaling, written as a divisor of each frequency, is that scaling."""
+    scaled = dataclasses.replace(
+        PACKED.rope, kind="llama3", factor=8.0, original_positions=int(torch.randint(9, 30, ()))
+    )
+    plain = schemes.frequencies(scaled.dim, scaled.theta)
+    ramp = scaled.low_freq_factor, scaled.high_freq_factor
+    divisors = plain / schemes.llama3(plain, 8.0, *ramp, scaled.original_positions)
+    assert divisors.unique().numel() > 1
+    backend, ids = get_backend("cpu"), tokens(20)
+
+    def logits(config, source):
+        weights = load_weights(source, config, backend, torch.float32)
+        return run(Llama(config, weights, backend, torch.float32), ids)
+
+    got = logits(PACKED, with_divisors(divisors.float()))
+    want = logits(dataclasses.replace(PACKED, rope=scaled), PackedSource())
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(got, logits(PACKED, PackedSource()), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
+def test_divisors_that_stretch_no_wave_are_refused(bad):
+    source = with_divisors([1.0, 2.0, bad, *[1.0] * 5])
+    with pytest.raises(FileError, match="unusable divisors"):
+        load_weights(source, PACKED, get_backend("cpu"), torch.float32, allow_non_finite=True)
 
 
 def test_gguf_metadata_is_checked():

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 
 from ferrum_triton import get_backend
-from ferrum_triton.kernels.rows import group_size, group_stride, row_views
+from ferrum_triton.kernels.jit import processors
+from ferrum_triton.kernels.rows import group_size, group_stride, row_views, tokens_per_program
 from ferrum_triton.testing import assert_close
 
 SIZES = st.integers(1, 3)
@@ -48,6 +49,20 @@ def test_views_are_the_rows_in_order(data, leading):
         pairs += zip(map(tuple, y_rows), map(tuple, x_rows), strict=True)
     want = zip(y.reshape(-1, 2).tolist(), x.reshape(-1, 4).tolist(), strict=True)
     assert sorted(pairs) == sorted((tuple(a), tuple(b)) for a, b in want)
+
+
+@given(
+    tokens=st.integers(0, 70_000), heads=st.integers(1, 64), block=st.sampled_from((16, 128, 4096))
+)
+def test_tiles_of_tokens_fill_the_device_first(tokens, heads, block):
+    """As many tokens as leave four programs a processor, or as make a tile of 2048 elements."""
+    device = torch.device("cpu")
+    size = tokens_per_program(tokens, heads, block, device)
+    assert size & (size - 1) == 0 and (size == 1 or size * block <= 2048)
+    if size > 1:
+        assert tokens * heads > 2 * processors(device) * size
+    if 2 * size * block <= 2048:
+        assert tokens * heads < 8 * processors(device) * size
 
 
 def test_one_launch_for_a_slice_of_heads_and_for_what_collapses():

@@ -95,8 +95,12 @@ def test_moe_routing_is_whole_blocks():
     assert routing.sorted_token_ids.dtype == torch.int32
     with pytest.raises(InputError, match="whole blocks"):
         MoeRouting.upload([3, 1, 0], [0, 5], 3)
-    with pytest.raises(InputError, match="int32"):
-        MoeRouting(*(torch.zeros(4, dtype=torch.int64) for _ in range(3)))
+    for bad in range(3):
+        parts = [torch.zeros(4, dtype=torch.int32), *torch.zeros(2, 1, dtype=torch.int32)]
+        MoeRouting(*parts)
+        for wrong in (parts[bad].long(), parts[bad][None]):
+            with pytest.raises(InputError, match="int32 of one dimension"):
+                MoeRouting(*parts[:bad], wrong, *parts[bad + 1 :])
     with pytest.raises(InputError, match="one element"):
         MoeRouting(*(torch.zeros(4, dtype=torch.int32) for _ in range(3)))
 
@@ -216,6 +220,34 @@ def test_timer_counts_milliseconds(monkeypatch):
     timer.record_start()
     timer.record_end()
     assert timer.elapsed_ms() == 250.0
+
+
+def test_timer_of_a_stream_waits_for_its_end(monkeypatch):
+    """Events mark both points on the context's stream; only reading the time waits."""
+    seen = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            seen.append(("record", stream))
+
+        def synchronize(self):
+            seen.append(("wait for", self))
+
+        def elapsed_time(self, end):
+            return 2.5 if seen[-1] == ("wait for", end) else 0.0
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    context = Context()
+    monkeypatch.setattr(context, "stream", "a stream")
+    timer = Timer(context)
+    timer.record_start()
+    timer.record_end()
+    assert seen == [("record", "a stream")] * 2
+    assert timer.elapsed_ms() == 2.5
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("device", DEVICES)

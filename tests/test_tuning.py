@@ -4,14 +4,22 @@ import json
 import os
 from types import SimpleNamespace
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from ferrum_triton.backends.triton_provider import load_kernels
 from ferrum_triton.kernels import gpu, tables, tuning
 from ferrum_triton.kernels.gpu import SHARED_LIMITS, Gpu, gpu_of, gpu_of_arch, gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.parameters import OPTIONS, one_of, power_of_two
+from ferrum_triton.kernels.parameters import (
+    OPTIONS,
+    gpu_refusal,
+    one_of,
+    power_of_two,
+    tile_refusal,
+)
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.tables import Row, read_rows, table_file, write_rows
 from ferrum_triton.kernels.tuning import TUNABLES, Tunable, cached_picks, record_picks
@@ -74,6 +82,30 @@ def test_architectures_have_one_name(arch):
 def test_compiler_options_have_their_ranges(name, taken, refused):
     assert not [value for value in taken if OPTIONS[name].refusal(value)]
     assert all(OPTIONS[name].refusal(value) for value in refused)
+
+
+@given(
+    arch=st.sampled_from([*SHARED_LIMITS]),
+    warps=st.sampled_from((None, 1, 2, 4, 8, 16, 32)),
+    ctas=st.sampled_from((None, 1, 2, 8)),
+    values=st.integers(0, 2**18),
+)
+def test_a_gpu_takes_the_warps_the_clusters_and_the_tiles_it_has(arch, warps, ctas, values):
+    asked = gpu_of_arch(arch)
+    options = {"num_warps": warps, "num_ctas": ctas}
+    has_clusters = arch in ("sm_90", "sm_100", "sm_120")
+    refusal = gpu_refusal(asked, {name: n for name, n in options.items() if n or values % 2})
+    if (warps or 1) * asked.warp_size > 1024:
+        assert refusal.startswith(f"num_warps is {warps}, and {arch} has {asked.max_warps} ")
+    elif (ctas or 1) > 1 and not has_clusters:
+        assert refusal == f"num_ctas is {ctas}, and {arch} has no clusters"
+    else:
+        assert refusal == ""
+    per_thread = values // ((warps or 1) * asked.warp_size)
+    told = tile_refusal(asked, {"num_warps": warps or 1}, values)
+    assert told == (
+        "" if per_thread <= 128 else f"{values} values are {per_thread} a thread, more than 128"
+    )
 
 
 @pytest.fixture

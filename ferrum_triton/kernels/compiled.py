@@ -91,7 +91,6 @@ class TensorMaps(dict):
     def __init__(
         self, encoding: Any, shape: Sequence[int], strides: Sequence[int], padding: str
     ) -> None:
-        super().__init__()
         self._encoding, self._shape, self._strides = encoding, [*shape], [*strides]
         self._padding = padding
 

@@ -347,7 +347,7 @@ LAYOUT_CASES = [
 @op(tensors={"x": "any[num_heads, num_tokens, head_dim]"}, axes=LAYOUT_AXES, bench=LAYOUT_CASES)
 def transpose_head_to_token(x: Tensor) -> Tensor:
     """[num_heads, num_tokens, head_dim] → [num_tokens, num_heads, head_dim], contiguous."""
-    return x.transpose(0, 1).contiguous() if x.shape[0] != 1 else x.transpose(0, 1).clone()
+    return x.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
 @transpose_head_to_token.sample

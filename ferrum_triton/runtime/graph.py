@@ -81,7 +81,7 @@ class DecodeState:
         return values
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Captured:
     replay: Callable[[], None]
     outputs: Outputs

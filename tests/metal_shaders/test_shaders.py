@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -394,6 +395,49 @@ def test_nothing_compiles_before_a_launch(monkeypatch):
     assert y.shape == (0, 8)
     with pytest.raises(AssertionError, match="compiled"):
         Backend("metal", "cpu", ("metal",)).rms_norm(torch.ones(1, 8), torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"buffers": [torch.zeros(4)]}, "takes .*'y', 'x'"),
+        ({"buffers": [torch.zeros(4)] * 3}, "takes .*'y', 'x'"),
+        ({"params": (4,)}, "takes .*'rows', 'eps'"),
+        ({"params": (4, 1.0, 1)}, "takes .*'rows', 'eps'"),
+        ({"params": {"rows": 4}}, "{'eps'}"),
+        ({"params": {"rows": 4, "eps": 1.0, "epsilon": 1.0}}, "{'epsilon'}"),
+        ({"buffers": [torch.zeros(8)[::2], torch.zeros(4)]}, "no strides of y"),
+        ({"threads": 33}, "2 groups of 33"),
+        ({"threads": shader.MAX_THREADS + 32}, "2 groups of 1056"),
+        ({"groups": shader.MAX_GRID // 32 + 1}, "no grid"),
+    ],
+)
+def test_launches_that_make_no_sense_are_refused(monkeypatch, change, message):
+    monkeypatch.setattr(Shader, "declared", {})
+    made = Shader("norm", "made_up", "y x", "rows eps", strided="x")
+    launched = []
+    library = SimpleNamespace(made_up=lambda *_, **grid: launched.append(grid))
+    monkeypatch.setattr(shader, "_library", lambda *_: library)
+    good = {
+        "types": {},
+        "buffers": [torch.zeros(4), torch.zeros(8)[::2]],
+        "params": {"eps": 0.5, "rows": 4},
+        "groups": 2,
+        "threads": 32,
+    }
+    made.launch(**good)
+    assert launched == [{"threads": 64, "group_size": 32}]
+    with pytest.raises(FerrumError, match=message):
+        made.launch(**good | change)
+    assert len(launched) == 1
+
+
+def test_shaders_have_no_more_buffers_than_metal(monkeypatch):
+    monkeypatch.setattr(Shader, "declared", {})
+    names = " ".join(f"b{i}" for i in range(shader.MAX_BUFFERS))
+    Shader("norm", "most", names.rpartition(" ")[0], "rows")
+    with pytest.raises(FerrumError, match="more than 31"):
+        Shader("norm", "too_many", names, "rows")
 
 
 def test_more_keys_than_a_grid_has_threads_are_refused(backend, monkeypatch):

@@ -28,7 +28,7 @@ EXPERT_FLAGS = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Step:
     """The replacement of one module.
 
