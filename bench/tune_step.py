@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             name = f"{options.model} --formats {form} --batches {batch}"
             print(f"{name} --context {options.context}", flush=True)
             command = f"python -m bench.tune_step {name} --context {options.context}"
+            command += " --only " * bool(options.only) + " ".join(options.only)
             step = TimedStep(model, batch, options.context)
             for tunable, row in improve(step, machine, set(options.only)):
                 measured = {"command": command, **versions}

@@ -304,21 +304,16 @@ def mla_attention(
     most_splits = min(cdiv(capacity, MIN_KEYS), MAX_SPLITS)
     splits = pick_splits(batch * row_blocks, processors(q.device), most_splits)
     axes = ("batch", "query", "head")
-    target, sums, split_strides = y, lse, (0, 0)
+    steps = strides_of("out", y, *axes) | strides_of("lse", lse, *axes)
+    steps |= {"stride_out_split": 0, "stride_lse_split": 0}
     parts = part_lses = None
     if splits > 1:
         shape = (splits, batch, q_len, num_heads)
         parts = q.new_empty((*shape, kv_lora_rank), dtype=torch.float32)
         part_lses = q.new_empty(shape, dtype=torch.float32)
-        target, sums = parts[0], part_lses[0]
-        split_strides = parts.stride(0), part_lses.stride(0)
-    steps = (
-        strides_of("out", target, *axes)
-        | {"stride_out_split": split_strides[0]}
-        | strides_of("lse", sums, *axes)
-        | {"stride_lse_split": split_strides[1]}
-        | strides_of("q", q, *axes)
-    )
+        steps = strides_of("out", parts, "split", *axes)
+        steps |= strides_of("lse", part_lses, "split", *axes)
+    steps |= strides_of("q", q, *axes)
     variant = Variant(
         stride_row=cache.stride(1),
         block_size=block_size if paged else 0,
@@ -336,8 +331,8 @@ def mla_attention(
     )
     _mla_attention_kernel.launch(
         (row_blocks * splits * batch,),
-        out_ptr=target,
-        lse_ptr=sums,
+        out_ptr=y if parts is None else parts,
+        lse_ptr=lse if part_lses is None else part_lses,
         q_ptr=q,
         cache_ptr=cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache,
         scale_ptr=scale,

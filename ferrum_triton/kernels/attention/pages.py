@@ -238,11 +238,10 @@ def prefetch_pages(head, tiles, POOL: tl.constexpr, ATTENTION: tl.constexpr):
     Args:
         head: a KV head of the pool, whose vectors are contiguous.
     """
-    BITS: tl.constexpr = head.k_ptr.dtype.element_ty.primitive_bitwidth
-    PER_LINE: tl.constexpr = 1024 // BITS
-    LENGTH: tl.constexpr = ATTENTION.head_dim // (
-        4 if head.k_ptr.dtype.element_ty == tl.int32 else 1
-    )
+    DTYPE: tl.constexpr = head.k_ptr.dtype.element_ty
+    # Elements of a vector, of which codes come four to a word, and of a line of 128 bytes.
+    LENGTH: tl.constexpr = ATTENTION.head_dim // (4 if DTYPE == tl.int32 else 1)
+    PER_LINE: tl.constexpr = 1024 // DTYPE.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2((LENGTH + PER_LINE - 1) // PER_LINE)
     line = tl.minimum(tl.arange(0, LINES) * PER_LINE, LENGTH - 1)[None, :]
     for tile in range(tiles.first, tiles.end):
