@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
+from bench.decode_layer import replay_us
 from bench.random_models import CONFIGS, FORMATS_OF_MODELS, random_model
 from bench.results import environment
 from bench.shipped import first_line
@@ -35,13 +35,12 @@ from ferrum_triton.kernels.tables import Row
 from ferrum_triton.kernels.tuning import Pick, Tunable, record_picks
 from ferrum_triton.models import Decoder
 from ferrum_triton.models.step import Step
-from ferrum_triton.runtime.graph import Graph
+from ferrum_triton.runtime.graph import DecodeState
 
 # A share of a step that two measurements of one step do not differ by.
 LEAST_GAIN = 0.0015
 # How far logits may be apart by another order of summing, as a share of their size.
-LEAST_DIFFERENT = 0.1
-REPLAYS, ROUNDS = 10, 5
+MOST_APART = 0.1
 
 Choice = tuple[Tunable, tuple[Dim, ...]]
 
@@ -72,18 +71,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class TimedStep:
-    """A captured decode step of sequences that are all as long."""
+    """A decode step of sequences that are all as long."""
 
     def __init__(self, model: Decoder, batch: int, context: int) -> None:
-        self.model, self.batch, self.context = model, batch, context
+        self.model = model
         self.cache = model.new_cache(context, batch)
         self.cache.reserve(dict.fromkeys(range(batch), context))
         for pool in (*self.cache.k, *self.cache.v):
             pool.normal_()
-        self.graph = Graph(model.backend.device, batch)
-        state = self.graph.state
+        state = DecodeState(model.backend.device, batch)
+        state.set(1, context - 1)
         self._step = Step(state.token, self.cache.block_tables, state.pos, state.kv_len)
-        self.graph.set_decode_state(1, context - 1)
 
     def logits(self) -> Tensor:
         """What the step predicts, [batch, vocab_size]."""
@@ -97,23 +95,12 @@ class TimedStep:
 
     def time(self) -> float:
         """Microseconds of the step with the choices as they are now."""
-        self.graph.capture("step", self.logits, self.cache.tensors)
-        times = []
-        for _ in range(ROUNDS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self.graph.replay("step")
-            start.record()
-            for _ in range(REPLAYS):
-                self.graph.replay("step")
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / REPLAYS)
-        return statistics.median(times)
+        return replay_us(self.logits)
 
     def differs(self, expected: Tensor) -> str:
         """Why the logits are not those expected, or ""."""
         error = (self.logits() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-        return "" if error < LEAST_DIFFERENT else f"logits are {float(error):.3g} off"
+        return "" if error < MOST_APART else f"logits are {float(error):.3g} off"
 
 
 @torch.inference_mode()
@@ -136,7 +123,7 @@ def improve(step: TimedStep, machine: Machine, names: set[str]) -> Iterator[tupl
             times = []
             for candidate in others[tunable, shape]:
                 with tunable.forced(candidate, shape):
-                    us, reason = attempt(step, expected)
+                    us, reason = time_checked(step, expected)
                 if reason:
                     print(f"  {tunable.op} {dict(candidate)}: dropped, {reason}")
                 else:
@@ -160,7 +147,7 @@ def improve(step: TimedStep, machine: Machine, names: set[str]) -> Iterator[tupl
     print(f"  {step.time():.1f} us before", flush=True)
 
 
-def attempt(step: TimedStep, expected: Tensor) -> tuple[float, str]:
+def time_checked(step: TimedStep, expected: Tensor) -> tuple[float, str]:
     """Microseconds of the step, and why the candidate is dropped, or ""."""
     try:
         reason = step.differs(expected)

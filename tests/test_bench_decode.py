@@ -17,6 +17,7 @@ from ferrum_triton.models.engine import Engine
 from ferrum_triton.ops.quant_fused import MAX_ROWS
 from ferrum_triton.quant import dequantize_rows
 from ferrum_triton.testing import TensorFactory, assert_close
+from tests.tiny_models import shrunk
 
 TINY = Shape(
     hidden=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate=512, num_layers=1, vocab=90
@@ -142,21 +143,6 @@ def test_a_layer_launches_no_more_than_is_published(row, layers, most):
     found = record(decode.meta_call(row), "sm_90")
     products = [name for name in found.operations if "matmul" in name]
     assert len(found.launches) + len(products) <= most * layers + 10
-
-
-def shrunk(name, width=64, head_dim=16):
-    """The configuration of a model with its family's peculiarities and few weights."""
-    config = CONFIGS[name]
-    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 90}
-    sizes |= {"hidden_size": width, "intermediate_size": width, "head_dim": head_dim}
-    if config.num_experts:
-        sizes |= {"num_experts": 4, "experts_per_token": 2}
-    if hasattr(config, "windows"):
-        sizes["windows"] = (8, 0)
-    ropes = {
-        rope: getattr(config, rope) for rope in ("rope", "local_rope") if hasattr(config, rope)
-    }
-    return replace(config, **sizes, **{k: replace(v, dim=head_dim) for k, v in ropes.items()})
 
 
 @pytest.mark.parametrize(

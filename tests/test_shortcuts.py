@@ -89,6 +89,9 @@ def assert_as_tritons(calls):
         ours, theirs = got.handle.data, want.handle.data
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, what
         np.testing.assert_array_equal(ours, theirs, str(what), strict=True)
+        if ours.dtype.kind == "f":  # whose zeros are equal whatever their sign
+            ours, theirs = (np.signbit(data[~np.isnan(data)]) for data in (ours, theirs))
+            np.testing.assert_array_equal(ours, theirs, str(what))
 
 
 @each_operator
@@ -110,8 +113,9 @@ def test_operators_of_tensors(compute, seed):
 def test_operators_of_tensors_and_numbers(compute, seed):
     pick = np.random.default_rng(seed)
     calls = []
+    shortcuts._meeting_number.cache_clear()  # 0.0 and -0.0 are one to it: either may be the first
     for dtype in ALL_TYPES:
-        for number in NUMBERS:
+        for number in pick.permutation(np.array(NUMBERS, dtype=object)):
             x = draw(pick, dtype, shape_of(pick))
             calls += [
                 (compute, (x, number)),

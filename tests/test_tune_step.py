@@ -1,7 +1,5 @@
 """Launch choices by the time of a whole decode step."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,33 +10,23 @@ from bench.tune_step import TimedStep
 from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.norm import fused_add_rms_norm_config as norm
 from ferrum_triton.kernels.tables import table_file
+from tests.tiny_models import shrunk
 
 CPU = torch.device("cpu")
-TINY = replace(
-    CONFIGS["qwen3-8b"],
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=32,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    rope=replace(CONFIGS["qwen3-8b"].rope, dim=16),
-)
 
 
 @pytest.fixture
 def tune(monkeypatch, tmp_path):
     """Runs the tool over a tiny model in the interpreter; returns the rows it wrote of the norm."""
     gpu = gpu_of(CPU)
-    monkeypatch.setitem(CONFIGS, "tiny", TINY)
+    monkeypatch.setitem(CONFIGS, "tiny", shrunk("qwen3-8b", width=32))
     monkeypatch.setattr(tune_step, "this_machine", lambda: Machine("interpret", gpu, None))
     now = norm.heuristic(gpu, 2, 32)
     changed = [dict(now, num_warps=2 * now["num_warps"]), dict(now, num_warps=16)]
     monkeypatch.setattr(norm, "candidates", lambda gpu, *shape: [now, *changed])
 
     def run(us):
-        # Of one layer's two norms and the last one, of one shape.
+        # Of all norms, which are of one shape.
         monkeypatch.setattr(
             TimedStep, "time", lambda step: us[norm.pick(CPU, 2, 32)["num_warps"] // 2]
         )
@@ -63,6 +51,6 @@ def test_a_gain_within_the_noise_is_none(tune):
 
 
 def test_a_launch_that_changes_the_logits_is_dropped(tune, monkeypatch, capsys):
-    monkeypatch.setattr(tune_step, "LEAST_DIFFERENT", -1.0)
+    monkeypatch.setattr(tune_step, "MOST_APART", -1.0)
     assert tune({0: 100.0, 1: 50.0, 8: 50.0}) == []
     assert capsys.readouterr().out.count("dropped, logits are") == 2

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.random_models import CONFIGS
 from ferrum_triton.models.config import LlamaConfig, RopeConfig
 from ferrum_triton.models.weights import Matrix, Packed, Source
 from ferrum_triton.quant import FORMATS, QuantizedTensor, quantize_blocks
@@ -207,3 +209,18 @@ class PackedSource(Source):
 
     def fetch(self, name: str) -> Matrix:
         return self._tensors[name]
+
+
+def shrunk(name, width=64, head_dim=16):
+    """The configuration of a model with its family's peculiarities and few weights."""
+    config = CONFIGS[name]
+    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 90}
+    sizes |= {"hidden_size": width, "intermediate_size": width, "head_dim": head_dim}
+    if config.num_experts:
+        sizes |= {"num_experts": 4, "experts_per_token": 2}
+    if hasattr(config, "windows"):
+        sizes["windows"] = (8, 0)
+    ropes = {
+        rope: getattr(config, rope) for rope in ("rope", "local_rope") if hasattr(config, rope)
+    }
+    return replace(config, **sizes, **{k: replace(v, dim=head_dim) for k, v in ropes.items()})

@@ -100,7 +100,7 @@ def _meeting_number(mine: str, kind: type, number: Any, as_tensor: bool) -> _Mee
     common = semantic.computation_type_impl(type_, False, own, not as_tensor, False)
     if common.is_int() and not common.get_int_min_value() <= number <= common.get_int_max_value():
         return None
-    array = np.array([number], dtype=NUMPY[common])
+    array = np.array([number or 0], dtype=NUMPY[common])  # -0.0 is 0
     return _Meeting(None if type_ == common else NUMPY[common], array, common)
 
 

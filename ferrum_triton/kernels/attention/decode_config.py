@@ -24,15 +24,17 @@ def decode_heuristic(
     is_varlen: bool,
     is_plain: bool,
 ) -> Config:
-    """Tile, warps, loads in flight, programs to aim at, and two numbers of a unit: its least keys,
-    and its first tiles that are asked for before the PDL wait.
+    """Tile, warps, loads in flight, programs to aim at, least keys of a unit, early tiles.
 
     Few warps and deep queues win, since a program waits for memory. Little work is a matter of
-    latency: large tiles on more warps, the first of them on their way while the launch before ends,
-    which takes 0.4 to 0.8 % off a step (``bench.tune_step``, Qwen3-8B at batch 1). Where memory is
-    busy anyway it takes nothing off. From 256 pairs of sequence and head on, cuts only make up for
-    sequences of different lengths; they aim at fewer programs than 512 pairs have, so that those of
-    equal length are not cut for a remainder's sake.
+    latency: large tiles on more warps, and the first of them asked for before the PDL wait. That
+    takes 0.4 % off a step in bf16 and 0.6 % in Q4_K
+    (``python -m bench.tune_step qwen3-8b --formats bf16 q4_K --batches 1``); where memory is busy
+    anyway it takes nothing off.
+
+    From 256 pairs of sequence and head on, cuts only make up for sequences of different lengths;
+    they aim at fewer programs than 512 pairs have, so that those of equal length are not cut for a
+    remainder's sake.
 
     Args:
         key_bytes: bytes of a key and its value.

@@ -78,9 +78,9 @@ def _units(
     least_tiles,
     UNITS: tl.constexpr,
     ATTENTION: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
     """The plan, the same in every program: units of each sequence, and where the next's begin."""
-    CACHE: tl.constexpr = ".cg" if UNITS.prefetch > 0 else ""
     return units_of_sequences(
         batch,
         sliding_window,
@@ -113,7 +113,7 @@ def _prefetch_unit(
     """Ask for the first tiles of a unit before the PDL wait, by the lengths as they are then."""
     HAS_WINDOW: tl.constexpr = ATTENTION.has_window
     BLOCK_N: tl.constexpr = ATTENTION.block_n
-    units, ends = _units(batch, sliding_window, shares, least_tiles, UNITS, ATTENTION)
+    units, ends = _units(batch, sliding_window, shares, least_tiles, UNITS, ATTENTION, ".cg")
     if index < tl.sum(units, axis=0):
         unit = unit_of(index, units, ends)
         queries, keys, _ = sequence_lengths(batch, unit.seq, UNITS.max_q, ".cg")
@@ -198,7 +198,7 @@ def _paged_decode_kernel(
     else:
         pdl_wait(PDL)
     pdl_trigger(PDL)
-    units, ends = _units(batch, sliding_window, shares, least_tiles, UNITS, ATTENTION)
+    units, ends = _units(batch, sliding_window, shares, least_tiles, UNITS, ATTENTION, CACHE)
     if cu_parts_ptr is not None:
         if tl.program_id(0) == 0:
             seqs = tl.arange(0, UNITS.block_b)
