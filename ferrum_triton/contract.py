@@ -8,7 +8,8 @@ A contract maps each tensor parameter to ``dtypes[dims]``::
 classes in :data:`DTYPES`. A dimension is a name (equal wherever it appears in one call), a number,
 or ``...`` for any leading dimensions. The last dimension must have stride 1; every other stride is
 free. A tensor that the op writes overlaps neither itself nor another tensor of the call; where
-``over`` names an input, the output may be exactly that.
+``over`` names an input, the output may be exactly that. Tensors lie on one device, but for those
+that ``in_host_memory`` names: they may lie in pinned memory of the host as well.
 """
 
 from __future__ import annotations
@@ -88,10 +89,12 @@ class Contract:
         mutates: tuple[str, ...] = (),
         optional: Container[str] = (),
         over: Container[str] = (),
+        in_host_memory: Sequence[str] = (),
     ) -> None:
         self.op = op
         self.optional = optional
         self.over = over
+        self.in_host_memory = in_host_memory
         self.specs = {name: TensorSpec.parse(text) for name, text in specs.items()}
         self.mutates = mutates
 
@@ -147,6 +150,8 @@ class Contract:
                     )
 
     def _check_device(self, name: str, value: Tensor, first: Tensor, device_type: str) -> None:
+        if name in self.in_host_memory and value.is_cpu and value.is_pinned():
+            return
         if value.device.type != device_type:
             advice = f"Move it with .to({device_type!r}) or choose the backend of its device."
             self._reject(name, f"on {value.device}", f"on {device_type}", advice)

@@ -58,6 +58,7 @@ class Op:
         finite: parameters whose values must be finite: a weight of zero times infinity is NaN.
         over: parameters that what the op writes may be exactly: each element is read before it, or
             the row that it is in, is written.
+        in_host_memory: parameters that may lie in pinned memory of the host, wherever others lie.
         num_outputs: tensors returned; ops that return none only mutate.
         after_norm: parameter of the activations of a product that reads its weights as soon as it
             is launched. Calls of few tokens are timed behind a norm that writes these activations,
@@ -76,6 +77,7 @@ class Op:
         static: Sequence[str] = (),
         finite: Sequence[str] = (),
         over: Sequence[str] = (),
+        in_host_memory: Sequence[str] = (),
         after_norm: str = "",
     ) -> None:
         functools.update_wrapper(self, reference)
@@ -91,7 +93,7 @@ class Op:
             for name, parameter in self.signature.parameters.items()
             if parameter.annotation == Tensor | None
         }
-        self.contract = Contract(self.name, tensors, self.mutates, optional, over)
+        self.contract = Contract(self.name, tensors, self.mutates, optional, over, in_host_memory)
         self.axes, self.bench, self.dtypes = axes, tuple(bench), tuple(dtypes)
         self.impls: dict[str, Callable[..., Any]] = {}
         self.kinds: dict[str, frozenset[str]] = {}

@@ -36,6 +36,7 @@ METAL = "ferrum_triton/backends/metal/"
 FAMILIES = {
     K: ("", "test_launch test_rows test_replay test_norm_laws"),
     K + "ahead": ("", "test_ahead"),
+    K + "advance": ("interpret and advance", "test_graph"),
     K + "compiled": ("", "test_ahead test_launch test_replay"),
     K + "gpu": ("", "test_tuning test_tune test_flash_laws"),
     K + "interpreter": ("interpret and rms_norm", "test_backends"),
@@ -123,7 +124,7 @@ FAMILIES = {
     "ferrum_triton/models/": (
         "",
         "test_limits test_engine test_models test_mixtures test_gemma3 test_gpt_oss test_bert "
-        "test_packed_models test_generate",
+        "test_packed_models test_generate test_runner",
     ),
     "ferrum_triton/models/bert": ("", "test_bert"),
     "ferrum_triton/models/experts": ("", "test_mixtures"),

@@ -1,5 +1,6 @@
 """Captured steps: replays follow the device state, and nothing stale is ever replayed."""
 
+import functools
 import gc
 import time
 
@@ -12,7 +13,7 @@ from ferrum_triton import FerrumError, InputError, get_backend
 from ferrum_triton.ops.rope import ROPE
 from ferrum_triton.runtime import buffers
 from ferrum_triton.runtime.context import Context
-from ferrum_triton.runtime.graph import DecodeState, Graph
+from ferrum_triton.runtime.graph import HISTORY, DecodeState, Graph
 from ferrum_triton.runtime.kv_cache import KvCache, PagedKvCache
 from ferrum_triton.types import KvDtypeKind
 
@@ -122,6 +123,40 @@ def test_advancing_is_setting_the_next_step(device, steps, chosen):
         steps = [s + (i < len(new) and s >= 0) for i, s in enumerate(steps)]
         want.set(tokens, steps)
         assert read(state) == read(want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_stay_in_the_history_for_its_steps(device):
+    """Each row's by its own position; of padding nothing is noted."""
+    state = DecodeState(device, 3)
+    state.history.fill_(-7)
+    starts, chosen = [4, -1, 7], [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
+    state.set(0, starts)
+    for step, tokens in enumerate(chosen):
+        state.advance(torch.tensor(tokens, dtype=torch.int32, device=device))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        for back in range(min(HISTORY, step + 1)):
+            for row in (0, 2):
+                place = (starts[row] + step - back) % HISTORY
+                assert state.history[place, row] == chosen[step - back][row]
+        assert (state.history[:, 1] == -7).all()
+
+
+@pytest.mark.gpu
+def test_a_history_in_the_hosts_memory_is_pinned():
+    backend = get_backend("cuda")
+    zeros = functools.partial(torch.zeros, dtype=torch.int32)
+    state, chosen = zeros(3, 4, device="cuda"), torch.arange(4, dtype=torch.int32).cuda()
+    history = zeros(2, 4, pin_memory=True)
+    for step in range(4):  # checked, rehearsed and replayed
+        backend.advance_rows(state, chosen, history)
+        torch.cuda.synchronize()
+        assert history[step % 2].tolist() == [0, 1, 2, 3]
+        with pytest.raises(InputError, match="history: got on cpu"):
+            backend.advance_rows(state, chosen, zeros(2, 4))
+        history.zero_()
+    assert state[1].tolist() == [4] * 4
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1518,3 +1518,22 @@ class Backend:
         Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019 (top-p); Minh et
         al., "Turning Up the Heat", 2024 (min-p).
         """
+    def advance_rows(
+        self,
+        state: Tensor,
+        chosen: Tensor,
+        history: Tensor | None = None,
+    ) -> None:
+        """token ← chosen; where pos ≥ 0: history[pos mod num_kept] ← chosen, pos and kv_len += 1.
+
+        A step that ends so can be replayed as it is. The host follows it by the history: row i's token
+        after position p stays at history[p mod num_kept, i] until the row has come num_kept further.
+
+        Args:
+            state: [3, num_rows], each row's token, position and number of keys, as
+                :class:`~ferrum_triton.runtime.graph.DecodeState` has them. Columns may be a part of
+                more. A negative position is padding: it keeps its position and its keys.
+            chosen: [num_rows], the tokens that the step chose.
+            history: [num_kept, num_rows], on the state's device or in pinned memory of the host, which
+                a GPU writes itself: no copy then stands between two steps. None keeps nothing.
+        """

@@ -118,8 +118,9 @@ def _source_of(op: Op, device_type: str, replayed: list[str] | None) -> tuple[st
     # An index names a CUDA device as well as a torch.device does, for a third of the time.
     device_key = "{}.get_device()" if device_type == "cuda" else "{}.device"
     tensors = [*op.contract.specs, *(outs if op.num_outputs == 1 else [])]
-    scalars = {name: p.annotation for name, p in parameters.items() if name not in tensors}
     parts = [part for n in tensors for part in _tensor_key(n, n in optional, device_key)]
+    parts += [f"{name} is not None and {name}.is_pinned()" for name in op.contract.in_host_memory]
+    scalars = {name: p.annotation for name, p in parameters.items() if name not in tensors}
     if op.num_outputs > 1:
         parts.append(f"None if out is None else out_key(out, {16 if replayed else 1})")
     parts += [f"{name}.__class__" for name in scalars]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ferrum_triton.models.decoder import BLOCK_SIZE, Decoder
 from ferrum_triton.models.step import Step, varlen_step
-from ferrum_triton.runtime.graph import Graph
+from ferrum_triton.runtime.graph import HISTORY, Graph
 from ferrum_triton.runtime.sampling import GREEDY, Sampler, Sampling, change_logits
 from ferrum_triton.types import KvDtypeKind
 
@@ -80,11 +80,7 @@ class Runner:
         self.graph = Graph(device, num_rows)
         self._sampler = Sampler(model.backend, num_rows)
         self._on_cuda = device.type == "cuda"
-        # Two, because a step may be in flight while the one before is read.
-        pinned = {"dtype": torch.int32, "pin_memory": self._on_cuda}
-        self._read = [torch.empty(num_rows, **pinned) for _ in range(2)]
         self._in_flight: list[_InFlight] = []
-        self._num_started = 0
         self.on_compile: Callable[[int, int], None] | None = None
         self.compile_seconds = 0.0
         self._seen: set[tuple[int, int, bool]] = set()
@@ -235,20 +231,22 @@ class Runner:
         the host has read them: their last id may be unknown here.
         """
         wanted: list[Row | None] = [rows.get(seq) for seq in range(max(rows) + 1)]
-        if not self._continues(wanted):
+        continues = self._continues(wanted)
+        # What the history has of earlier steps is read before it is written over.
+        for step in self._in_flight[: -(HISTORY - 1) if continues else None]:
+            step.read()
+        if not continues:
             self._set_rows(wanted)
         self._rows[: len(wanted)] = wanted  # and the others are padding
         count = next(size for size in self.captured_sizes if size >= len(wanted))
         self._launch(count, self._greedy)
         self._note_lengths(rows)
-        buffer = self._read[self._num_started % 2]
-        self._num_started += 1
-        buffer.copy_(self.graph.state.token, non_blocking=True)
         event = None
         if self._on_cuda:
             event = torch.cuda.Event()
             event.record()
-        self._in_flight.append(_InFlight(tuple(rows), buffer, event))
+        places = {seq: row.start % HISTORY for seq, row in rows.items()}
+        self._in_flight.append(_InFlight(self.graph.state.history, places, event))
 
     @property
     def num_in_flight(self) -> int:
@@ -257,11 +255,7 @@ class Runner:
 
     def collect(self) -> dict[int, int]:
         """Wait for the oldest decode step in flight; its tokens by sequence."""
-        step = self._in_flight.pop(0)
-        if step.event is not None:
-            step.event.synchronize()
-        tokens = step.tokens.tolist()
-        return {seq: tokens[seq] for seq in step.seqs}
+        return self._in_flight.pop(0).read()
 
     def _continues(self, wanted: list[Row | None]) -> bool:
         """Whether the device has these rows already, as the step before left them."""
@@ -314,13 +308,30 @@ class Runner:
         return self._sampler.choose(logits, state.pos[:count], greedy)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _InFlight:
-    """A decode step that was enqueued: its sequences, and where its tokens will be."""
+    """A decode step that was enqueued.
 
-    seqs: tuple[int, ...]
-    tokens: Tensor
+    Attributes:
+        history: what steps chose, by place and sequence.
+        places: its own of each sequence.
+        event: what has passed once they are there.
+        tokens: what was read of them.
+    """
+
+    history: Tensor
+    places: dict[int, int]
     event: torch.cuda.Event | None
+    tokens: dict[int, int] | None = None
+
+    def read(self) -> dict[int, int]:
+        """Wait for the tokens; the history may be written over then."""
+        if self.tokens is None:
+            if self.event is not None:
+                self.event.synchronize()
+            history = self.history.tolist()
+            self.tokens = {seq: history[place][seq] for seq, place in self.places.items()}
+        return self.tokens
 
 
 def _kind_of(step: Step) -> tuple[int, int, bool]:

@@ -16,6 +16,7 @@ FAMILIES = (
     "attention",
     "moe",
     "sampling",
+    "advance",
 )
 
 for _family in FAMILIES:

@@ -24,11 +24,15 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.errors import FerrumError, InputError
+from ferrum_triton.ops.advance import advance_rows
 from ferrum_triton.runtime.context import capture_in_flight, recording, refuse_in_capture
 
 Outputs: TypeAlias = Tensor | tuple[Tensor, ...] | None
 
 INT32_MAX = 2**31 - 1
+
+HISTORY = 2
+"""Steps whose tokens a state keeps: one is read while the next runs."""
 
 
 class DecodeState:
@@ -38,12 +42,19 @@ class DecodeState:
         token: [batch] int32, the tokens fed.
         pos: [batch] int32, their positions.
         kv_len: [batch] int32, keys visible to them: their own included.
+        history: [HISTORY, batch] int32, what steps chose: :meth:`advance` notes a row's token after
+            position p at [p mod HISTORY], where it stays for HISTORY steps. The host's memory where
+            the device is a CUDA GPU, to be read once an event behind the step has passed.
     """
 
     def __init__(self, device: torch.device | str = "cpu", batch: int = 1) -> None:
         # One tensor, so that setting the state is one copy.
         self._packed = torch.zeros(3, batch, dtype=torch.int32, device=device)
         self.token, self.pos, self.kv_len = self._packed.unbind()
+        pinned = self._packed.is_cuda
+        self.history = torch.zeros(
+            HISTORY, batch, dtype=torch.int32, device="cpu" if pinned else device, pin_memory=pinned
+        )
 
     def set(self, token: int | Sequence[int], step: int | Sequence[int]) -> None:
         """Feed ``token`` at position ``step``; one of each per sequence, or the same for all.
@@ -67,8 +78,7 @@ class DecodeState:
             tokens: [n] int32, of the first n sequences. Padding stays where it is.
         """
         count = tokens.shape[0]
-        self.token[:count].copy_(tokens)
-        self._packed[1:, :count].add_(self.kv_len[:count] > 0)
+        advance_rows(self._packed[:, :count], tokens, self.history[:, :count])
 
     def _spread(self, name: str, value: int | Sequence[int], least: int) -> list[int]:
         batch = self._packed.shape[1]
