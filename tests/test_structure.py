@@ -33,7 +33,10 @@ LAYERS = {
 
 
 # Dataclasses whose values are assigned to after they are made.
-CHANGING = {"Stats", "Generation", "_Sequence", "Report", "Source", "Plan", "TensorFactory"}
+CHANGING = {
+    *("Generation", "Plan", "Report", "Source", "Stats", "TensorFactory"),
+    *("_InFlight", "_Sequence"),
+}
 
 
 def modules():

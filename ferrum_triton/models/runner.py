@@ -111,7 +111,7 @@ class Runner:
 
         def every_step() -> None:
             for count in sizes:
-                self._choose_next(count, greedy)
+                self._step(count, greedy)
             if num_tokens:
                 step = varlen_step(self.cache, [(0, [0] * num_tokens)], [num_tokens - 1])
                 self._seen.add(_kind_of(step))
@@ -279,7 +279,7 @@ class Runner:
     def _launch(self, count: int, greedy: bool) -> None:
         """One decode step of the first ``count`` rows: replayed, or captured at its first time."""
         if not self.graph.replay((count, greedy)):
-            self._compile_ahead(lambda: self._choose_next(count, greedy))
+            self._compile_ahead(lambda: self._step(count, greedy))
             self._capture(count, greedy)
 
     def _capture(self, count: int, greedy: bool) -> None:
