@@ -1,5 +1,6 @@
 """Dense products of few tokens: every kernel that a launch choice may name, and what it leaves."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,17 +12,19 @@ from ferrum_triton import get_backend
 from ferrum_triton.backends.door import make_door
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.linear import (
+from ferrum_triton.kernels.linear import is_in_units, product
+from ferrum_triton.kernels.linear_config import (
     BLAS,
+    MOST_IN_TILES,
     MOST_TOKENS,
     candidates,
     fits,
     gemm_config,
     heuristic,
-    is_in_units,
     matvec,
     mma,
-    product,
+    shared_bytes,
+    tiles,
 )
 from ferrum_triton.kernels.rehearsal import NotReplayable, rehearse
 from ferrum_triton.kernels.resources import TARGETS
@@ -38,6 +41,8 @@ PATHS = [
     mma(8, 1, 1, 4),
     mma(16, 2, 2, 16),
     mma(32, 1, 4, 0),
+    tiles(16, 64, 1, 1, 2),
+    tiles(32, 16, 3, 4, 1),
 ]
 EACH_PATH = pytest.mark.parametrize(
     "config", PATHS, ids=lambda c: f"{c['path']}-{c['BLOCK_N']}-{c['num_warps']}"
@@ -87,6 +92,18 @@ def test_every_path_sums_every_row_and_column_once(config, dtype, device):
 
 
 @EACH_DTYPE
+@pytest.mark.parametrize("num_tokens", [9, 16, 33, MOST_IN_TILES])
+def test_tiles_take_more_tokens(num_tokens, dtype, device):
+    """Splits of K that end inside a step, and the last of them with fewer steps than others."""
+    for num_rows, num_cols, splits in ((64, 136, 1), (17, 520, 2), (130, 320, 3), (5, 64, 4)):
+        config = tiles(64, 16, splits, 4, 3)
+        a = strided(num_tokens, num_cols, dtype, device, apart=8)
+        b = strided(num_rows, num_cols, dtype, device, apart=16, first=8)
+        for wide in (False, True):
+            assert_close(multiplied(a, b, config, wide), reference(a, b), scale=4)
+
+
+@EACH_DTYPE
 @pytest.mark.parametrize("config", PATHS[:2], ids=["two-rows", "eight-rows"])
 def test_threads_along_k_take_any_alignment(config, dtype, device):
     for num_cols, first in ((1, 0), (33, 1), (131, 3), (128, 1)):
@@ -130,10 +147,12 @@ def test_sums_are_in_float32(dtype, device):
 def test_the_backend_takes_the_kernels_in_the_interpreter():
     """The property tests of the op then run them."""
     backend = get_backend("interpret")
-    for num_tokens, path in ((1, "matvec"), (5, "mma")):
+    names = ((1, "_matvec"), (5, "_mma"), (20, "_tiles _add_partials"), (65, ""))
+    for num_tokens, wanted in names:
         with record_launches() as launches:
-            backend.gemm(torch.randn(num_tokens, 64).half(), torch.randn(9, 64).half())
-        assert [launch.kernel.name for launch in launches] == [f"_{path}_kernel"]
+            backend.gemm(torch.randn(num_tokens, 128).half(), torch.randn(9, 128).half())
+        kernels = [launch.kernel.name for launch in launches]
+        assert kernels == [f"{name}_kernel" for name in wanted.split()]
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -196,30 +215,76 @@ def test_what_the_kernels_leave_to_cublas():
     few = (True, 8, 4096, 4096)
     assert heuristic(hopper, *few)["path"] == "mma"
     assert heuristic(ampere, *few) == heuristic(amd, *few) == BLAS
-    assert heuristic(hopper, True, 9, 4096, 4096) == BLAS
+    assert heuristic(ampere, True, 9, 4096, 4096) == BLAS
+    assert heuristic(hopper, True, 65, 4096, 4096) == BLAS
     assert heuristic(hopper, False, 8, 4096, 4096) == BLAS
     assert heuristic(hopper, True, 8, 128, 4096) == BLAS
-    assert candidates(hopper, True, 9, 4096, 4096) == [BLAS]
-    assert not fits(hopper, BLAS, True, 9, 4096, 4096)
+    assert candidates(hopper, True, 65, 4096, 4096) == [BLAS]
+    assert candidates(hopper, False, 9, 4096, 4096) == [BLAS]
+    assert not fits(hopper, BLAS, True, 65, 4096, 4096)
     assert fits(hopper, mma(16, 8, 4, 0), False, 8, 4096, 4096)
     assert fits(amd, mma(16, 8, 4, 0), *few)
     assert fits(hopper, matvec(4, 2048, 8, 0), *few)
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_cols", "splits"),
+    [
+        (4096, 4096, 2),  # 64 tiles, 132 SMs
+        (6144, 4096, 1),
+        (8448, 4096, 1),  # a tile for each
+        (8449, 4096, 0),  # more tiles than SMs
+        (5120, 5120, 0),  # 80: two splits are too many, and one leaves 52 SMs idle
+        (5888, 4096, 0),  # 92, one too few
+        (5952, 4096, 1),
+        (2048, 2048, 2),  # more splits would be shorter than 1024 columns
+        (2048, 8192, 4),
+        (64, 512, 1),
+    ],
+)
+def test_splits_of_tiles_by_heuristic(num_rows, num_cols, splits):
+    hopper = gpu_of_arch("sm_90")
+    wanted = tiles(64, 128, splits, 4, 5) if splits else BLAS
+    for num_tokens in (9, MOST_IN_TILES):
+        assert heuristic(hopper, True, num_tokens, num_rows, num_cols) == wanted
+
+
+def test_what_tiles_do_not_fit():
+    hopper, ampere, amd = map(gpu_of_arch, ("sm_90", "sm_86", "gfx942"))
+    shape = (True, 32, 4096, 4096)
+    assert not fits(hopper, tiles(64, 128, 2, 4, 5), *shape)
+    assert fits(hopper, tiles(64, 128, 2, 4, 5), False, *shape[1:])
+    for gpu in (ampere, amd):
+        assert "shared memory" in fits(gpu, tiles(64, 128, 2, 4, 5), *shape)
+    # Three rooms of 96 rows by 128 columns of two bytes, and 1 KB.
+    least = 3 * 96 * 128 * 2 + 1024
+    for room, reason in ((least, ""), (least - 1, f"{least} bytes of shared memory are more")):
+        gpu = dataclasses.replace(hopper, shared_limit=room)
+        refusal = fits(gpu, tiles(64, 128, 2, 4, 3), *shape)
+        assert reason in refusal and bool(reason) == bool(refusal)
+    assert fits(hopper, tiles(64, 128, 2, 4, 5), True, MOST_IN_TILES + 1, 4096, 4096)
+    assert fits(hopper, tiles(64, 128, 3, 4, 5), True, 32, 4096, 256)
+    assert not fits(hopper, tiles(64, 128, 3, 4, 5), True, 32, 4096, 257)
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 def test_candidates_compile_without_spills(arch):
     target, seen = TARGETS[arch], []
-    for num_tokens in (1, 2, 8):
+    for num_tokens in (1, 2, 8, MOST_IN_TILES):
         shape = (True, num_tokens, 4096, 4096)
         a = torch.empty(num_tokens, 4096, dtype=torch.bfloat16, device="meta")
         b = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
         for config in candidates(gpu_of_arch(arch), *shape):
-            if config == BLAS or (config["path"] == "mma" and config in seen):
+            if config == BLAS or (config["path"] != "matvec" and config in seen):
                 continue
             seen.append(config)
             with record_launches(target.capability) as launches:
                 product(a, b, config, a.new_empty(num_tokens, 4096))
-            asm = compiled(launches[0], arch).asm
-            if arch == "sm_90":
+            found = compiled(launches[0], arch)
+            asm = found.asm
+            if config["path"] == "tiles":
+                assert found.shared <= shared_bytes(config, num_tokens) + 1024
+                assert ("wgmma" in asm["ptx"]) == (arch == "sm_90"), config
+            elif arch == "sm_90":
                 loads = [line for line in instructions(asm["cubin"]) if "LDG" in str(line)]
                 assert loads and all(".128" in str(line) for line in loads), config

@@ -153,7 +153,7 @@ def test_a_history_in_the_hosts_memory_is_pinned():
         backend.advance_rows(state, chosen, history)
         torch.cuda.synchronize()
         assert history[step % 2].tolist() == [0, 1, 2, 3]
-        with pytest.raises(InputError, match="history: got on cpu"):
+        with pytest.raises(InputError, match="history is on cpu"):
             backend.advance_rows(state, chosen, zeros(2, 4))
         history.zero_()
     assert state[1].tolist() == [4] * 4

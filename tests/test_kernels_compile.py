@@ -11,7 +11,7 @@ import pytest
 
 from bench.shipped import picks_of
 from ferrum_triton.backends.triton_provider import load_kernels
-from ferrum_triton.kernels.linear import BLAS
+from ferrum_triton.kernels.linear_config import BLAS
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.registry import OPS

@@ -1,7 +1,7 @@
 """Dense products of few tokens: as long as the weights are read, and no longer.
 
 y[m, n] = Σₖ a[m, k] · b[n, k], float32 sums, rounded once or, for logits, not at all. cuBLAS takes
-what is left: float32, more than MOST_TOKENS tokens, and shapes and GPUs where it was faster.
+what is left: float32, more than 64 tokens, and shapes and GPUs where it was faster.
 
 * ``"mma"``: tensor cores that are fed from memory. ``mma.m16n8k8`` sums over the four threads of a
   quad and does not care which columns of K they have, as long as a and b have the same. So a thread
@@ -11,6 +11,8 @@ what is left: float32, more than MOST_TOKENS tokens, and shapes and GPUs where i
   Nothing is moved, so that registers are loaded again as soon as they were multiplied. The warps of
   a program share K, and their sums are added up once, at its end.
 * ``"matvec"``: multiply-adds of threads that lie along K, for any alignment.
+* ``"tiles"``: tensor cores that are fed from shared memory, for more than eight tokens:
+  :mod:`ferrum_triton.kernels.linear_tiles`.
 
 Here b may be what the launch before writes, unlike packed weights. So nothing is read before the
 PDL wait, but the first lines of b are asked for into L2. That is safe whoever writes them: L2 is
@@ -22,23 +24,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
 from ferrum_triton.kernels.jit import can_overlap, kernel
-from ferrum_triton.kernels.parameters import Config, one_of, power_of_two
+from ferrum_triton.kernels.linear_config import MOST_IN_TILES, gemm_config
+from ferrum_triton.kernels.linear_tiles import product_of_tiles
+from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.planes import STREAM, is_aligned, load_one, load_words, uses_ptx
 from ferrum_triton.kernels.quant.thread_products import summed_over_warps
 from ferrum_triton.kernels.rows import cdiv
-from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops import linear as ops
 
-MOST_TOKENS = 8
 # Columns that a quad takes at a time.
 QUAD = tl.constexpr(32)
 # Bytes of what L2 is asked for at a time.
 LINE = 128
-# Float32 sums that a thread of "matvec" may have: of 255 registers, as many hold what is loaded.
-MOST_SUMS = 64
 
 _CONSTRAINTS = tl.constexpr("=f,=f,=f,=f,r,r,r,f,f,f,f")
 
@@ -285,94 +284,16 @@ def _mma_kernel(
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=(token < num_tokens) & (n < num_rows))
 
 
-BLAS: Config = {"path": "blas"}
-
-
-def matvec(rows: int, columns: int, warps: int, lines: int) -> Config:
-    """A launch of threads along K."""
-    return {
-        "path": "matvec",
-        "BLOCK_N": rows,
-        "BLOCK_K": columns,
-        "LINES": lines,
-        "num_warps": warps,
-    }
-
-
-def mma(rows: int, warps: int, depth: int, lines: int) -> Config:
-    """A launch of tensor cores."""
-    return {"path": "mma", "BLOCK_N": rows, "DEPTH": depth, "LINES": lines, "num_warps": warps}
-
-
-def heuristic(gpu: Gpu, aligned: bool, num_tokens: int, num_rows: int, num_cols: int) -> Config:
-    """Tensor cores on Hopper where every SM has a program; in the interpreter every product."""
-    if num_tokens > MOST_TOKENS:
-        return BLAS
-    if gpu.arch == INTERPRETER:
-        return mma(16, 2, 2, 0) if num_tokens > 2 and aligned else matvec(8, 256, 8, 0)
-    if gpu.capability[0] == 9 and aligned and num_rows >= 16 * gpu.num_sms:
-        return mma(16, 4, 8, 16)
-    return BLAS
-
-
-def candidates(
-    gpu: Gpu, aligned: bool, num_tokens: int, num_rows: int, num_cols: int
-) -> list[Config]:
-    """Launches worth timing."""
-    found = [
-        mma(8, 4, 4, 16),
-        mma(8, 4, 8, 16),
-        mma(8, 8, 4, 16),
-        mma(16, 4, 4, 16),
-        mma(16, 8, 2, 16),
-        mma(16, 8, 4, 16),
-    ]
-    if num_tokens <= 2:
-        found += [matvec(4, 1024, 4, 16), matvec(4, 2048, 8, 64)]
-    shape = (aligned, num_tokens, num_rows, num_cols)
-    return [*(config for config in found if not fits(gpu, config, *shape)), BLAS]
-
-
-def fits(
-    gpu: Gpu, config: Config, aligned: bool, num_tokens: int, num_rows: int, num_cols: int
-) -> str:
-    """Why a launch cannot take a shape; "" if it can."""
-    path = config.get("path")
-    if path == "blas":
-        return ""
-    if num_tokens > MOST_TOKENS:
-        return f"{path} takes {MOST_TOKENS} tokens at most"
-    if path == "mma":
-        ptx = gpu.capability >= (8, 0) or gpu.arch == INTERPRETER
-        return "" if aligned and ptx else "mma takes 16 bytes at a time, on an NVIDIA GPU"
-    sums = config["BLOCK_N"] * config["BLOCK_K"] * num_tokens
-    threads = gpu.warp_size * config["num_warps"]
-    return f"{sums} sums are too many for {threads} threads" if sums > MOST_SUMS * threads else ""
-
-
-gemm_config = Tunable(
-    "gemm",
-    ("aligned", "num_tokens", "num_rows", "num_cols"),
-    heuristic,
-    candidates,
-    fits=fits,
-    parameters={
-        "path": one_of("mma", "matvec", "blas"),
-        "BLOCK_N": power_of_two(1, 64),
-        "BLOCK_K": power_of_two(8, 1 << 14),
-        "DEPTH": power_of_two(1, 8),
-        "LINES": one_of(0, 4, 8, 16, 32, 64, 128),
-    },
-)
-
-
 def is_in_units(a: Tensor, b: Tensor) -> bool:
     """Whether rows of both are whole units of 16 bytes, and lie at multiples of them."""
     return a.shape[1] * a.element_size() % 16 == 0 and is_aligned(a) and is_aligned(b)
 
 
 def product(a: Tensor, b: Tensor, config: Config, y: Tensor) -> None:
-    """y ← a · bᵀ for up to MOST_TOKENS tokens of 16 bits, by the kernel of a launch choice."""
+    """y ← a · bᵀ for up to MOST_IN_TILES tokens of 16 bits, by the kernel of a launch choice."""
+    if config["path"] == "tiles":
+        product_of_tiles(a, b, config, y)
+        return
     (num_tokens, num_cols), num_rows = a.shape, b.shape[0]
     options = {name: value for name, value in config.items() if name != "path"}
     if not can_overlap(a.device):
@@ -407,7 +328,7 @@ def product(a: Tensor, b: Tensor, config: Config, y: Tensor) -> None:
 @ops.gemm.impl("triton")
 def gemm(a: Tensor, b: Tensor, wide: bool = False, *, out: Tensor | None = None) -> Tensor:
     (num_tokens, num_cols), num_rows = a.shape, b.shape[0]
-    few = 0 < num_tokens <= MOST_TOKENS and a.dtype != torch.float32
+    few = 0 < num_tokens <= MOST_IN_TILES and a.dtype != torch.float32
     if not few or num_cols == 0 or num_rows == 0:
         return ops.gemm.impls["blas"](a, b, wide, out=out)
     config = gemm_config.pick(a.device, is_in_units(a, b), num_tokens, num_rows, num_cols)
