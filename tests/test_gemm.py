@@ -245,8 +245,11 @@ def test_what_the_kernels_leave_to_cublas():
 def test_splits_of_tiles_by_heuristic(num_rows, num_cols, splits):
     hopper = gpu_of_arch("sm_90")
     wanted = tiles(64, 128, splits, 4, 5) if splits else BLAS
-    for num_tokens in (9, MOST_IN_TILES):
+    for num_tokens in (9, 32):
         assert heuristic(hopper, True, num_tokens, num_rows, num_cols) == wanted
+    for num_tokens in (33, MOST_IN_TILES):
+        split = heuristic(hopper, True, num_tokens, num_rows, num_cols)
+        assert split == (wanted if splits > 1 else BLAS)
 
 
 def test_what_tiles_do_not_fit():
