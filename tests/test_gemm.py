@@ -16,7 +16,6 @@ from ferrum_triton.kernels.linear import is_in_units, product
 from ferrum_triton.kernels.linear_config import (
     BLAS,
     MOST_IN_TILES,
-    MOST_TOKENS,
     candidates,
     fits,
     gemm_config,
@@ -30,6 +29,7 @@ from ferrum_triton.kernels.rehearsal import NotReplayable, rehearse
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.kernels.tables import table_file, user_directory
+from ferrum_triton.ops.linear import GATES, MOST_TOKENS
 from ferrum_triton.registry import OPS, Case
 from ferrum_triton.testing import assert_close
 from tests.compiling import compiled
@@ -89,6 +89,22 @@ def test_every_path_sums_every_row_and_column_once(config, dtype, device):
         b = strided(num_rows, num_cols, dtype, device, apart=8, first=8)
         for wide in (False, True):
             assert_close(multiplied(a, b, config, wide), reference(a, b), scale=4)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("config", [mma(16, 2, 2, 16), mma(32, 1, 4, 0)], ids=["eight", "sixteen"])
+def test_gates_are_those_of_their_rows(config, activation, dtype, device):
+    """Rows of y that end inside a program's, and its rows of gate and up."""
+    op = OPS["gemm_gate_up_silu"]
+    for num_tokens, num_rows, num_cols in ((1, 16, 136), (5, 37, 64), (8, 3, 200), (3, 24, 520)):
+        a = strided(num_tokens, num_cols, dtype, device, apart=8)
+        b = strided(2 * num_rows, num_cols, dtype, device, apart=16, first=8)
+        room = torch.full((num_tokens, num_rows + 3), torch.nan, dtype=dtype, device=device)
+        product(a, b, config, room[:, :num_rows], activation)
+        assert room[:, num_rows:].isnan().all()
+        want = op.reference(a.double(), b.double(), activation)
+        assert_close(room[:, :num_rows], want, scale=4)
 
 
 @EACH_DTYPE

@@ -393,6 +393,29 @@ class Backend:
         Returns:
             [m, n] in the input's dtype, or float32 if wide.
         """
+    def gemm_gate_up_silu(
+        self,
+        a: Tensor,
+        b: Tensor,
+        activation: str = 'silu',
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = silu(a · Gᵀ) · (a · Uᵀ), b = [G; U]: both halves of an MLP's first product.
+
+        In float32 until the one rounding at the end. Of up to MOST_TOKENS tokens it is one launch where
+        a kernel is faster than cuBLAS, else a product and a launch that gates it.
+
+        Args:
+            a: [m, k].
+            b: [2 n, k], G's rows and then U's; same dtype.
+            activation: ``"silu"``, or ``"gelu_tanh"`` in its place.
+
+        Returns:
+            [m, n] in a's dtype.
+
+        Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+        """
     def dequantize(
         self,
         blocks: Tensor,

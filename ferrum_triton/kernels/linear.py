@@ -24,8 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ferrum_triton.kernels.elementwise import (
+    activated,
+    fused_gelu_tanh_mul_split,
+    fused_silu_mul_split,
+)
 from ferrum_triton.kernels.jit import can_overlap, kernel
-from ferrum_triton.kernels.linear_config import MOST_IN_TILES, gemm_config
+from ferrum_triton.kernels.linear_config import MOST_IN_TILES, MOST_TOKENS, gemm_config
 from ferrum_triton.kernels.linear_tiles import product_of_tiles
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
@@ -223,9 +228,10 @@ def _mma_kernel(
     stride_a_token,
     stride_b_row,
     num_cols,  # a multiple of 8
-    num_rows,
+    num_rows,  # of y; of b twice as many with ACTIVATION
     num_tokens,  # at most 8
-    BLOCK_N: tl.constexpr,  # a multiple of 8
+    ACTIVATION: tl.constexpr,  # y = activation(gate) * up, of b's first rows and second; or ""
+    BLOCK_N: tl.constexpr,  # rows of b, a multiple of 8; of 16 with ACTIVATION
     DEPTH: tl.constexpr,  # loads of each row in flight
     LINES: tl.constexpr,
     PER_LINE: tl.constexpr,
@@ -235,11 +241,14 @@ def _mma_kernel(
     PDL: tl.constexpr,
 ):
     GROUPS: tl.constexpr = BLOCK_N // 8
+    HALVES: tl.constexpr = 1 if ACTIVATION == "" else 2
+    ROWS: tl.constexpr = BLOCK_N // HALVES
     DTYPE: tl.constexpr = b_ptr.dtype.element_ty
-    first = tl.program_id(0).to(tl.int64) * BLOCK_N
+    first = tl.program_id(0).to(tl.int64) * ROWS
     last = num_rows - 1
     if LINES > 0:
-        row = tl.minimum(first + tl.arange(0, BLOCK_N), last)
+        i = tl.arange(0, BLOCK_N)
+        row = tl.minimum(first + i % ROWS, last) + i // ROWS * num_rows
         _prefetch_rows(b_ptr, row, num_cols, stride_b_row, LINES, PER_LINE)
     pdl_wait(PDL)
     pdl_trigger(PDL)
@@ -251,7 +260,8 @@ def _mma_kernel(
     none = tl.zeros([32 * WARPS], tl.float32)
     sums = ()
     for group in tl.static_range(GROUPS):
-        b_row += (b_ptr + tl.minimum(first + group * 8 + quad, last) * stride_b_row,)
+        row = tl.minimum(first + group * 8 % ROWS + quad, last) + group * 8 // ROWS * num_rows
+        b_row += (b_ptr + row * stride_b_row,)
         sums += ((none, none, none, none, none, none, none, none),)
     a_row = a_ptr + tl.minimum(quad, num_tokens - 1).to(tl.int64) * stride_a_token
     SPAN: tl.constexpr = WARPS * DEPTH * QUAD
@@ -275,9 +285,14 @@ def _mma_kernel(
         of_row = sums[group]
         totals += (of_row[0] + of_row[6], of_row[1] + of_row[7])
     y = summed_over_warps(totals, 2 * GROUPS)
+    PER_LANE: tl.constexpr = 2 * GROUPS // HALVES
+    if ACTIVATION != "":
+        halves = tl.reshape(y, [32, 2, PER_LANE])
+        gate, up = tl.split(tl.permute(halves, [0, 2, 1]))
+        y = tl.reshape(activated(gate, ACTIVATION) * up, [32 * PER_LANE])
 
-    j = tl.arange(0, 64 * GROUPS)
-    lane, j = j // (2 * GROUPS), j % (2 * GROUPS)
+    j = tl.arange(0, 32 * PER_LANE)
+    lane, j = j // PER_LANE, j % PER_LANE
     token = lane % 4 * 2 + j % 2
     n = first + j // 2 * 8 + lane // 4
     y_at = y_ptr + token.to(tl.int64) * stride_y_token + n
@@ -289,12 +304,15 @@ def is_in_units(a: Tensor, b: Tensor) -> bool:
     return a.shape[1] * a.element_size() % 16 == 0 and is_aligned(a) and is_aligned(b)
 
 
-def product(a: Tensor, b: Tensor, config: Config, y: Tensor) -> None:
-    """y ← a · bᵀ for up to MOST_IN_TILES tokens of 16 bits, by the kernel of a launch choice."""
+def product(a: Tensor, b: Tensor, config: Config, y: Tensor, activation: str = "") -> None:
+    """y ← a · bᵀ for up to MOST_IN_TILES tokens of 16 bits, by the kernel of a launch choice.
+
+    With ``activation``, for "mma" alone, y ← activation(gate) · up of the product's halves.
+    """
     if config["path"] == "tiles":
         product_of_tiles(a, b, config, y)
         return
-    (num_tokens, num_cols), num_rows = a.shape, b.shape[0]
+    (num_tokens, num_cols), num_rows = a.shape, y.shape[1]
     options = {name: value for name, value in config.items() if name != "path"}
     if not can_overlap(a.device):
         options["LINES"] = 0
@@ -309,11 +327,12 @@ def product(a: Tensor, b: Tensor, config: Config, y: Tensor) -> None:
         "num_rows": num_rows,
         "PER_LINE": LINE // b.element_size(),
     }
-    grid = (cdiv(num_rows, config["BLOCK_N"]),)
+    grid = (cdiv(b.shape[0], config["BLOCK_N"]),)
     if config["path"] == "mma":
         span = config["num_warps"] * config["DEPTH"] * QUAD.value
         _mma_kernel.launch(
             grid,
+            ACTIVATION=activation,
             **arguments,
             **options,
             num_tokens=num_tokens,
@@ -338,3 +357,20 @@ def gemm(a: Tensor, b: Tensor, wide: bool = False, *, out: Tensor | None = None)
     y = a.new_empty((num_tokens, num_rows), dtype=dtype) if out is None else out
     product(a, b, config, y)
     return y
+
+
+@ops.gemm_gate_up_silu.impl("triton")
+def gemm_gate_up_silu(
+    a: Tensor, b: Tensor, activation: str = "silu", *, out: Tensor | None = None
+) -> Tensor:
+    (num_tokens, num_cols), num_rows = a.shape, b.shape[0] // 2
+    y = a.new_empty((num_tokens, num_rows)) if out is None else out
+    if 0 < num_tokens <= MOST_TOKENS and a.dtype != torch.float32 and num_cols and num_rows:
+        config = gemm_config.pick(a.device, is_in_units(a, b), num_tokens, 2 * num_rows, num_cols)
+        if config["path"] == "mma" and config["BLOCK_N"] % 16 == 0:
+            product(a, b, config, y, activation)
+            return y
+    both = gemm(a, b, wide=True)
+    if activation == "silu":
+        return fused_silu_mul_split(both, out=y)
+    return fused_gelu_tanh_mul_split(both, out=y)

@@ -4,9 +4,9 @@ from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
 from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_two, tile_refusal
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Tunable
+from ferrum_triton.ops.linear import MOST_TOKENS
 
-# Tokens that "mma" and "matvec" take at most. A tile has as many as LEAST_IN_TILES, some padding.
-MOST_TOKENS = 8
+# Tokens of a tile, some of them padding; "mma" and "matvec" take MOST_TOKENS at most.
 LEAST_IN_TILES, MOST_IN_TILES = 16, 64
 # Columns that a split of K is worth a program for.
 LEAST_OF_SPLIT = 1024

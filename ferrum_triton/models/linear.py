@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from ferrum_triton.backends import Backend
+from ferrum_triton.ops.linear import MOST_TOKENS
 from ferrum_triton.ops.quant_fused import MAX_ROWS
 from ferrum_triton.quant import FusedTensor, QuantizedTensor
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -97,6 +98,11 @@ def gated_norm(backend: Backend, norm: Norm, linear: Linear) -> Tensor:
         return backend.add_rms_norm_quant_gate_up_silu(
             *norm, gate.blocks, up.blocks, gate.kind, up.kind
         )
+    weight, few = linear.weight, norm.x.shape[0] <= MOST_TOKENS
+    # Without a kernel the op widens the weights at each call.
+    has_kernel = backend.provider_of("gemm_gate_up_silu") == "triton"
+    if isinstance(weight, Tensor) and linear.bias is None and few and has_kernel:
+        return backend.gemm_gate_up_silu(backend.fused_add_rms_norm(*norm), weight)
     return backend.fused_silu_mul_split(apply_to_norm(backend, norm, linear))
 
 

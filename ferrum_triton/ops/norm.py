@@ -63,7 +63,7 @@ def _(make, num_tokens, hidden_size, weight_dtype=torch.float32):
         "weight": "float[hidden_size]",
     },
     axes={**ROWS, "wide_residual": (False, True)},
-    bench=_cases(1, 64, 4096, 32768),
+    bench=_cases(1, 32, 64, 4096, 32768),
     mutates=("residual",),
 )
 def fused_add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
