@@ -34,19 +34,20 @@ FORMATS = re.compile(r"(?:file )?(?:i?q|mxfp)\d.*")
 # or four of several matrices, and for these formats: words are loaded one by one there, and most of
 # the time goes to Triton's pass that coalesces loads (MLIR_ENABLE_TIMING=1). Such cases go to
 # another GPU.
-SLOW_ON_AMD = re.compile(r".*/m8|.*_qkv/.*/m4|gemv_quant/(q2_K|q3_K|q5_0|iq4_xs)/.*")
+SLOW_ON_AMD = re.compile(
+    r".*/m8|.*_qkv/.*/m4|gemv_quant/(q2_K|q3_K|q5_0|iq4_xs)/.*|gemm_quant/file/iq4_xs/.*"
+)
 
 # Kernels that are launched there too, but in none of the cases that words choose.
 ALSO = {
     "add_rms_norm_quant_gate_up_silu/q4_K_q4_K/n12288k4096/m32": ("gfx942",),
-    "add_rms_norm_quant_qkv/q4_K_q6_K/n6144k4096/m1": ("sm_80", "sm_100"),
     "add_rms_norm_quant_qkv/q4_K_q6_K/n6144k4096/m32": ("sm_80", "sm_100"),
     "add_rms_norm_quant_qkv/q4_K/n6144k5120/m8": ("sm_80",),
     "gemm_quant/q4_0/n4096k14336/m2": ("sm_80", "sm_100"),
     "gemm_quant/q4_K/n4096k14336/m16": ("gfx942",),
     "gemm_quant_moe_id/q4_k:planes/e128k8n768k2048/m4096": ("sm_100",),
     "gemm_quant_moe_id_gate_up_silu/q4_k:planes/e128k8n768k2048/m64": ("sm_100",),
-    "gemv_quant_gate_up_silu/q6_K_q6_K/n14336k4096/m2": ("gfx942",),
+    "gemv_quant_gate_up_silu/q4_K_q4_K/n14336k4096/m1": ("sm_80", "sm_100", "gfx942"),
     "gemv_quant_moe_id/q4_k:planes/e128k8n768k2048/m1": ("sm_80",),
     "softmax_rows/bf16/n4096/m1": ("sm_100",),
     "softmax_rows/bf16/n152064/m64": ("sm_80", "gfx942"),
