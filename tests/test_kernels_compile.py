@@ -30,7 +30,7 @@ ELSEWHERE = [name for name in TARGETS if name != MEASURED]
 SHAPE = re.compile(r"n\d+k\d+")
 SIZE = re.compile(r"n\d+k\d+|[mtbl]\d+|ctx\d+|(prefill|mixed)\(.*\)")
 FORMATS = re.compile(r"(?:file )?(?:i?q|mxfp)\d.*")
-# Compiling for AMD takes 14 s and more (pytest --durations=0) where a program takes eight tokens,
+# Compiling for AMD takes 8 s and more (pytest --durations=0) where a program takes eight tokens,
 # or four of several matrices, and for these formats: words are loaded one by one there, and most of
 # the time goes to Triton's pass that coalesces loads (MLIR_ENABLE_TIMING=1). Such cases go to
 # another GPU.
