@@ -1,17 +1,48 @@
 """Kernels compiled for GPUs that this machine has not, and the limits they must keep."""
 
+import functools
+from collections.abc import Iterable, Sequence
+from itertools import cycle
+from typing import Any
+
+import pytest
+
 from ferrum_triton.kernels.jit import Launch, record_launches
 from ferrum_triton.kernels.resources import TARGETS, Resources, Target, compile_launch
-from ferrum_triton.registry import Case, Op
+from ferrum_triton.registry import OPS, Case, Op
 from ferrum_triton.testing import TensorFactory
+
+
+def in_turns(kinds: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """Parameters (kind, *other) of a test that compiles: each kind with one of the others.
+
+    The rest of all pairs follows, for ``--every-gpu`` alone: what they compile differs from another
+    case by one word of it.
+    """
+    params = []
+    for kind, turn in zip(kinds, cycle(range(len(others))), strict=False):
+        for i, other in enumerate(others):
+            marks = () if i == turn else pytest.mark.every_gpu
+            params.append(pytest.param(kind, *other, marks=marks))
+    return params
 
 
 def launches_of(op: Op, case: Case, target: Target) -> list[Launch]:
     """The launches one bench case makes on a target."""
-    arguments = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
     with record_launches(target.capability) as launches:
-        op.impls["triton"](**arguments)
+        op.impls["triton"](**_sample(op.name, case.id))
     return launches
+
+
+@functools.cache
+def _sample(op_name: str, case_id: str) -> dict[str, Any]:
+    """A bench case's tensors without memory: making them takes longer than asking what is launched.
+
+    Nothing writes to them, so that every target and test may have the same.
+    """
+    op = OPS[op_name]
+    case = next(case for case in op.bench if case.id == case_id)
+    return op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
 
 
 def compiled(launch: Launch, target_name: str = "sm_90") -> Resources:

@@ -24,7 +24,19 @@ hypothesis.settings.register_profile("nightly", max_examples=500, **_settings)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every-gpu",
+        action="store_true",
+        help="compile every bench case for every GPU, and every format in every tile",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--every-gpu"):
+        left_out = [item for item in items if item.get_closest_marker("every_gpu")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("every_gpu")]
     absent = {}
     if not torch.cuda.is_available():
         absent["gpu"] = pytest.mark.skip(reason="needs a CUDA device")

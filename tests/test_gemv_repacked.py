@@ -1,7 +1,5 @@
 """Products of one or two tokens by persistent programs, and what is chosen for them."""
 
-from itertools import cycle
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.products import gemv, persistent, product, products
 from ferrum_triton.quant import FORMATS, dequantize_blocks, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
-from tests.compiling import compiled
+from tests.compiling import compiled, in_turns
 from tests.test_quant_ops import packed, seeded
 
 NAMES = [fmt.file.name for fmt in PLANE_FORMATS.values()]
@@ -105,14 +103,13 @@ def test_nothing_to_do_is_done():
     assert launched(EACH, torch.empty(0, 32).half(), planes, "Q4_0").shape == (0, 3)
 
 
-# Beside the sizes of the benches, each kind with one of them in turns.
+# Beside the sizes of the benches, which compile every kind for one token and two: a kind of each
+# shape that codes and scales have with one of them in turns.
+SHAPES = ("Q4_0", "Q8_0", "Q2_K", "Q5_K", "Q6_K", "MXFP4")
 SIZES = [(1, 28672, 4096), (2, 4096, 16384)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_tokens", "n", "k"),
-    [(kind, *size) for kind, size in zip(NAMES, cycle(SIZES), strict=False)],
-)
+@pytest.mark.parametrize(("kind", "num_tokens", "n", "k"), in_turns(SHAPES, SIZES))
 def test_what_is_chosen_compiled_for_hopper(kind, num_tokens, n, k):
     planes = torch.empty(n, PLANE_FORMATS[f"{kind}:planes"].row_bytes(k), dtype=torch.uint8)
     a = torch.empty(num_tokens, k, dtype=torch.bfloat16, device="meta")

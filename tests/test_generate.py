@@ -11,6 +11,7 @@ from ferrum_triton import FileError, InputError, get_backend
 from ferrum_triton.cli.default_model import INSTALL, find_default_model
 from ferrum_triton.files.chat import ChatTemplate
 from ferrum_triton.models import load_model, load_tokenizer
+from ferrum_triton.models.engine import Engine
 from ferrum_triton.models.generation import Stats, generate_ids, generate_text
 from ferrum_triton.quant import QuantizedTensor
 from ferrum_triton.runtime.sampling import Sampling
@@ -60,12 +61,26 @@ def greedy(model, prompt, count):
     return list(generate_ids(model, prompt, Sampling(), count))
 
 
+def greedy_together(model, prompts, count):
+    """Each prompt's tokens, in steps of all of them, which read the weights once."""
+    engine = Engine(model, capacity=128, max_seqs=len(prompts))
+    found = {engine.add(prompt, Sampling(), count): [] for prompt in prompts}
+    while engine.busy:
+        for new in engine.step():
+            found[new.key].append(new.token)
+    return list(found.values())
+
+
 def test_greedy_text_equals_transformers(model, tokenizer, theirs):
-    """64 tokens on chats and raw prompts, id for id: each the likeliest after those before it."""
+    """64 tokens on chats and raw prompts, id for id: each the likeliest after those before it.
+
+    All prompts together, and one alone.
+    """
     prompts = [chat_ids(tokenizer, chat) for chat in CHATS]
     prompts += [tokenizer.encode(text) for text in RAW]
-    for prompt in prompts:
-        ours = greedy(model, prompt, 64)
+    answers = [*greedy_together(model, prompts, 64), greedy(model, prompts[0], 64)]
+    for prompt, ours in zip([*prompts, prompts[0]], answers, strict=True):
+        assert len(ours) == 64
         with torch.inference_mode():
             logits = theirs(torch.tensor([prompt + ours])).logits[0]
         likeliest = logits[len(prompt) - 1 : -1].argmax(-1)

@@ -22,22 +22,33 @@ load_kernels("interpret")
 # Every word of a case's id is compiled once for the GPU that is measured. Of the words that choose
 # a kernel or what it is made of, such as formats and layouts, each is compiled once for one of the
 # others as well, and an op that is no product for each of them. Numbers of tokens choose between
-# kernels in products alone.
+# kernels in products alone. Products unpack a format by the same functions, whichever of them takes
+# it: for the other GPUs it is compiled once for one or two tokens, for a few and for many.
+# `--every-gpu` compiles every case for every GPU.
 MEASURED = "sm_90"
 ELSEWHERE = [name for name in TARGETS if name != MEASURED]
 SHAPE = re.compile(r"n\d+k\d+")
 SIZE = re.compile(r"n\d+k\d+|[mtbl]\d+|ctx\d+|(prefill|mixed)\(.*\)")
-# Compiling for AMD takes 14 s and more (pytest --durations=0) where a program takes eight tokens,
+FORMATS = re.compile(r"(?:file )?(?:i?q|mxfp)\d.*")
+# Compiling for AMD takes 8 s and more (pytest --durations=0) where a program takes eight tokens,
 # or four of several matrices, and for these formats: words are loaded one by one there, and most of
 # the time goes to Triton's pass that coalesces loads (MLIR_ENABLE_TIMING=1). Such cases go to
 # another GPU.
-SLOW_ON_AMD = re.compile(r".*/m8|.*_qkv/.*/m4|gemv_quant/(q2_K|iq4_xs)/.*")
+SLOW_ON_AMD = re.compile(
+    r".*/m8|.*_qkv/.*/m4|gemv_quant/(q2_K|q3_K|q5_0|iq4_xs)/.*|gemm_quant/file/iq4_xs/.*"
+)
 
 # Kernels that are launched there too, but in none of the cases that words choose.
 ALSO = {
-    "gemm_quant/q4_0/n4096k14336/m2": ("sm_80", "sm_100"),
-    "gemm_quant/q4_K/n4096k14336/m16": ("sm_80",),
     "add_rms_norm_quant_gate_up_silu/q4_K_q4_K/n12288k4096/m32": ("gfx942",),
+    "add_rms_norm_quant_qkv/q4_K_q6_K/n6144k4096/m32": ("sm_80", "sm_100"),
+    "add_rms_norm_quant_qkv/q4_K/n6144k5120/m8": ("sm_80",),
+    "gemm_quant/q4_0/n4096k14336/m2": ("sm_80", "sm_100"),
+    "gemm_quant/q4_K/n4096k14336/m16": ("gfx942",),
+    "gemm_quant_moe_id/q4_k:planes/e128k8n768k2048/m4096": ("sm_100",),
+    "gemm_quant_moe_id_gate_up_silu/q4_k:planes/e128k8n768k2048/m64": ("sm_100",),
+    "gemv_quant_gate_up_silu/q4_K_q4_K/n14336k4096/m1": ("sm_80", "sm_100", "gfx942"),
+    "gemv_quant_moe_id/q4_k:planes/e128k8n768k2048/m1": ("sm_80",),
     "softmax_rows/bf16/n4096/m1": ("sm_100",),
     "softmax_rows/bf16/n152064/m64": ("sm_80", "gfx942"),
 }
@@ -47,43 +58,68 @@ def is_product(op):
     return "gemm" in op.name or "_quant" in op.name
 
 
+def words_of(case):
+    """What a case's id is made of; a format in file order is one word."""
+    return set(case.id.replace("file/", "file ").split("/"))
+
+
 def chooses(op, word):
     """Whether launches differ by a word in more than numbers, whatever the GPU."""
     return not (SHAPE if is_product(op) else SIZE).fullmatch(word)
 
 
+def chosen_elsewhere(op, case):
+    """What a case has compiled for a GPU that is not measured: an op's own words, or formats."""
+    words = words_of(case)
+    if not is_product(op):
+        return {(op.name, word) for word in words if chooses(op, word)}
+    tokens = case.axes["num_tokens"] if "num_tokens" in case.axes else case.axes.get("m", 1)
+    few = next(most for most in (2, 8, 10**9) if tokens <= most)
+    written = [word for word in words if FORMATS.fullmatch(word)]
+    formats = {name for word in written for name in re.split(r"_(?=i?q\d|mxfp)", word.lower())}
+    return {("experts" * ("moe" in op.name), few, name) for name in formats or words}
+
+
+def first_of_each():
+    """(op's name, case's id, target) of what is compiled without being asked for every GPU."""
+    asked, seen_elsewhere, turns_of_products = {}, set(), cycle(ELSEWHERE)
+    for op in OPS.values():
+        bench = op.bench if "triton" in op.impls else ()
+        seen, met, turns = set(), set(), cycle(ELSEWHERE)
+        for case in bench:
+            name, words = f"{op.name}/{case.id}", words_of(case)
+            if words - seen:
+                asked[op.name, case.id, MEASURED] = case
+            seen |= words
+            new = chosen_elsewhere(op, case) - seen_elsewhere
+            # Formats at once, of which others have met each, take as long as they are many; and two
+            # tokens take the kernel of one, which gemv_quant has compiled for every format.
+            is_costly = case.id.count("_q") >= 2 or (op.name == "gemm_quant" and "m2" in words)
+            if new and not is_costly:
+                target = next(turns_of_products if is_product(op) else turns)
+                is_slow = target == "gfx942" and SLOW_ON_AMD.fullmatch(name)
+                asked[op.name, case.id, "sm_80" if is_slow else target] = case
+                seen_elsewhere |= new
+                met.add(target)
+            for target in ALSO.get(name, ()):
+                asked[op.name, case.id, target] = case
+        if bench and not is_product(op):
+            for target in ELSEWHERE:
+                if target not in met:
+                    asked[op.name, bench[0].id, target] = bench[0]
+    return asked
+
+
 def cases():
     """(op, case, target) of the kernels that bench cases launch."""
-    params = []
+    asked, params = first_of_each(), []
     for op in OPS.values():
-        asked, seen, seen_elsewhere, turns = {}, set(), set(), cycle(ELSEWHERE)
         for case in op.bench if "triton" in op.impls else ():
-            # A format in file order is one word.
-            words = set(case.id.replace("file/", "file ").split("/"))
-            name = f"{op.name}/{case.id}"
-            if words - seen:
-                asked[case.id, MEASURED] = case
-            seen |= words
-            # Two tokens take the kernel of one, which gemv_quant has compiled for every format.
-            if not (op.name == "gemm_quant" and "m2" in words):
-                chosen = {word for word in words if chooses(op, word)}
-                # Three formats at once, of which a kernel of two has met each, take three times as
-                # long as two.
-                is_needed = chosen - seen_elsewhere and case.id.count("_q") < 2
-                if not seen_elsewhere or is_needed:
-                    target = next(turns)
-                    is_slow = target == "gfx942" and SLOW_ON_AMD.fullmatch(name)
-                    asked[case.id, "sm_80" if is_slow else target] = case
-                seen_elsewhere |= words
-        met = {target for _, target in asked}
-        if asked and not is_product(op):
-            case = op.bench[0]
-            asked |= {(case.id, target): case for target in ELSEWHERE if target not in met}
-        for case in op.bench:
-            more = ALSO.get(f"{op.name}/{case.id}", ())
-            asked |= {(case.id, target): case for target in more}
-        for (case_id, target), case in asked.items():
-            params.append(pytest.param(op, case, target, id=f"{op.name}/{case_id}-{target}"))
+            for target in TARGETS:
+                is_asked = (op.name, case.id, target) in asked
+                marks = () if is_asked else pytest.mark.every_gpu
+                name = f"{op.name}/{case.id}-{target}"
+                params.append(pytest.param(op, case, target, id=name, marks=marks))
     return params
 
 
@@ -102,3 +138,17 @@ def test_compiles_within_limits(op, case, target_name):
         asm = compiled(launch, target_name).asm
         if "wgmma" in asm.get("ptx", ""):
             assert not overwritten_operands(instructions(asm["cubin"])), launch.kernel.name
+
+
+@pytest.mark.parametrize("target_name", TARGETS)
+def test_every_kernel_is_compiled_for_every_gpu_that_launches_it(target_name):
+    """Without `--every-gpu`, whatever words choose."""
+    asked, launched, chosen = first_of_each(), set(), set()
+    for op in OPS.values():
+        for case in op.bench if "triton" in op.impls else ():
+            launches = launches_of(op, case, TARGETS[target_name])
+            names = {launch.kernel.name for launch in launches}
+            launched |= names
+            chosen |= names if (op.name, case.id, target_name) in asked else set()
+    assert launched
+    assert chosen == launched, "what is missing needs a line in ALSO"

@@ -25,9 +25,13 @@ from ferrum_triton.quant.kinds import format_of, quantize_rows
 from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
-from tests.compiling import compiled
+from tests.compiling import compiled, in_turns
 
 KINDS = list(PLANE_FORMATS)
+# Tokens of fewer pairs, and whether of gate and up, that take other tiles than many.
+TILES_OF_FEWER = [(8, True), (256, False), (512, True)]
+# One of each size of word, of which the matrix of bench cases compiles others.
+ALONE = ("Q3_K:planes", "Q5_0:planes", "Q8_0:planes")
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -223,7 +227,14 @@ def test_a_token_meets_other_experts_in_every_call():
         assert all(len(set(row)) == len(row) for row in call["ids"].tolist())
 
 
-@pytest.mark.parametrize("num_tokens", moe_layer.TOKENS)
+# The products are what the matrix of bench cases compiles for such numbers of tokens.
+@pytest.mark.parametrize(
+    "num_tokens",
+    [
+        pytest.param(n, marks=() if n in (1, 64) else pytest.mark.every_gpu)
+        for n in moe_layer.TOKENS
+    ],
+)
 def test_a_layer_compiled_for_hopper(num_tokens):
     target = TARGETS["sm_90"]
     triton = SimpleNamespace(**{name: op.impls.get("triton") for name, op in OPS.items()})
@@ -255,14 +266,11 @@ def products(kind, num_tokens, target, gated=False):
     return launches
 
 
-# Every kind in the tiles of many pairs, which take the most registers, and in others in turns.
+# Every kind in the tiles of many pairs, which take the most registers, and some in others.
 @pytest.mark.parametrize(
     ("kind", "num_tokens", "gated"),
     [(kind, 4096, False) for kind in KINDS]
-    + [
-        (kind, *tiles)
-        for kind, tiles in zip(KINDS, cycle([(8, True), (256, False), (512, True)]), strict=False)
-    ],
+    + in_turns(("Q4_K:planes", "Q5_1:planes", "Q3_K:planes"), TILES_OF_FEWER),
 )
 def test_tiles_compiled_for_hopper(kind, num_tokens, gated):
     """No spills, and weights stay in their registers, pairs of neighbours of K."""
@@ -289,10 +297,13 @@ def test_tiles_compiled_for_hopper(kind, num_tokens, gated):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_tokens"), [("Q4_K:planes", 8), ("Q3_K:planes", 4096), ("Q8_0:planes", 8)]
+    ("target", "kind", "num_tokens"),
+    in_turns(
+        ["sm_80", "sm_100", "gfx942"],
+        [("Q4_K:planes", 8), ("Q3_K:planes", 4096), ("Q8_0:planes", 8)],
+    ),
 )
-@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
-def test_tiles_compiled_elsewhere(kind, num_tokens, target):
+def test_tiles_compiled_elsewhere(target, kind, num_tokens):
     for launch in products(kind, num_tokens, target, gated=True):
         compiled(launch, target)
 
@@ -311,11 +322,14 @@ def pair_launch(kind, up_kind="", target="sm_90", **options):
     return launches[-1]
 
 
-# Every kind alone, and as gate or up of another; the last one as both.
+# Every kind as gate or up of another; the last one as both, and a few alone.
 @pytest.mark.parametrize(
     ("gate", "up"),
-    [(kind, "") for kind in KINDS]
-    + list(zip_longest(KINDS[::2], KINDS[1::2], fillvalue=KINDS[-1])),
+    [*zip_longest(KINDS[::2], KINDS[1::2], fillvalue=KINDS[-1])]
+    + [
+        pytest.param(kind, "", marks=() if kind in ALONE else pytest.mark.every_gpu)
+        for kind in KINDS
+    ],
 )
 def test_pairs_compiled_for_hopper(gate, up):
     assert ".ftz" not in compiled(pair_launch(gate, up)).asm["ptx"]

@@ -22,7 +22,7 @@ from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
-from tests.compiling import compiled
+from tests.compiling import compiled, in_turns
 from tests.test_quant_formats import assert_same_bits, random_blocks
 
 NAMES = [form.file.name for form in PLANE_FORMATS.values()]
@@ -232,8 +232,9 @@ def test_matrices_side_by_side(kinds, splits, use_tma):
     torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q5_K", "Q3_K"))
-@pytest.mark.parametrize("num_tokens", (16, 32, 64))
+@pytest.mark.parametrize(
+    ("kind", "num_tokens"), in_turns(("Q4_K", "Q6_K", "Q5_K", "Q3_K"), [(16,), (32,), (64,)])
+)
 def test_several_matrices_compiled_for_hopper(kind, num_tokens):
     """No spills in the tiles that one matrix takes."""
     kind, k = f"{kind}:planes", 4096
@@ -369,24 +370,22 @@ def test_ptx_unpacks_what_the_layout_says(kind):
                 assert torch.equal(got[i], want), (pair, i)
 
 
+# A small tile; a larger one by TMA; and by TMA with words asked for ahead, of most registers.
+TILES = [
+    (MmaConfig(64, 16),),
+    (MmaConfig(64, 32, stages=3, use_tma=True),),
+    (MmaConfig(128, 64, scale_after=False, warps=8, stages=2, prefetch_distance=1, use_tma=True),),
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [(kind, MmaConfig(64, 16)) for kind in NAMES]
+    in_turns(NAMES, TILES)
     + [
         (kind, MmaConfig(128, 64, words=16, scale_after=False, warps=8))
         for kind in ("Q4_K", "Q6_K", "Q3_K", "Q5_0")
     ]
-    + [("Q4_K", MmaConfig(64, 8)), ("Q6_K", MmaConfig(64, 8)), ("Q5_K", MmaConfig(64, 8))]
-    + [(kind, MmaConfig(64, 32, stages=3, use_tma=True)) for kind in NAMES]
-    + [
-        (
-            kind,
-            MmaConfig(
-                128, 64, scale_after=False, warps=8, stages=2, prefetch_distance=1, use_tma=True
-            ),
-        )
-        for kind in NAMES
-    ],
+    + [("Q4_K", MmaConfig(64, 8)), ("Q6_K", MmaConfig(64, 8)), ("Q5_K", MmaConfig(64, 8))],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )
 def test_compiled_for_hopper(kind, config):
@@ -430,8 +429,9 @@ def test_a_product_by_torch_some_rows_at_a_time():
     assert error(got, a, blocks, "Q5_K") < 1e-5
 
 
-@pytest.mark.parametrize("kind", ("Q4_K", "Q3_K", "Q5_0", "Q8_0"))
-@pytest.mark.parametrize("target", ("sm_80", "gfx942"))
+@pytest.mark.parametrize(
+    ("kind", "target"), in_turns(("Q4_K", "Q3_K", "Q5_0", "Q8_0"), [("sm_80",), ("gfx942",)])
+)
 def test_compiled_elsewhere(kind, target):
     blocks = torch.zeros(64, FORMATS[kind].row_bytes(512), dtype=torch.uint8)
     planes = to_planes(blocks, kind).to("meta")

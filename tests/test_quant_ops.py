@@ -13,7 +13,7 @@ from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
 from ferrum_triton.quant.kinds import file_kind, quantize_rows
 from ferrum_triton.registry import OPS
-from tests.compiling import launches_of
+from tests.compiling import in_turns, launches_of
 from tests.harness import BACKENDS
 from tests.test_quant_formats import HALVES, SPECIAL_HALVES, assert_same_bits, random_blocks
 
@@ -218,17 +218,23 @@ def test_wrong_calls_are_refused(backend):
         assert error.value.argument == argument
 
 
+# Each GPU's assembly: its name, products alone, and products with a sum.
+PRODUCTS = {
+    "sm_90": ("ptx", r"mul\.rn\.f32", r"fma\.\w+\.f32"),
+    "gfx942": ("amdgcn", r"v_(pk_)?mul_f32", r"v_(pk_)?(fma|mad|mac)\w*_f32"),
+}
+
+
+# A format in planes for one GPU, and in file order for the other.
 @pytest.mark.parametrize(
-    ("target_name", "assembly", "multiply", "fused"),
-    [
-        ("sm_90", "ptx", r"mul\.rn\.f32", r"fma\.\w+\.f32"),
-        ("gfx942", "amdgcn", r"v_(pk_)?mul_f32", r"v_(pk_)?(fma|mad|mac)\w*_f32"),
-    ],
+    ("case", "target_name"),
+    in_turns(ops.dequantize.bench, [(name,) for name in PRODUCTS]),
+    ids=lambda value: getattr(value, "id", value),
 )
-@pytest.mark.parametrize("case", ops.dequantize.bench, ids=lambda case: case.id)
-def test_decoding_is_not_contracted(case, target_name, assembly, multiply, fused):
+def test_decoding_is_not_contracted(case, target_name):
     """No multiply and add of the decoder is fused, which would change its last bit."""
     target = TARGETS[target_name]
+    assembly, multiply, fused = PRODUCTS[target_name]
     (launch,) = launches_of(ops.dequantize, case, target)
     code = compile_launch(launch, target).asm[assembly]
     assert re.search(multiply, code)

@@ -10,7 +10,7 @@ from ferrum_triton.kernels.quant.products import gemv, mma, product, products
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
-from tests.compiling import compiled
+from tests.compiling import compiled, in_turns
 
 KINDS = pytest.mark.parametrize("kind", PLANE_FORMATS)
 N, K = 4096, 4096
@@ -57,8 +57,7 @@ def test_few_activations(kind):
     assert dots == {"IDP.2A.LO.S16.S8", "IDP.2A.HI.S16.S8", *unsigned}
 
 
-@KINDS
-@pytest.mark.parametrize("num_tokens", [8, 64])
+@pytest.mark.parametrize(("kind", "num_tokens"), in_turns(PLANE_FORMATS, [(8,), (64,)]))
 def test_many_activations(kind, num_tokens):
     """Wide copies; tensor cores take what words become in registers; no weight is converted."""
     a = torch.empty(num_tokens, K, dtype=torch.bfloat16, device="meta")
