@@ -308,7 +308,7 @@ def tests_of(file: str) -> tuple[str, ...]:
     elif file.startswith(K):
         if "Tunable" in (ROOT / file).read_text() or file.endswith("_config.py"):
             targets.append("tests/test_shipped.py@heuristic")
-        targets.append("tests/test_pdl.py")
+        targets += ["tests/test_pdl.py", "tests/test_recorded.py"]
     return tuple(targets)
 
 
