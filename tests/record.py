@@ -16,12 +16,17 @@ from pathlib import Path
 from ferrum_triton.backends.triton_provider import load_kernels
 from tests.recorded_choices import choices
 from tests.recorded_launches import launches
+from tests.recorded_refusals import refusals
 
 load_kernels("interpret")
 
 FOLDER = Path(__file__).parent / "recorded"
 # Tables by their names, each folder's as a function that makes them.
-TABLES: dict[str, Callable[[], dict[str, str]]] = {"choices": choices, "launches": launches}
+TABLES: dict[str, Callable[[], dict[str, str]]] = {
+    "choices": choices,
+    "launches": launches,
+    "refusals": refusals,
+}
 
 
 def main() -> None:
