@@ -52,7 +52,7 @@ ASKED: dict[str, list[tuple]] = {
         ("Q4_K", STAR, STAR, 28672, 128),
         ("Q4_K", STAR, STAR, 4096, 448),
         (KINDS, STAR, (1, 2), STAR, 128),
-        ("Q4_K", STAR, (5, 16, 64, 300), STAR, 128),
+        ("Q4_K", STAR, (5, 16, 64, 200, 300), STAR, 128),
         ("Q4_K", STAR, (1, 2, 5, 64), 4096, STAR),
     ],
     "flash_attention": [
@@ -85,6 +85,7 @@ TRIED: dict[str, list[tuple]] = {
     "gemm_quant": [
         (KINDS, STAR, (1, 2), 4096, (128, 384)),
         ("Q4_K", STAR, (1, 2), 16384, 128),
+        ("Q4_K", STAR, 16, 8192, 128),
         ("Q4_K", STAR, (5, 16, 64, 300), 4096, 128),
         (("Q3_K", "Q8_0"), STAR, (9, 300), 4096, 128),
     ],
