@@ -61,10 +61,14 @@ class TensorFactory:
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Normal values in the sample's dtype."""
+        if torch.device(self.device).type == "meta":
+            return self._draw(torch.randn, shape, self.dtype)
         return (self._draw(torch.randn, shape, torch.float32) * scale).to(self.dtype)
 
     def weight(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Norm weights and biases: around one, in ``dtype`` whatever the sample's."""
+        if torch.device(self.device).type == "meta":
+            return self._draw(torch.randn, shape, dtype)
         return (1.0 + 0.2 * self._draw(torch.randn, shape, torch.float32)).to(dtype)
 
     def scalar(self, low: float, high: float) -> float:

@@ -51,7 +51,7 @@ FAMILIES = {
     K + "heads": ("interpret and (rope or split_qkv)", "test_rope_laws test_paged_cache"),
     K + "elementwise": ("interpret and (lu or add or scale or slice)", "test_elementwise_laws"),
     K + "embedding": ("interpret and embedding", "test_launch"),
-    K + "softmax": ("interpret and softmax", "test_sampling_ops"),
+    K + "softmax": ("interpret and softmax", "test_sampling_ops test_softmax_long"),
     K + "kv_": ("interpret and cache", "test_paged_cache"),
     K + "paged_cache": ("interpret and cache", "test_paged_cache"),
     K + "sampl": ("interpret and (rows or penalty)", "test_sampling_ops"),
@@ -75,6 +75,8 @@ FAMILIES = {
     K + "quant/descriptors": ("", "test_moe_planes test_quant_mma"),
     K + "quant/plane_rows": ("", "test_quant_planes test_quant_mma"),
     K + "quant/add_norm": ("interpret and add_rms_norm_quant", "test_add_norm"),
+    K + "quant/float_groups": ("interpret and quant", "test_ptx_only"),
+    K + "quant/small_m.": ("interpret and quant and not moe", "test_small_m test_ptx_only"),
     K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
     K + "quant/rows": ("interpret and (dequantize or lookup_quant)", "test_quant_planes"),
     K + "moe/": (
@@ -85,7 +87,7 @@ FAMILIES = {
     K + "moe/routing": ("interpret and topk", "test_moe"),
     K + "moe/activation": ("interpret and clamped_swiglu", "test_gpt_oss"),
     K + "moe/combine": ("interpret and (combine or weighted)", "test_moe_combine"),
-    OPS: ("", "test_registry test_costs test_door test_strides"),
+    OPS: ("", "test_recorded@refusals test_registry test_costs test_door test_strides"),
     OPS + "precision": ("cpu and norm", "test_registry"),
     "ferrum_triton/backends/": (
         "dispatcher_agrees and rms_norm",
@@ -93,6 +95,7 @@ FAMILIES = {
     ),
     "ferrum_triton/backends/door": ("", "test_door test_replay"),
     METAL: ("", "metal_shaders"),
+    METAL + "__init__": ("", "test_backends"),
     METAL + "attention": ("", "metal_shaders@attention or keys or sequences"),
     METAL + "combine": ("", "metal_shaders@weighted_sum"),
     METAL + "elementwise": ("", "metal_shaders@gelu or lu_mul"),
@@ -309,7 +312,8 @@ def tests_of(file: str) -> tuple[str, ...]:
     elif file.startswith(K):
         if "Tunable" in (ROOT / file).read_text() or file.endswith("_config.py"):
             targets.append("tests/test_shipped.py@heuristic")
-        targets.append("tests/test_pdl.py")
+        targets += ["tests/test_pdl.py", "tests/test_recorded.py@launches or choices"]
+        targets.append("tests/test_defaults.py")
     return tuple(targets)
 
 

@@ -71,7 +71,7 @@ def make_door(
 
     def admit(key: tuple | None, arguments: dict[str, Any]) -> Callable[..., Any] | bool:
         if key is None or checks_all or key[:num_checked] not in checked:
-            _check(op, dict(arguments), device_type)
+            check(op, dict(arguments), device_type)
         if key is None or checks_all:
             return False
         if max(len(admitted), len(checked)) >= MAX_ADMITTED:
@@ -186,7 +186,7 @@ def _source_of(op: Op, device_type: str, replayed: list[str] | None) -> tuple[st
     return "\n".join(lines) + "\n", num_checked
 
 
-def _check(op: Op, arguments: dict[str, Any], device_type: str) -> None:
+def check(op: Op, arguments: dict[str, Any], device_type: str) -> None:
     """Check a call in full."""
     out = arguments.pop("out", None)
     op.contract.check(arguments, device_type)

@@ -26,12 +26,6 @@ def check_room(of_op, cache_len, num_tokens, capacity, slots):
         of_op.reject("cache_len", got, f"rows inside the capacity of {capacity}", "Grow the cache.")
 
 
-def check_caches(of_op, k_cache, v_cache):
-    if k_cache.shape != v_cache.shape:
-        allowed = f"{list(k_cache.shape)}, the shape of k_cache"
-        of_op.reject("v_cache", f"of shape {list(v_cache.shape)}", allowed)
-
-
 @op(
     tensors={
         "k_cache": "T[num_kv_heads, capacity, head_dim]",
@@ -77,11 +71,6 @@ def kv_cache_append_head_major(
         InputError: cache_len + num_tokens exceeds the capacity; nothing is written then.
     """
     write_rows(k_cache, v_cache, k, v, cache_len, slots)
-
-
-@kv_cache_append_head_major.rule
-def _(k_cache, v_cache, k, v, cache_len, slots):
-    check_caches(kv_cache_append_head_major, k_cache, v_cache)
 
 
 @kv_cache_append_head_major.call_rule

@@ -8,7 +8,7 @@ Rotary tables are ``cos, sin: [max_positions, rotary_dim / 2]``; ``rotary_dim`` 
 import torch
 from torch import Tensor
 
-from ferrum_triton.ops.kv_cache import check_caches, check_room, write_rows
+from ferrum_triton.ops.kv_cache import check_room, write_rows
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, op
 
@@ -409,7 +409,6 @@ def _(
     head_dim = check_heads(this, qkv, num_heads, k_cache.shape[0])
     if head_dim != k_cache.shape[2]:
         this.reject("k_cache", f"of head_dim {k_cache.shape[2]}", f"{head_dim}, as in qkv")
-    check_caches(this, k_cache, v_cache)
     check_rope(this, head_dim, cos, sin, qk_mode, {"q_weight": q_weight, "k_weight": k_weight})
 
 

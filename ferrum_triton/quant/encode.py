@@ -28,7 +28,7 @@ def quantize_blocks(weights: Tensor, fmt: BlockFormat) -> Tensor:
         InputError: K is no whole number of blocks.
     """
     row_bytes = fmt.row_bytes(weights.shape[-1])
-    if weights.numel() == 0 or weights.is_meta:
+    if weights.numel() == 0:
         return weights.new_empty((*weights.shape[:-1], row_bytes), dtype=torch.uint8)
     num_blocks = weights.shape[-1] // fmt.block_size
     x = weights.float().unflatten(-1, (num_blocks, fmt.block_size))

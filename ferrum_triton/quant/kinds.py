@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ferrum_triton.quant.encode import quantize_blocks
@@ -47,5 +48,8 @@ def take_rows(blocks: Tensor, rows: Tensor, kind: str) -> Tensor:
 
 def quantize_rows(weights: Tensor, kind: str) -> Tensor:
     """Pack float [..., K], a multiple of the block size, to uint8 [..., row_bytes]."""
+    if weights.is_meta:  # no numbers to encode, and operators on meta tensors are slow
+        row_bytes = format_of(kind).row_bytes(weights.shape[-1])
+        return weights.new_empty((*weights.shape[:-1], row_bytes), dtype=torch.uint8)
     stored = quantize_blocks(weights, FORMATS[file_kind(kind)])
     return to_planes(stored, file_kind(kind)) if kind in PLANE_FORMATS else stored
