@@ -9,7 +9,7 @@ PROMPT ?= What is the capital of France?
 # A worker starts with a block of neighbouring tests, which share fixtures and compiled kernels.
 PYTEST_ARGS ?= -n auto --dist worksteal
 
-.PHONY: help generate test check format stubs test-gpu clean
+.PHONY: help generate test check format stubs record test-gpu clean
 
 help:
 	@echo "make generate   set up and let the real model answer PROMPT='...'"
@@ -18,6 +18,7 @@ help:
 	@echo "make check      style and types only"
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make stubs      write the editor stub of Backend again"
+	@echo "make record     write the tables of launches, choices and refusals again"
 
 # Python compiles what it imports; of the environment's 10 000 files that is a fifth.
 PIP_INSTALL := $(BIN)/pip install --quiet --no-compile
@@ -55,6 +56,9 @@ format: $(VENV)/.ready-dev
 
 stubs: $(VENV)/.ready
 	$(BIN)/python -m ferrum_triton.backends.stub
+
+record: $(VENV)/.ready-dev
+	$(BIN)/python -m tests.record
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
