@@ -209,5 +209,8 @@ def choices() -> dict[str, str]:
         lines = ["Picked:", *grouped(picked(tunable, ASKED[op]))]
         lines += ["", "Tried by a tuner:", *grouped(tried(tunable, shapes))]
         lines += ["", "Refused:", *grouped(refused(tunable, shapes))]
+        lines += ["", "A row of a table serves sizes within, and may have:"]
+        lines += [f"{dim} {most:g}" for dim, most in zip(tunable.dims, tunable.ratios, strict=True)]
+        lines += [f"{name} {values}" for name, values in tunable.parameters.items()]
         same.setdefault("\n".join(lines), []).append(op)
     return {ops[0]: f"{' '.join(ops)}\n\n{table}\n" for table, ops in same.items()}
