@@ -1,6 +1,7 @@
 """Dense products of few tokens: every kernel that a launch choice may name, and what it leaves."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -266,6 +267,17 @@ def test_splits_of_tiles_by_heuristic(num_rows, num_cols, splits):
     for num_tokens in (33, MOST_IN_TILES):
         split = heuristic(hopper, True, num_tokens, num_rows, num_cols)
         assert split == (wanted if splits > 1 else BLAS)
+
+
+def test_rows_serve_matrices_of_nearly_as_many_rows():
+    """More would leave SMs idle that the measured matrix filled, or wait for them."""
+    hopper = gpu_of_arch("sm_90")
+    picked = functools.partial(gemm_config._choose, hopper, with_users=False)
+    assert picked((True, 32, 4096, 12288)).row is not None
+    for shape in ((True, 32, 5120, 25600), (True, 32, 5120, 5120)):
+        found = picked(shape)
+        assert found.row is None and found.config == BLAS
+    assert picked((True, 1, 28672, 4096)).row.shape == (True, 1, 24576, 4096)
 
 
 def test_what_tiles_do_not_fit():
