@@ -76,6 +76,7 @@ FAMILIES = {
     K + "quant/plane_rows": ("", "test_quant_planes test_quant_mma"),
     K + "quant/add_norm": ("interpret and add_rms_norm_quant", "test_add_norm"),
     K + "quant/float_groups": ("interpret and quant", "test_ptx_only"),
+    K + "quant/ptx": ("interpret and quant", "test_quant_sass test_ptx_only"),
     K + "quant/small_m.": ("interpret and quant and not moe", "test_small_m test_ptx_only"),
     K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
     K + "quant/rows": ("interpret and (dequantize or lookup_quant)", "test_quant_planes"),

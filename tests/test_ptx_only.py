@@ -6,6 +6,7 @@ import torch
 from ferrum_triton.backends.triton_provider import load_kernels
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant import small_m
+from ferrum_triton.kernels.quant.ptx import word_of_values
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory
@@ -33,3 +34,12 @@ def test_operands_of_the_instruction_are_in_its_order(monkeypatch):
     monkeypatch.setattr(small_m.tl, "inline_asm_elementwise", passed)
     acc, a, b = ("c0", "c1", "c2", "c3"), ("a0", "a1", "a2", "a3"), ("b0", "b1")
     assert small_m._mma.fn(acc, a, b, PTX=True) == (*a, *b, *acc)
+
+
+@pytest.mark.parametrize(("i", "bias"), [(0, 128), (1, 0), (1, 7)])
+def test_a_word_has_four_values_and_the_bias(i, bias):
+    values = (-127, -1, 0, 5, 100, 127)
+    word = word_of_values(values, i, bias)
+    found = int(getattr(word, "value", word)).to_bytes(4, "little")
+    some = [(value + bias) % 256 for value in values[4 * i : 4 * i + 4]]
+    assert list(found) == some + [0] * (4 - len(some))
