@@ -85,6 +85,7 @@ FAMILIES = {
         "test_moe test_moe_combine test_moe_quant",
     ),
     K + "moe/plane": ("interpret and quant_moe", "test_moe_planes test_moe"),
+    K + "moe/buckets": ("interpret and moe", "test_moe_buckets test_moe_planes"),
     K + "moe/routing": ("interpret and topk", "test_moe"),
     K + "moe/activation": ("interpret and clamped_swiglu", "test_gpt_oss"),
     K + "moe/combine": ("interpret and (combine or weighted)", "test_moe_combine"),
