@@ -1,6 +1,5 @@
 """Kernels compiled for GPUs that this machine has not, and the limits they must keep."""
 
-import functools
 from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import Any
@@ -9,8 +8,13 @@ import pytest
 
 from ferrum_triton.kernels.jit import Launch, record_launches
 from ferrum_triton.kernels.resources import TARGETS, Resources, Target, compile_launch
-from ferrum_triton.registry import OPS, Case, Op
+from ferrum_triton.registry import Case, Op
 from ferrum_triton.testing import TensorFactory
+
+# Tensors of bench cases, without memory, by the op and what a case asks of it: making them takes
+# longer than asking what is launched. Nothing writes to them, so that all targets and tests share
+# them.
+_samples: dict[tuple, dict[str, Any]] = {}
 
 
 def in_turns(kinds: Iterable[Any], others: Sequence[Any]) -> list[Any]:
@@ -29,20 +33,12 @@ def in_turns(kinds: Iterable[Any], others: Sequence[Any]) -> list[Any]:
 
 def launches_of(op: Op, case: Case, target: Target) -> list[Launch]:
     """The launches one bench case makes on a target."""
+    key = (op.name, case.dtype, repr(case.axes))
+    if key not in _samples:
+        _samples[key] = op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
     with record_launches(target.capability) as launches:
-        op.impls["triton"](**_sample(op.name, case.id))
+        op.impls["triton"](**_samples[key])
     return launches
-
-
-@functools.cache
-def _sample(op_name: str, case_id: str) -> dict[str, Any]:
-    """A bench case's tensors without memory: making them takes longer than asking what is launched.
-
-    Nothing writes to them, so that every target and test may have the same.
-    """
-    op = OPS[op_name]
-    case = next(case for case in op.bench if case.id == case_id)
-    return op.make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
 
 
 def compiled(launch: Launch, target_name: str = "sm_90") -> Resources:

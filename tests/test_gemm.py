@@ -212,6 +212,7 @@ def test_bench_tune_times_torch_beside_the_kernels(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr(op, "bench", [case])
+    monkeypatch.setattr(OPS["gemm_gate_up_silu"], "bench", [])  # whose choices are gemm's
     monkeypatch.setattr(tune, "this_machine", lambda: machine)
     monkeypatch.setattr(tune, "environment", lambda commit: dict.fromkeys(tune.VERSIONS, "1"))
     monkeypatch.setattr(tune, "copies_of", lambda arguments, nbytes: [arguments])
