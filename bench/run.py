@@ -33,7 +33,7 @@ from bench.results import Row, add_options, read_rows, save_rows
 from bench.timing import copies_of
 from ferrum_triton import OPS, FerrumError, get_backend
 from ferrum_triton.registry import Case, Op
-from ferrum_triton.testing import TensorFactory, assert_close
+from ferrum_triton.testing import UNROUNDED, TensorFactory, assert_close
 
 # What an H200 reaches in a large copy, reads and writes counted, and in a large bf16 product.
 COPY_BYTES_PER_US = 4.25e6
@@ -166,9 +166,7 @@ def check(op: Op, call: Any, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     if operations > MAX_CHECKED_OPERATIONS:
         return got
     want = _as_tuple(op.reference(**theirs))
-    # An addition on tensor cores may be off by 2^-24 of the sum. Over 4096 products, eight at a
-    # time, these are 512 additions: 3e-5, which is 12 times the table's bound on float32.
-    scale = 12.0 if arguments.get("wide") else 1.0
+    scale = UNROUNDED if arguments.get("wide") else 1.0
     try:
         for g, w in zip(got, want, strict=True):
             assert_close(g, w, name=op.name, scale=scale)

@@ -23,6 +23,9 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.bfloat16: (1.6e-2, 1.6e-2),
 }
 
+# The scale of those bounds for float32 sums of tensor cores that are returned unrounded: an
+# addition may be off by 2^-24 of the sum, and 4096 products, eight at a time, by 512 times that.
+UNROUNDED = 12.0
 
 # Elements from which on a draw on the CPU would be what a test on a GPU waits for.
 DRAWN_THERE = 1 << 16
@@ -45,15 +48,18 @@ class TensorFactory:
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(self.seed)
 
+    @property
+    def _is_meta(self) -> bool:
+        return torch.device(self.device).type == "meta"
+
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 
     def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...], dtype: Any) -> Tensor:
         """``draw(shape)`` placed; large tensors of a GPU are drawn there."""
-        device = torch.device(self.device)
-        if device.type == "meta":
-            return torch.empty(shape, dtype=dtype, device=device)
-        generator = self._generator
+        if self._is_meta:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        device, generator = torch.device(self.device), self._generator
         if device.type == "cuda" and math.prod(shape) >= DRAWN_THERE:
             seed = int(torch.randint(2**62, (), generator=generator))
             generator = torch.Generator(device).manual_seed(seed)
@@ -61,13 +67,13 @@ class TensorFactory:
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Normal values in the sample's dtype."""
-        if torch.device(self.device).type == "meta":
+        if self._is_meta:
             return self._draw(torch.randn, shape, self.dtype)
         return (self._draw(torch.randn, shape, torch.float32) * scale).to(self.dtype)
 
     def weight(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Norm weights and biases: around one, in ``dtype`` whatever the sample's."""
-        if torch.device(self.device).type == "meta":
+        if self._is_meta:
             return self._draw(torch.randn, shape, dtype)
         return (1.0 + 0.2 * self._draw(torch.randn, shape, torch.float32)).to(dtype)
 

@@ -264,6 +264,18 @@ def check_matches_reference(
     assert all(buffer.guards_intact() for buffer in out_buffers), f"{op.name} wrote outside out"
 
 
+def _where_one_overflows(got: Tensor, single: Tensor, exact: Tensor) -> Tensor:
+    """The reference in float32, as kernels compute, which overflows before that in float64.
+
+    A kernel whose multiply-adds round once may overflow as late as the latter, and is right then.
+    """
+    if got.shape != single.shape or not got.is_floating_point() or got.dtype in CODES:
+        return single
+    device = single.device
+    later = ~single.isfinite() & exact.to(device, got.dtype).isfinite()
+    return single.where(~(later & got.to(device).isfinite()), exact.to(device, single.dtype))
+
+
 def check_edge_values(
     backend: Backend, op: Op, data: st.DataObject, seed: int, **narrowed: Any
 ) -> None:
@@ -282,7 +294,9 @@ def check_edge_values(
             flat = value.view(-1)
             flat[pick.randrange(flat.numel())] = float(kind) if special is None else special
             arguments[name] = value
-    # In float32, as kernels compute: a float64 reference overflows later.
     want, left = expected(op, arguments, double=False)
+    exact, exact_left = expected(op, arguments)
     got = as_tuple(getattr(backend, op.name)(**arguments))
+    want = tuple(map(_where_one_overflows, got, want, exact))
+    left = {n: _where_one_overflows(arguments[n], v, exact_left[n]) for n, v in left.items()}
     assert_call_matches(op, got, arguments, want, left)

@@ -37,13 +37,31 @@ TILES = [(STAR, 128, PLANES), (2000, STAR, "Q4_K:planes")]
 # a star for every size.
 ASKED: dict[str, list[tuple]] = {
     **dict.fromkeys(
-        ("rms_norm", "fused_add_rms_norm", "layer_norm", "gated_rms_norm", "softmax_rows",
-         "rms_norm_to", "rms_norm_add_inplace"), ROWS
+        (
+            "rms_norm",
+            "fused_add_rms_norm",
+            "layer_norm",
+            "gated_rms_norm",
+            "softmax_rows",
+            "rms_norm_to",
+            "rms_norm_add_inplace",
+        ),
+        ROWS,
     ),
     **dict.fromkeys(
-        ("fused_silu_mul_split", "fused_gelu_mul_split", "fused_gelu_tanh_mul_split", "silu_mul",
-         "gelu", "scale_inplace", "add_inplace", "scaled_add_inplace", "add_bias",
-         "clamped_swiglu_moe_id"), BLOCKS
+        (
+            "fused_silu_mul_split",
+            "fused_gelu_mul_split",
+            "fused_gelu_tanh_mul_split",
+            "silu_mul",
+            "gelu",
+            "scale_inplace",
+            "add_inplace",
+            "scaled_add_inplace",
+            "add_bias",
+            "clamped_swiglu_moe_id",
+        ),
+        BLOCKS,
     ),
     "embedding_lookup_dev": [(STAR, 4096), (1, STAR), (4096, STAR)],
     "gemm": [
@@ -79,7 +97,7 @@ ASKED: dict[str, list[tuple]] = {
     "gemm_quant_moe_id": TILES,
     "gemm_quant_moe_id_gate_up_silu": TILES,
     "argmax_rows": [(STAR, (1000, 32000, 152064)), ((1, 64), STAR)],
-}  # fmt: skip
+}
 
 # Shapes that a tuner is asked for candidates of, and for which every candidate is held to fit.
 TRIED: dict[str, list[tuple]] = {

@@ -55,8 +55,8 @@ class Backend:
         """Whether op ``name`` runs on this backend."""
         return name in OPS and self.provider_of(name) is not None
 
-    def has_kernel(self, name: str, kind: str) -> bool:
-        """Whether op ``name`` has one for packed weights of ``kind``: no call decodes them."""
+    def has_kernel(self, name: str, kind: str = "") -> bool:
+        """Whether op ``name`` has one; for packed weights of ``kind``: no call decodes them."""
         provider = self.provider_of(name)
         if provider is None or provider == "reference":
             return False

@@ -24,7 +24,7 @@ class Backend:
     def has_kernel(
         self,
         name: str,
-        kind: str,
+        kind: str = '',
     ) -> bool: ...
     def compile_ahead(
         self,

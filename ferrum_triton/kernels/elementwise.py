@@ -263,14 +263,23 @@ def _blocks(num_rows: int, num_cols: int, config: Config) -> tuple[int]:
     return (num_rows * cdiv(num_cols, config["BLOCK_C"]),)
 
 
-def _gated_split(name: str, gate_up: Tensor, out: Tensor | None, activation: str) -> Tensor:
+# The op whose launch choice an activation of both halves has.
+SPLIT_OPS = {
+    "silu": "fused_silu_mul_split",
+    "gelu": "fused_gelu_mul_split",
+    "gelu_tanh": "fused_gelu_tanh_mul_split",
+}
+
+
+def gated_split(gate_up: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
+    """y = activation(gate) · up, of rows [gate | up] and one of SPLIT_OPS."""
     shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     y = gate_up.new_empty(shape) if out is None else out
     if y.numel() == 0:
         return y
     for y_rows, gate_up_rows in row_views(y, gate_up):
         num_rows, intermediate_size = y_rows.shape[:-1].numel(), y_rows.shape[-1]
-        config = SPLITS[name].pick(y.device, num_rows, intermediate_size)
+        config = SPLITS[SPLIT_OPS[activation]].pick(y.device, num_rows, intermediate_size)
         _gated_split_kernel.launch(
             _blocks(num_rows, intermediate_size, config),
             y_ptr=y_rows,
@@ -289,17 +298,17 @@ def _gated_split(name: str, gate_up: Tensor, out: Tensor | None, activation: str
 
 @ops.fused_silu_mul_split.impl("triton")
 def fused_silu_mul_split(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return _gated_split("fused_silu_mul_split", gate_up, out, "silu")
+    return gated_split(gate_up, "silu", out)
 
 
 @ops.fused_gelu_mul_split.impl("triton")
 def fused_gelu_mul_split(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return _gated_split("fused_gelu_mul_split", gate_up, out, "gelu")
+    return gated_split(gate_up, "gelu", out)
 
 
 @ops.fused_gelu_tanh_mul_split.impl("triton")
 def fused_gelu_tanh_mul_split(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return _gated_split("fused_gelu_tanh_mul_split", gate_up, out, "gelu_tanh")
+    return gated_split(gate_up, "gelu_tanh", out)
 
 
 @ops.silu_mul.impl("triton")

@@ -11,7 +11,7 @@ what is left: float32, more than 64 tokens, and shapes and GPUs where it was fas
   Nothing is moved, so that registers are loaded again as soon as they were multiplied. The warps of
   a program share K, and their sums are added up once, at its end.
 * ``"matvec"``: multiply-adds of threads that lie along K, for any alignment.
-* ``"tiles"``: tensor cores that are fed from shared memory, for more than eight tokens:
+* ``"tiles"``: tensor cores that are fed from shared memory, alone for more than eight tokens:
   :mod:`ferrum_triton.kernels.linear_tiles`.
 
 Here b may be what the launch before writes, unlike packed weights. So nothing is read before the
@@ -24,11 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.elementwise import (
-    activated,
-    fused_gelu_tanh_mul_split,
-    fused_silu_mul_split,
-)
+from ferrum_triton.kernels.elementwise import activated, gated_split
 from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.linear_config import MOST_IN_TILES, MOST_TOKENS, gemm_config
 from ferrum_triton.kernels.linear_tiles import product_of_tiles
@@ -370,7 +366,4 @@ def gemm_gate_up_silu(
         if config["path"] == "mma" and config["BLOCK_N"] % 16 == 0:
             product(a, b, config, y, activation)
             return y
-    both = gemm(a, b, wide=True)
-    if activation == "silu":
-        return fused_silu_mul_split(both, out=y)
-    return fused_gelu_tanh_mul_split(both, out=y)
+    return gated_split(gemm(a, b, wide=True), activation, y)

@@ -1,7 +1,14 @@
 """Launch choices of dense products: who takes a shape, and with which tiles."""
 
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
-from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_two, tile_refusal
+from ferrum_triton.kernels.parameters import (
+    Config,
+    integer,
+    one_of,
+    power_of_two,
+    shared_refusal,
+    tile_refusal,
+)
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops.linear import MOST_TOKENS
@@ -78,7 +85,8 @@ def _tiles_of(gpu: Gpu, num_tokens: int, num_rows: int, num_cols: int) -> Config
     splits = min(gpu.num_sms // num_tiles, most)
     if splits == 0 or (splits < most and num_tiles * splits < 0.7 * gpu.num_sms):
         return BLAS
-    # Of 64 tokens 6144x4096 takes 18.7 us unsplit, and cuBLAS 16.3: bench.tune gemm --case m64.
+    # Of 64 tokens 6144x4096 takes 18.7 us unsplit, and cuBLAS 16.3: python -m bench.tune
+    # gemm --case k4096/m64.
     if splits == 1 and num_tokens > 32:
         return BLAS
     return tiles(64, 128, splits, 4, 5)
@@ -135,10 +143,9 @@ def _tiles_refusal(gpu: Gpu, config: Config, aligned: bool, num_tokens: int, num
         return "tiles takes 16 bytes at a time"
     if config["SPLITS"] > (steps := cdiv(num_cols, config["BLOCK_K"])):
         return f"SPLITS is {config['SPLITS']}, of {steps} steps"
-    # Barriers take a few bytes more.
-    if (shared := shared_bytes(config, num_tokens) + 1024) > gpu.shared_limit:
-        return f"{shared} bytes of shared memory are more than {gpu.shared_limit}"
-    return tile_refusal(gpu, config, config["BLOCK_N"] * tokens_of_tile(num_tokens))
+    shared = shared_bytes(config, num_tokens) + 1024  # barriers take a few bytes
+    sums = config["BLOCK_N"] * tokens_of_tile(num_tokens)
+    return shared_refusal(gpu, shared) or tile_refusal(gpu, config, sums)
 
 
 gemm_config = Tunable(
@@ -148,7 +155,7 @@ gemm_config = Tunable(
     candidates,
     fits=fits,
     # How tiles fill the SMs decides: 5120x25600 by 32 tokens takes 83.0 us with the splits that
-    # 4096x12288 likes, and 75.1 by cuBLAS.
+    # 4096x12288 likes, and 75.1 by cuBLAS (python -m bench.tune gemm --case n5120k25600).
     within={"num_rows": 1.18},
     parameters={
         "path": one_of("mma", "matvec", "tiles", "blas"),

@@ -90,6 +90,13 @@ def tile_refusal(gpu: Gpu, config: Config, values: int) -> str:
     return ""
 
 
+def shared_refusal(gpu: Gpu, num_bytes: int) -> str:
+    """Why a program cannot have that much shared memory, or ""."""
+    if num_bytes > gpu.shared_limit:
+        return f"{num_bytes} bytes of shared memory are more than {gpu.shared_limit}"
+    return ""
+
+
 def gpu_refusal(gpu: Gpu, config: Config) -> str:
     """Why a GPU cannot launch with the compiler options of ``config``, or ""."""
     if (warps := config.get("num_warps") or 1) > gpu.max_warps:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.parameters import integer, power_of_two, tile_refusal
+from ferrum_triton.kernels.parameters import integer, power_of_two, shared_refusal, tile_refusal
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
@@ -141,10 +141,8 @@ def argmax_candidates(gpu: Gpu, num_rows: int, vocab_size: int) -> list[Config]:
 
 def argmax_fits(gpu: Gpu, config: Config, num_rows: int, vocab_size: int) -> str:
     """A loop of three stages keeps two blocks, of up to 4 bytes a logit, in shared memory."""
-    shared = 2 * 4 * config["BLOCK_V"]
-    if config["BLOCKS"] > 1 and shared > gpu.shared_limit:
-        return f"{shared} bytes of shared memory are more than {gpu.shared_limit}"
-    return tile_refusal(gpu, config, 3 * config["BLOCK_V"])
+    shared = 2 * 4 * config["BLOCK_V"] if config["BLOCKS"] > 1 else 0
+    return shared_refusal(gpu, shared) or tile_refusal(gpu, config, 3 * config["BLOCK_V"])
 
 
 argmax_config = Tunable(

@@ -100,8 +100,12 @@ def gated_norm(backend: Backend, norm: Norm, linear: Linear) -> Tensor:
         )
     weight, few = linear.weight, norm.x.shape[0] <= MOST_TOKENS
     # Without a kernel the op widens the weights at each call.
-    has_kernel = backend.provider_of("gemm_gate_up_silu") == "triton"
-    if isinstance(weight, Tensor) and linear.bias is None and few and has_kernel:
+    if (
+        isinstance(weight, Tensor)
+        and linear.bias is None
+        and few
+        and backend.has_kernel("gemm_gate_up_silu")
+    ):
         return backend.gemm_gate_up_silu(backend.fused_add_rms_norm(*norm), weight)
     return backend.fused_silu_mul_split(apply_to_norm(backend, norm, linear))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.ops.precision import widen
-from ferrum_triton.registry import Case, op
+from ferrum_triton.registry import Case, Op, op
 
 SPLIT_AXES = {"num_tokens": (0, 1, 3, 5), "intermediate_size": (1, 2, 33, 128, 200)}
 ROW_AXES = {"num_tokens": (0, 1, 3, 5), "hidden_size": (1, 2, 33, 128, 300)}
@@ -41,6 +41,22 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return x * torch.sigmoid(2.0 * z)
 
 
+GATES = ("silu", "gelu_tanh")
+"""Activations of the ops that make gate and up themselves."""
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) · up, the activation one of :data:`GATES`."""
+    activated = torch.nn.functional.silu(gate) if activation == "silu" else gelu_tanh(gate)
+    return activated * up
+
+
+def check_gate(of_op: Op, activation: str) -> None:
+    """Reject an activation that is none of :data:`GATES`."""
+    if activation not in GATES:
+        of_op.reject("activation", repr(activation), ", ".join(GATES))
+
+
 @op(tensors={"gate_up": "T[..., gate_up_size]"}, axes=SPLIT_AXES, bench=SPLIT_CASES)
 def fused_silu_mul_split(gate_up: Tensor) -> Tensor:
     """y = silu(gate) · up, with silu(g) = g / (1 + e⁻ᵍ) and each row packed as [gate | up].
@@ -54,7 +70,7 @@ def fused_silu_mul_split(gate_up: Tensor) -> Tensor:
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (SwiGLU).
     """
     gate, up = _split(gate_up)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return gated(gate, up, "silu").to(gate_up.dtype)
 
 
 @op(tensors={"gate_up": "T[..., gate_up_size]"}, axes=SPLIT_AXES, bench=SPLIT_CASES)
@@ -88,7 +104,7 @@ def fused_gelu_tanh_mul_split(gate_up: Tensor) -> Tensor:
     Source: Shazeer 2020 (GeGLU), with the tanh form of Hendrycks & Gimpel, "GELUs", 2016.
     """
     gate, up = _split(gate_up)
-    return (gelu_tanh(gate) * up).to(gate_up.dtype)
+    return gated(gate, up, "gelu_tanh").to(gate_up.dtype)
 
 
 for _split_op in (fused_silu_mul_split, fused_gelu_mul_split, fused_gelu_tanh_mul_split):
@@ -122,7 +138,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
     Source: Shazeer 2020 (SwiGLU).
     """
-    return (torch.nn.functional.silu(widen(gate)) * widen(up)).to(gate.dtype)
+    return gated(widen(gate), widen(up), "silu").to(gate.dtype)
 
 
 @silu_mul.rule

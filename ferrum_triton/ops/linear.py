@@ -3,14 +3,12 @@
 import torch
 from torch import Tensor
 
-from ferrum_triton.ops.elementwise import gelu_tanh
+from ferrum_triton.ops.elementwise import GATES, check_gate, gated
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, op
 
-GATES = ("silu", "gelu_tanh")
-
 MOST_TOKENS = 8
-"""Tokens that :func:`gemm_gate_up_silu` is one launch for: more make its product in float32."""
+"""Tokens that kernels without tiles multiply, and of :func:`gemm_gate_up_silu` one launch takes."""
 
 
 @op(
@@ -24,6 +22,7 @@ MOST_TOKENS = 8
                 (6144, 4096, (1, 4, 8, 32, 64)),
                 (4096, 12288, (1, 4, 8, 32, 64)),
                 (24576, 4096, (1, 4, 8, 32, 64)),
+                (5120, 25600, (32,)),
             )
             for m in tokens
         ),
@@ -105,14 +104,12 @@ def gemm_gate_up_silu(a: Tensor, b: Tensor, activation: str = "silu") -> Tensor:
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     gate, up = (widen(a) @ widen(b).T).chunk(2, dim=-1)
-    activated = torch.nn.functional.silu(gate) if activation == "silu" else gelu_tanh(gate)
-    return (activated * up).to(a.dtype)
+    return gated(gate, up, activation).to(a.dtype)
 
 
 @gemm_gate_up_silu.rule
 def _(a, b, activation):
-    if activation not in GATES:
-        gemm_gate_up_silu.reject("activation", repr(activation), ", ".join(GATES))
+    check_gate(gemm_gate_up_silu, activation)
     if b.shape[0] % 2:
         gemm_gate_up_silu.reject("b", f"{b.shape[0]} rows", "as many of G as of U")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ferrum_triton.ops.elementwise import gelu_tanh
+from ferrum_triton.ops.elementwise import GATES, check_gate, gated
 from ferrum_triton.ops.norm import fused_add_rms_norm
 from ferrum_triton.ops.quant import (
     case_name,
@@ -21,7 +21,6 @@ from ferrum_triton.ops.quant import (
 from ferrum_triton.quant.kinds import KINDS, format_of
 from ferrum_triton.registry import Case, Op, op
 
-ACTIVATIONS = ("silu", "gelu_tanh")
 # Rows of a that the ops take: more fill the tensor cores by one matrix at a time.
 MAX_ROWS = 64
 
@@ -56,11 +55,6 @@ def _check_products(
         op.reject(a_name, f"of shape {list(a.shape)}", f"at most {MAX_ROWS} rows", advice)
 
 
-def _check_activation(op: Op, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        op.reject("activation", repr(activation), ", ".join(ACTIVATIONS))
-
-
 def _packed(make, kind: str | None, num_rows: int, num_units: int) -> Tensor | None:
     """Random rows of ``num_units`` times 256 weights, packed; None where there is no kind."""
     if kind is None:
@@ -89,7 +83,7 @@ def _gate_up_case(gate: str, up: str, m: int) -> Case:
         "up_kind": KINDS,
         **SIZES,
         "n": (1, 2, 9),
-        "activation": ACTIVATIONS,
+        "activation": GATES,
     },
     bench=[
         *(_gate_up_case("Q4_K:planes", "Q4_K:planes", m) for m in (1, 2, 4, 8, 32)),
@@ -126,15 +120,14 @@ def gemv_quant_gate_up_silu(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     gate, up = wide_product(a, gate_blocks, gate_kind), wide_product(a, up_blocks, up_kind)
-    activated = torch.nn.functional.silu(gate) if activation == "silu" else gelu_tanh(gate)
-    return (activated * up).to(a.dtype)
+    return gated(gate, up, activation).to(a.dtype)
 
 
 @gemv_quant_gate_up_silu.rule
 def _(a, gate_blocks, up_blocks, gate_kind, up_kind, activation):
     parts = (("gate_", gate_blocks, gate_kind), ("up_", up_blocks, up_kind))
     _check_products(gemv_quant_gate_up_silu, a, parts)
-    _check_activation(gemv_quant_gate_up_silu, activation)
+    check_gate(gemv_quant_gate_up_silu, activation)
 
 
 @gemv_quant_gate_up_silu.sample
@@ -271,7 +264,7 @@ def _norm_gate_up_case(kind: str, m: int, n: int, k: int) -> Case:
         "up_kind": KINDS,
         **NORM_AXES,
         "n": (1, 2, 9),
-        "activation": ACTIVATIONS,
+        "activation": GATES,
     },
     bench=[
         *(_norm_gate_up_case("Q4_K:planes", m, 12288, 4096) for m in (8, 32, 1)),
@@ -321,7 +314,7 @@ def _(residual, x, norm_weight, eps, gate_blocks, up_blocks, gate_kind, up_kind,
     parts = (("gate_", gate_blocks, gate_kind), ("up_", up_blocks, up_kind))
     _check_products(this, x, parts, "x")
     _check_residual(this, residual, x)
-    _check_activation(this, activation)
+    check_gate(this, activation)
 
 
 @add_rms_norm_quant_gate_up_silu.sample

@@ -23,16 +23,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ferrum_triton.backends import get_backend
+from ferrum_triton.backends import DISPATCH, get_backend
 from ferrum_triton.errors import FerrumError, InputError
 from ferrum_triton.runtime.context import capture_in_flight, recording, refuse_in_capture
 
 Outputs: TypeAlias = Tensor | tuple[Tensor, ...] | None
 
 INT32_MAX = 2**31 - 1
-
-# The backend that advances a state, by the type of its device.
-BACKENDS = {"cpu": "cpu", "cuda": "cuda", "mps": "metal"}
 
 HISTORY = 2
 """Steps whose tokens a state keeps: one is read while the next runs."""
@@ -81,7 +78,7 @@ class DecodeState:
             tokens: [n] int32, of the first n sequences. Padding stays where it is.
         """
         count = tokens.shape[0]
-        backend = get_backend(BACKENDS[self._packed.device.type])
+        backend = get_backend(DISPATCH[self._packed.device.type.upper()])
         backend.advance_rows(self._packed[:, :count], tokens, self.history[:, :count])
 
     def _spread(self, name: str, value: int | Sequence[int], least: int) -> list[int]:

@@ -3,7 +3,7 @@
 import torch
 
 from ferrum_triton.kernels.gpu import Gpu
-from ferrum_triton.kernels.parameters import integer
+from ferrum_triton.kernels.parameters import integer, shared_refusal
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.tuning import Config, Dim, Tunable
 
@@ -119,9 +119,7 @@ def decode_fits(
     gpu: Gpu, config: Config, batch: int, num_kv_heads: int, capacity: int, key_bytes: int, *_: Dim
 ) -> str:
     """Why a configuration's queue of tiles is too large for a GPU, or ""."""
-    queue = config["BLOCK_N"] * key_bytes * config["num_stages"]
-    over = queue > gpu.shared_limit
-    return f"{queue} bytes of tiles, of {gpu.shared_limit} bytes of shared memory" if over else ""
+    return shared_refusal(gpu, config["BLOCK_N"] * key_bytes * config["num_stages"])
 
 
 decode_config = Tunable(

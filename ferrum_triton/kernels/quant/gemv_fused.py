@@ -13,11 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.elementwise import (
-    activated,
-    fused_gelu_tanh_mul_split,
-    fused_silu_mul_split,
-)
+from ferrum_triton.kernels.elementwise import activated, gated_split
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger
@@ -214,10 +210,7 @@ def gate_up(
     both = torch.empty((num_tokens, 2 * n), dtype=torch.float32, device=a.device)
     for (blocks, kind), columns in zip(parts, both.split(n, dim=1), strict=True):
         gemm_quant(a, blocks, kind, out=columns)
-    if activation == "silu":
-        fused_silu_mul_split(both, out=out)
-    else:
-        fused_gelu_tanh_mul_split(both, out=out)
+    gated_split(both, activation, out)
 
 
 def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tensor) -> bool:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.parameters import shared_refusal
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -153,10 +154,7 @@ def mma_fits(gpu: Gpu, config: MmaConfig, kind: str) -> str:
         return "tensor descriptors are of capability 9.0 and up"
     if config.tokens < least_tokens(file_kind(kind)):
         return f"tiles of {kind} have {least_tokens(file_kind(kind))} tokens at least"
-    wanted = shared_bytes(gpu, config, kind)
-    if wanted > gpu.shared_limit:
-        return f"{wanted} bytes of shared memory, of {gpu.shared_limit}"
-    return ""
+    return shared_refusal(gpu, shared_bytes(gpu, config, kind))
 
 
 def shared_bytes(gpu: Gpu, config: MmaConfig, kind: str) -> int:
