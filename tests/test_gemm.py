@@ -200,8 +200,15 @@ def test_a_kernels_calls_are_replayed():
         assert len(recipe.steps) == 1
 
 
-def test_bench_tune_times_torch_beside_the_kernels(monkeypatch, tmp_path):
-    op, tunable = OPS["gemm"], gemm_config
+@pytest.fixture
+def tunable():
+    """The choices of dense products; what they read of a test's tables is forgotten behind it."""
+    yield gemm_config
+    gemm_config.forget()
+
+
+def test_bench_tune_times_torch_beside_the_kernels(tunable, monkeypatch, tmp_path):
+    op = OPS["gemm"]
     case = Case("bf16/n48k128/m4", torch.bfloat16, {"m": 4, "n": 48, "k": 128})
     machine = tune.Machine("interpret", gpu_of_arch("sm_90"), TARGETS["sm_90"])
     timed = []
