@@ -249,6 +249,8 @@ def _without_effect(tree: ast.Module) -> Iterator[ast.AST]:
             yield node  # lines that come to L2 are as they were
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("lru_cache"):
             yield node  # what is forgotten is computed again
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dataclass":
+            yield node  # what it forbids, such as writing to a field, no code does
     yield from _drawn_by_tests(tree)
 
 

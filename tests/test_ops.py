@@ -77,6 +77,28 @@ def test_edge_values(op, backend_name, data, seed):
     check_edge_values(get_backend(backend_name), op, data, seed)
 
 
+def smallest_axes(op):
+    """One of everything, as far as the op takes one: sizes of 0 are drawn elsewhere."""
+    axes = typical_axes(op)
+    for name, values in op.axes.items():
+        sizes = [v for v in values if type(v) is int and v > 0]
+        if sizes and not any(type(v) is bool for v in values):
+            axes[name] = min(sizes)
+    return axes
+
+
+@EACH
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_smallest_call(op, backend_name):
+    """A result of one element is computed, and no empty one."""
+    backend = get_backend(backend_name)
+    for dtype in op.dtypes:
+        arguments = sample(op, dtype, backend.device, 0, **smallest_axes(op))
+        want, left = expected(op, arguments)
+        got = as_tuple(getattr(backend, op.name)(**arguments))
+        assert_call_matches(op, got, arguments, want, left)
+
+
 @each(ROWED)
 @pytest.mark.parametrize("backend_name", BACKENDS)
 def test_rows_are_independent(op, backend_name):

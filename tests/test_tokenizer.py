@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrum_triton.errors import FileError, InputError
+from ferrum_triton.files import tokenizer_limits
 from ferrum_triton.files.gguf import open_gguf
 from ferrum_triton.files.splits import SPLITS
 from ferrum_triton.files.tokenizer import Tokenizer
@@ -592,6 +594,16 @@ def test_a_slow_tokenizer_is_left(tmp_path, monkeypatch):
     tokenizer = rewritten(tmp_path, pre_tokenizer=split("a*a*[^a]"))()
     with pytest.raises(FileError, match="the tokenizer failed: it took more than 0 seconds"):
         tokenizer.encode("a" * 1200)
+
+
+def test_what_a_slow_tokenizer_still_runs_keeps_no_process_alive():
+    end = threading.Event()
+    before = set(threading.enumerate())
+    with pytest.raises(TimeoutError):
+        tokenizer_limits._in_time(end.wait, 0.01)
+    (left,) = set(threading.enumerate()) - before
+    assert left.daemon
+    end.set()
 
 
 def test_panics_are_one_error(tmp_path):

@@ -154,8 +154,8 @@ gemm_config = Tunable(
     heuristic,
     candidates,
     fits=fits,
-    # How tiles fill the SMs decides: 5120x25600 by 32 tokens takes 83.0 us with the splits that
-    # 4096x12288 likes, and 75.1 by cuBLAS (python -m bench.tune gemm --case n5120k25600).
+    # How tiles fill the SMs decides: of 4096 rows 64 tiles by two splits are 128 programs on 132
+    # SMs, of 5120 they are 160, a second wave for the last 28.
     within={"num_rows": 1.18},
     parameters={
         "path": one_of("mma", "matvec", "tiles", "blas"),
