@@ -9,6 +9,8 @@ from hypothesis import given
 
 from ferrum_triton import InputError
 from ferrum_triton.quant import FORMATS, QuantizedTensor, dequantize_blocks, quantize_blocks
+from ferrum_triton.quant.kinds import KINDS as KINDS_AND_PLANES
+from ferrum_triton.quant.kinds import quantize_rows
 from ferrum_triton.quant.layout import Half
 
 KINDS = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
@@ -48,6 +50,14 @@ def assert_same_bits(got, want):
     ints = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
     bits = ints[want.dtype]
     assert torch.equal(got.contiguous().view(bits)[~nan], want.contiguous().view(bits)[~nan])
+
+
+@pytest.mark.parametrize("kind", KINDS_AND_PLANES)
+def test_meta_weights_have_the_shape_of_packed_ones(kind):
+    weights = torch.randn(2, 3, 512)
+    packed = quantize_rows(weights, kind)
+    meta = quantize_rows(weights.to("meta"), kind)
+    assert (meta.shape, meta.dtype) == (packed.shape, packed.dtype)
 
 
 @KINDS
