@@ -19,13 +19,13 @@ from tests.compiling import compiled, launches_of
 
 load_kernels("interpret")
 
-# Every word of a case's id is compiled once for the GPU that is measured, but for sizes of matrices:
-# between these a table chooses, each row of which test_shipped.py compiles. Of the words that choose
-# a kernel or what it is made of, such as formats and layouts, each is compiled once for one of the
-# others as well, and an op that is no product for each of them. Numbers of tokens choose between
-# kernels in products alone. Products unpack a format by the same functions, whichever of them takes
-# it: for the other GPUs it is compiled once for one or two tokens, for a few and for many.
-# `--every-gpu` compiles every case for every GPU.
+# Every word of a case's id is compiled once for the GPU that is measured, but for sizes of
+# matrices: between these a table chooses, each row of which test_shipped.py compiles. Of the words
+# that choose a kernel or what it is made of, such as formats and layouts, each is compiled once for
+# one of the others as well, and an op that is no product for each of them. Numbers of tokens choose
+# between kernels in products alone. Products unpack a format by the same functions, whichever of
+# them takes it: for the other GPUs it is compiled once for one or two tokens, for a few and for
+# many. `--every-gpu` compiles every case for every GPU.
 MEASURED = "sm_90"
 ELSEWHERE = [name for name in TARGETS if name != MEASURED]
 SHAPE = re.compile(r"n\d+k\d+")
