@@ -15,13 +15,13 @@ that ``in_host_memory`` names: they may lie in pinned memory of the host as well
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.overlap import overlap, overlaps_itself, same_elements
@@ -49,11 +49,12 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 }
 
 
-MAX_FLOAT = sys.float_info.max
+MAX_FLOAT = torch.finfo(torch.float32).max
 
 # The least that finite floats of these names may be. Of others any number will do.
 LEAST = {
     "eps": 0.0,
+    "limit": 0.0,
     "softcap": 0.0,
     "softmax_scale": -MAX_FLOAT,
     "routed_scaling_factor": -MAX_FLOAT,
@@ -175,6 +176,9 @@ class Contract:
                 )
 
     def _check_layout(self, name: str, value: Tensor) -> None:
+        if isinstance(value, FakeTensor):
+            advice = f"Trace torch.ops.ferrum.{self.op}."
+            self._reject(name, "a FakeTensor", "a tensor with memory", advice)
         if value.is_neg():
             advice = f"Pass {name}.resolve_neg()."
             self._reject(name, "a negative view", "the numbers that lie in memory", advice)

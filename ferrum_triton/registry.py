@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ferrum_triton.contract import ACTIVATIONS, Contract
 from ferrum_triton.errors import InputError
@@ -25,6 +26,12 @@ OPS: dict[str, Op] = {}
 
 # Called with every op that is declared, whenever that is: how ops reach torch's dispatcher.
 ON_DECLARE: list[Callable[[Op], None]] = []
+
+
+def has_tangent(tensor: Tensor | None) -> bool:
+    """Whether forward-mode differentiation goes through a tensor."""
+    inside = tensor is not None and forward_ad._current_level >= 0
+    return inside and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,8 @@ class Op:
         bound.apply_defaults()
         self.contract.check(bound.arguments, None)
         tensors = [t for t in bound.arguments.values() if isinstance(t, Tensor)]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        wants = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if wants or any(map(has_tangent, tensors)):
             self.refuse_gradient(bound.arguments)
         result = self.fake(*args, **kwargs)
         return None if result is None else contiguous(result)
@@ -199,7 +207,7 @@ class Op:
     def refuse_gradient(self, arguments: Mapping[str, Any]) -> NoReturn:
         """Raise :class:`InputError` for a call of which autograd wants a gradient."""
         tensors = {n: t for n, t in arguments.items() if isinstance(t, Tensor)}
-        name = next((n for n, t in tensors.items() if t.requires_grad), "out")
+        name = next((n for n, t in tensors.items() if t.requires_grad or has_tangent(t)), "out")
         advice = f"Ops have no backward: call under torch.inference_mode(), or detach {name}."
         self.reject(name, "a tensor that requires grad", "tensors without gradient", advice)
 

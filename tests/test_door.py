@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.backends.door import make_door
@@ -249,6 +251,10 @@ def test_rows_of_a_matrix_in_planes_are_refused(backend):
     assert backend.gemv_quant(a, planes, "Q4_K:planes").shape == (2, 16)
     with pytest.raises(InputError, match="8 of the 16 rows"):
         backend.gemv_quant(a, planes[:8], "Q4_K:planes")
+    whole = to_planes(quantize_rows(torch.randn(8, 256), "Q4_K"), "Q4_K").to(backend.device)
+    assert backend.gemv_quant(a, whole, "Q4_K:planes").shape == (2, 8)  # of that shape, and whole
+    with pytest.raises(InputError, match="8 of the 16 rows"):
+        backend.gemv_quant(a, planes[:8], "Q4_K:planes")
     stack = torch.stack((planes, planes))
     assert backend.gemv_quant(a, stack[1], "Q4_K:planes").shape == (2, 16)
     shifted = torch.empty(planes.numel() + 1, dtype=torch.uint8, device=planes.device)[1:]
@@ -259,8 +265,44 @@ def test_rows_of_a_matrix_in_planes_are_refused(backend):
 
 def test_negative_views_are_refused(backend):
     x, weight = torch.randn(2, 8, device=backend.device), torch.ones(8, device=backend.device)
-    with pytest.raises(InputError, match="negative view"):
-        backend.debug().rms_norm(torch._neg_view(x), weight)
+    doors = [backend.debug().rms_norm]
+    if backend.device.type != "cuda":  # where the first call of those shapes and strides tells
+        backend.rms_norm(x, weight)
+        doors.append(backend.rms_norm)
+    for door in doors:
+        with pytest.raises(InputError, match="negative view"):
+            door(torch._neg_view(x), weight)
+
+
+def test_forward_gradients_are_refused_and_not_lost(backend):
+    x, weight = torch.randn(2, 8, device=backend.device), torch.ones(8, device=backend.device)
+    backend.rms_norm(x, weight)
+    with forward_ad.dual_level():
+        backend.rms_norm(x, weight)  # of which nothing is differentiated
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for call in (backend.rms_norm, torch.ops.ferrum.rms_norm):
+            with pytest.raises(InputError, match="x is a tensor that requires grad"):
+                call(dual, weight, 1e-6)
+
+
+def test_tensors_without_memory_are_refused(backend):
+    x, weight = torch.randn(2, 8, device=backend.device), torch.ones(8, device=backend.device)
+    backend.rms_norm(x, weight)
+    with FakeTensorMode() as mode, pytest.raises(InputError, match="x is a FakeTensor"):
+        backend.rms_norm(mode.from_tensor(x), mode.from_tensor(weight))
+
+
+def test_numbers_that_no_kernel_takes_are_refused(backend):
+    q = torch.randn(1, 2, 4, 64, device=backend.device)
+    for name, value in (
+        ("softmax_scale", 1e39),
+        ("softmax_scale", 10**400),
+        ("pos_offset", 2**63),
+        ("sliding_window", 2**70),
+    ):
+        with pytest.raises(InputError) as error:
+            backend.flash_attention(q, q, q, **{name: value})
+        assert error.value.argument == name
 
 
 def test_debugging_checks_calls_of_known_shapes(backend):

@@ -263,6 +263,7 @@ def test_ids_out_of_range_read_nothing_foreign(tiny):
         ({"use_sliding_window": True}, "some of the layers"),
         ({"rope_theta": 10**400, "rope_parameters": None}, "rope_theta is 1000"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "and type 'linear'"),
         ({"rope_parameters": {"partial_rotary_factor": float("nan")}}, "factor is nan"),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "factor is 1.5"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),

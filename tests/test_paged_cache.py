@@ -431,3 +431,13 @@ def test_calls_that_make_no_sense_are_refused(backend_name, change, argument):
     assert error.value.argument == argument
     for name in ("k_cache", "v_cache", "k_scales", "v_scales"):
         assert torch.equal(arguments[name], before[name])
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_no_pool_is_written_that_attention_would_not_read(num_blocks):
+    axes = AXES | {"block_size": 12}
+    backend = get_backend("cpu")
+    pool = torch.zeros(num_blocks, axes["num_kv_heads"], 12, axes["head_dim"])
+    new = torch.zeros(1, axes["num_kv_heads"], axes["head_dim"])
+    with pytest.raises(InputError, match="block_size 12; allowed: a power of two"):
+        backend.kv_cache_append_paged(pool, pool.clone(), new, new, slots=torch.zeros(1).long())

@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ferrum_triton.contract import LEAST, MAX_FLOAT
-from ferrum_triton.registry import Op
+from ferrum_triton.contract import DTYPES, LEAST, MAX_FLOAT
+from ferrum_triton.quant.planes import has_part_of_rows
+from ferrum_triton.registry import Op, has_tangent
 
 # The types of what is passed for a parameter, by its annotation.
 ACCEPTED: dict[Any, tuple[type, ...]] = {
@@ -34,6 +36,8 @@ ACCEPTED: dict[Any, tuple[type, ...]] = {
     int | None: (int, NoneType),
     float | None: (int, float, NoneType),
 }
+
+INT64 = 2**63
 
 # Combinations one door remembers before it starts over: bounds memory under ever-changing shapes.
 MAX_ADMITTED = 4096
@@ -90,6 +94,9 @@ def make_door(
         "out_key": _out_key,
         "grad_enabled": torch.is_grad_enabled,
         "refuse_gradient": op.refuse_gradient,
+        "forward_mode": forward_ad,
+        "has_tangent": has_tangent,
+        "has_part_of_rows": has_part_of_rows,
         # Autograd then knows that what it kept of a tensor is stale.
         "increment_version": torch.autograd.graph.increment_version,
     }
@@ -119,6 +126,11 @@ def _source_of(op: Op, device_type: str, replayed: list[str] | None) -> tuple[st
     device_key = "{}.get_device()" if device_type == "cuda" else "{}.device"
     tensors = [*op.contract.specs, *(outs if op.num_outputs == 1 else [])]
     parts = [part for n in tensors for part in _tensor_key(n, n in optional, device_key)]
+    # A negative view comes from complex numbers, and its stride has it refused as a rule. To ask
+    # each tensor takes a tenth of a call's time, so of calls that are replayed the first tells.
+    specs = op.contract.specs.items() if replayed is None else ()
+    real = [name for name, spec in specs if DTYPES[spec.dtype_class][0].is_floating_point]
+    parts += [f"{name} is not None and {name}.is_neg()" for name in real]
     parts += [f"{name} is not None and {name}.is_pinned()" for name in op.contract.in_host_memory]
     scalars = {name: p.annotation for name, p in parameters.items() if name not in tensors}
     if op.num_outputs > 1:
@@ -141,6 +153,10 @@ def _source_of(op: Op, device_type: str, replayed: list[str] | None) -> tuple[st
         absent = f"0 if {name} is None else " if name in optional else ""
         lines.append(f"{address} = {absent}{name}.data_ptr()")
     parts += [f"{at[name]} & 15" for name in packed]
+    parts += [
+        f"{name} is not None and {name}._base is not None and has_part_of_rows({name})"
+        for name in packed
+    ]
     num_checked = len(parts)
     if replayed:
         remainders = "".join(f"{address} & 15, " for address in at.values())
@@ -160,6 +176,8 @@ def _source_of(op: Op, device_type: str, replayed: list[str] | None) -> tuple[st
     body = [
         "try:",
         f"    wants_gradient = grad_enabled() and ({wants})",
+        "    if forward_mode._current_level >= 0:",
+        f"        wants_gradient |= any(map(has_tangent, ({', '.join(tensors)},)))",
         *(f"    {line}" for line in lines),
         "except (AttributeError, TypeError, RuntimeError):",
         "    key = replay = None",
@@ -202,7 +220,8 @@ def check(op: Op, arguments: dict[str, Any], device_type: str) -> None:
 
 
 def _tensor_key(name: str, optional: bool, device_key: str) -> list[str]:
-    parts = [f"{name}.shape", f"{name}.stride()", f"{name}.dtype", device_key.format(name)]
+    parts = [f"{name}.shape", f"{name}.stride()", f"{name}.dtype", f"{name}.__class__"]
+    parts.append(device_key.format(name))
     return [f"({', '.join(parts)}) if {name} is not None else None"] if optional else parts
 
 
@@ -221,9 +240,13 @@ def _check_scalars(op: Op, arguments: Mapping[str, Any]) -> None:
         if not is_accepted or (isinstance(value, bool) and bool not in accepted):
             words = [kind.__name__ for kind in accepted if kind is not NoneType]
             op.reject(name, repr(value), " or ".join(words + ["None"] * (NoneType in accepted)))
-        if name in LEAST and value is not None and not LEAST[name] <= value <= MAX_FLOAT:
-            least = "" if LEAST[name] == -MAX_FLOAT else f", {LEAST[name]:g} or more"
-            op.reject(name, repr(value), f"a finite number{least}")
+        if float not in accepted and type(value) is int and not -INT64 <= value < INT64:
+            op.reject(name, f"{value!r:.40}", "an integer of 64 bits")
+        # Other floats may be infinite or NaN. An integer may be beyond them.
+        least = LEAST.get(name, -MAX_FLOAT if type(value) is int and float in accepted else None)
+        if least is not None and value is not None and not least <= value <= MAX_FLOAT:
+            bound = "" if least == -MAX_FLOAT else f", {least:g} or more"
+            op.reject(name, f"{value!r:.40}", f"a finite float32{bound}")
 
 
 def _check_out(op: Op, arguments: Mapping[str, Any], out: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from typing import Any
 from ferrum_triton.cli.default_model import default_model
 from ferrum_triton.cli.terminal import note, noted, printable
 from ferrum_triton.errors import FerrumError
-from ferrum_triton.files.text import is_text
 
 SUMMARY = "let a model answer a prompt"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -139,11 +139,18 @@ def _prompt(options: argparse.Namespace) -> str:
     if prompt is None:
         if sys.stdin is None:
             raise FerrumError("standard input is closed; give the prompt as an argument")
-        prompt = sys.stdin.buffer.read().decode(errors="surrogateescape")
-    for name, text in (("the prompt", prompt), ("--system", options.system or "")):
-        if not is_text(text):
-            raise FerrumError(f"{name} is not UTF-8; convert it, for instance with iconv")
-    return prompt
+        return _utf8("the prompt", sys.stdin.buffer.read())
+    if options.system is not None:
+        options.system = _utf8("--system", os.fsencode(options.system))
+    return _utf8("the prompt", os.fsencode(prompt))
+
+
+def _utf8(name: str, raw: bytes) -> str:
+    """The text of bytes as they were given: Python may have decoded them by another locale."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise FerrumError(f"{name} is not UTF-8; convert it, for instance with iconv") from None
 
 
 def _encode(tokenizer: Any, prompt: str, options: argparse.Namespace) -> list[int]:
@@ -169,7 +176,8 @@ class _Bar:
 
     def __init__(self, title: str, unit: str, quiet: bool) -> None:
         self._title, self._unit = printable(title), unit
-        self._disable = True if quiet else None  # None: shown on a terminal only
+        # None: shown on a terminal only; standard error is None where it is closed.
+        self._disable = True if quiet or sys.stderr is None else None
         self._bar: Any = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._draw, daemon=True)
@@ -190,7 +198,11 @@ class _Bar:
     def _draw(self) -> None:
         while not self._closed.wait(1.0) and not self._bar.disable:
             self._bar.delay = 0
-            self._bar.refresh()
+            try:
+                with self._bar.get_lock():  # which refresh keeps for ever where it cannot draw
+                    self._bar.refresh(nolock=True)
+            except Exception:
+                self._bar.disable = True
 
     def close(self) -> None:
         if self._bar is not None:

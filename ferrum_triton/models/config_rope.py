@@ -94,6 +94,8 @@ def hf_rope(
     beside = {name: config.get(name) for name in _BESIDE}
     keys = Keys(beside | {k: v for k, v in scaling.items() if v is not None}, path)
     kind = keys.text("rope_type", keys.text("type", "default"))
+    if keys.text("type", kind) != kind:
+        raise FileError(path, f"rope_type is {kind!r} and type {keys.text('type', '')!r}")
     if kind not in _KINDS:
         known = ", ".join(_KINDS)
         raise FileError(path, f"rope scaling {kind!r} is not supported; known: {known}")

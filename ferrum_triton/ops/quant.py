@@ -14,7 +14,7 @@ from torch import Tensor
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.quant import FORMATS, dequantize_rows, quantize_rows
 from ferrum_triton.quant.kinds import KINDS, file_kind, format_of, is_kind, take_rows
-from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
+from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN, has_part_of_rows
 from ferrum_triton.registry import Case, Op, op
 
 MAX_GEMV_ROWS = 8
@@ -79,10 +79,8 @@ def _check_planes(op: Op, blocks: Tensor, name: str) -> None:
         got = f"of strides {list(blocks.stride())} bytes at address {blocks.data_ptr():#x}"
         allowed = f"contiguous matrices at multiples of {ROW_ALIGN} bytes"
         op.reject(name, got, allowed, "Copy it: .clone(memory_format=torch.contiguous_format).")
-    base = blocks._base
-    is_of_rows = base is not None and base.dim() >= 2 and base.shape[-1] == row_bytes
-    if is_of_rows and base.shape[-2] != num_rows:
-        got = f"{num_rows} of the {base.shape[-2]} rows of a matrix in planes"
+    if has_part_of_rows(blocks):
+        got = f"{num_rows} of the {blocks._base.shape[-2]} rows of a matrix in planes"
         advice = "Cut packed rows before to_planes; planes put into one tensor need a clone each."
         op.reject(name, got, "the whole matrix", advice)
 

@@ -169,6 +169,14 @@ def take_rows(planes: Tensor, rows: Tensor, kind: str) -> Tensor:
     return torch.cat(parts).view(len(rows), planes.shape[-1])
 
 
+def has_part_of_rows(blocks: Tensor) -> bool:
+    """Whether a matrix is a view of some rows of another: no matrix, if that one is in planes."""
+    base = blocks._base
+    if base is None or base.dim() < 2 or blocks.dim() < 2 or base.shape[-1] != blocks.shape[-1]:
+        return False
+    return base.shape[-2] != blocks.shape[-2]
+
+
 def to_planes(blocks: Tensor, kind: str, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
     """Lay packed matrices out in planes, on their own device, some rows at a time.
 

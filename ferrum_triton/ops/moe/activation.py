@@ -59,7 +59,7 @@ def clamped_swiglu_moe_id(
         gate_bias, up_bias: [num_experts, intermediate_size], any float dtype.
         ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) adds no bias.
         alpha: the slope of the sigmoid.
-        limit: the bound of g and u.
+        limit: the bound of g and u, 0 or more.
 
     Returns:
         A tensor of gate's shape and dtype; computed in float32, rounded once.
