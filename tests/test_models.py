@@ -73,7 +73,7 @@ def test_prefill_then_decode_is_one_forward(tiny, variant):
 
 
 def test_last_logits_are_the_last_of_all(tiny):
-    model = load_model(tiny("llama")[0], get_backend("cpu"))
+    model = load_model(tiny("llama")[0], "cpu")  # as well as the backend of that name
     ids = tokens(9)
     last = model.forward(ids, model.new_cache(9))
     torch.testing.assert_close(last, run(model, ids)[-1:], rtol=1e-6, atol=1e-6)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ferrum_triton.backends import Backend
+from ferrum_triton.backends import Backend, get_backend
 from ferrum_triton.files.gguf import open_gguf
 from ferrum_triton.files.json_file import is_directory, read_json
 from ferrum_triton.files.safetensors import open_safetensors
@@ -44,7 +44,7 @@ __all__ = [
 
 def load_model(
     path: str | Path,
-    backend: Backend,
+    backend: Backend | str,
     dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
     *,
@@ -58,7 +58,7 @@ def load_model(
 
     Args:
         path: the file or directory.
-        backend: the backend the model will run on.
+        backend: the backend the model will run on, or its name.
         dtype: the dtype of activations and cache, and of weights that are not kept packed.
         progress: a function called with the numbers of tensors loaded and to load.
         allow_non_finite: whether weights may be NaN, infinite, or too large for their dtype.
@@ -66,18 +66,19 @@ def load_model(
     Raises:
         FileError: the file is malformed, or of a model this package cannot run.
     """
+    chosen = get_backend(backend) if isinstance(backend, str) else backend
 
     def assemble(family: Family, source: Source, config: LlamaConfig) -> Decoder:
         weights = load_weights(
             source,
             config,
-            backend,
+            chosen,
             dtype,
             progress,
             allow_non_finite=allow_non_finite,
             loader=family.loader,
         )
-        model = family.model(config, weights, backend, dtype)
+        model = family.model(config, weights, chosen, dtype)
         model.path = Path(path)
         return model
 
@@ -96,7 +97,7 @@ def load_model(
 
 def load_encoder(
     path: str | Path,
-    backend: Backend,
+    backend: Backend | str,
     dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
     *,
@@ -106,7 +107,7 @@ def load_encoder(
 
     Args:
         path: the file or directory.
-        backend: the backend the model will run on.
+        backend: the backend the model will run on, or its name.
         dtype: the dtype of activations, and of weights that are not kept packed.
         progress: a function called with the numbers of tensors loaded and to load.
         allow_non_finite: whether weights may be NaN, infinite, or too large for their dtype.
@@ -114,11 +115,12 @@ def load_encoder(
     Raises:
         FileError: the file is malformed, or of a model that is no encoder this package can run.
     """
+    chosen = get_backend(backend) if isinstance(backend, str) else backend
 
     def assemble(source: Source, config: BertConfig) -> Bert:
-        tell_what_decoding_takes(source, backend, dtype)
-        loader = BertLoader(source, backend, dtype, progress, allow_non_finite=allow_non_finite)
-        return Bert(config, loader.load(config), backend, dtype)
+        tell_what_decoding_takes(source, chosen, dtype)
+        loader = BertLoader(source, chosen, dtype, progress, allow_non_finite=allow_non_finite)
+        return Bert(config, loader.load(config), chosen, dtype)
 
     path = Path(path)
     if is_directory(path):
