@@ -3,6 +3,7 @@
 import os
 import pty
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +35,11 @@ def failure(arguments, status=2, **options):
         assert result.stderr.count(b"\n") == 1
         assert result.stderr.startswith(b"ferrum-triton: ")
     return result.stderr.decode()
+
+
+def run_with_closed_stderr(arguments):
+    command = shlex.join([*COMMAND, *arguments]) + " 2>&-"
+    return subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, timeout=60).returncode
 
 
 def test_prompts_that_are_no_text():

@@ -433,11 +433,12 @@ def test_calls_that_make_no_sense_are_refused(backend_name, change, argument):
         assert torch.equal(arguments[name], before[name])
 
 
-@pytest.mark.parametrize("num_blocks", [1, 3])
-def test_no_pool_is_written_that_attention_would_not_read(num_blocks):
-    axes = AXES | {"block_size": 12}
+def test_no_pool_is_written_that_attention_would_not_read():
+    """But for a contiguous cache, which is a pool of one block."""
     backend = get_backend("cpu")
-    pool = torch.zeros(num_blocks, axes["num_kv_heads"], 12, axes["head_dim"])
-    new = torch.zeros(1, axes["num_kv_heads"], axes["head_dim"])
-    with pytest.raises(InputError, match="block_size 12; allowed: a power of two"):
-        backend.kv_cache_append_paged(pool, pool.clone(), new, new, slots=torch.zeros(1).long())
+    new, slots = torch.ones(1, 2, 32), torch.zeros(1, dtype=torch.int64)
+    pool = torch.zeros(3, 2, 12, 32)
+    with pytest.raises(InputError, match="block_size 12; allowed: a power of two, or a pool of"):
+        backend.kv_cache_append_paged(pool, pool.clone(), new, new, slots=slots)
+    backend.kv_cache_append_paged(pool[:1], pool[1:2], new, new, slots=slots)
+    assert pool[:2].sum() == 2 * new.sum()

@@ -16,6 +16,7 @@ from ferrum_triton.files.gguf import open_gguf
 from ferrum_triton.files.splits import SPLITS
 from ferrum_triton.files.tokenizer import Tokenizer
 from tests import gguf_writer as w
+from tests.test_cli_failures import failure, run_with_closed_stderr
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra [cli]")
 
@@ -618,6 +619,13 @@ def test_panics_are_one_error(tmp_path):
     for use in (lambda: tokenizer.decode(ids), lambda: stream.push(ids[0]), stream.finish):
         with pytest.raises(FileError, match="the tokenizer failed"):
             use()
+
+
+def test_a_panic_is_one_line_of_the_command(tmp_path):
+    rewritten(tmp_path, pre_tokenizer=split("(a|aa)*[^a]"))
+    prompt = ["generate", "--raw", "--model", str(tmp_path), "a" * 60]
+    assert "the tokenizer failed" in failure(prompt)
+    assert run_with_closed_stderr(prompt) == 2
 
 
 def test_dropout_is_for_training(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ferrum_triton.cli.default_model import default_model
-from ferrum_triton.cli.terminal import note, noted, printable
+from ferrum_triton.cli.terminal import note, noted, panics_untold, printable
 from ferrum_triton.errors import FerrumError
 
 SUMMARY = "let a model answer a prompt"
@@ -90,8 +90,9 @@ def run(options: argparse.Namespace) -> int:
     sampling = Sampling(
         options.temperature, options.top_k, options.top_p, options.min_p, seed=options.seed
     )
-    tokenizer = load_tokenizer(path)
-    ids = _encode(tokenizer, prompt, options)
+    with panics_untold():
+        tokenizer = load_tokenizer(path)
+        ids = _encode(tokenizer, prompt, options)
     # bfloat16 has float32's range, which not every model's activations can do without.
     dtype = options.dtype or ("bfloat16" if backend.device.type == "cuda" else "float32")
     with noted(options.quiet), _Bar(path.name, "tensor", options.quiet) as bar:

@@ -57,6 +57,29 @@ def noted(quiet: bool) -> Iterator[None]:
         log.propagate = propagate
 
 
+@contextlib.contextmanager
+def panics_untold() -> Iterator[None]:
+    """While it lasts, nothing is written to standard error.
+
+    A library in Rust that panics reports so by itself, beside the error that it raises.
+    """
+    try:
+        kept = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def accept_any_text() -> None:
     """Let standard output write escapes for characters that its encoding has not."""
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -176,8 +176,10 @@ def check_pool(of_op, k_cache, v_cache, k_scales, v_scales, layout, is_read=Fals
         of_op.reject("v_cache", f"of shape {list(v_cache.shape)}", f"{list(want)}, after k_cache")
     if block_size == 0:
         of_op.reject("k_cache", "of empty blocks", "block_size of at least 1")
-    if block_size & (block_size - 1):
-        of_op.reject("k_cache", f"of block_size {block_size}", "a power of two")
+    # A pool of one block is a contiguous cache, which attention reads as such.
+    if block_size & (block_size - 1) and (num_blocks > 1 or is_read):
+        allowed = "a power of two" if is_read else "a power of two, or a pool of one block"
+        of_op.reject("k_cache", f"of block_size {block_size}", allowed)
     if v_cache.dtype != k_cache.dtype:
         of_op.reject("v_cache", str(v_cache.dtype), f"{k_cache.dtype}, the dtype of k_cache")
     per_token = token_view(v_cache, layout).shape[:3]
