@@ -602,9 +602,11 @@ def test_what_a_slow_tokenizer_still_runs_keeps_no_process_alive():
     before = set(threading.enumerate())
     with pytest.raises(TimeoutError):
         tokenizer_limits._in_time(end.wait, 0.01)
-    (left,) = set(threading.enumerate()) - before
-    assert left.daemon
-    end.set()
+    try:
+        (left,) = set(threading.enumerate()) - before
+        assert left.daemon
+    finally:
+        end.set()
 
 
 def test_panics_are_one_error(tmp_path):
