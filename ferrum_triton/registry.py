@@ -30,8 +30,7 @@ ON_DECLARE: list[Callable[[Op], None]] = []
 
 def has_tangent(tensor: Tensor | None) -> bool:
     """Whether forward-mode differentiation goes through a tensor."""
-    inside = tensor is not None and forward_ad._current_level >= 0
-    return inside and forward_ad.unpack_dual(tensor).tangent is not None
+    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,8 @@ FAMILIES = {
     ),
     "ferrum_triton/files/": (
         "",
-        "test_limits test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer test_chat "
-        "test_chat_hostile",
+        "test_limits test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer "
+        "test_tokenizer_directory test_chat test_chat_hostile",
     ),
     "ferrum_triton/models/": (
         "",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ferrum_triton.kernels.elementwise_choices import FLAT, SPLITS
 from ferrum_triton.kernels.gpu import SHARED_LIMITS, Gpu, gpu_of, gpu_of_arch
 from ferrum_triton.kernels.quant.products import bucket_of
 from ferrum_triton.kernels.tuning import TUNABLES, Tunable
@@ -48,21 +49,7 @@ ASKED: dict[str, list[tuple]] = {
         ),
         ROWS,
     ),
-    **dict.fromkeys(
-        (
-            "fused_silu_mul_split",
-            "fused_gelu_mul_split",
-            "fused_gelu_tanh_mul_split",
-            "silu_mul",
-            "gelu",
-            "scale_inplace",
-            "add_inplace",
-            "scaled_add_inplace",
-            "add_bias",
-            "clamped_swiglu_moe_id",
-        ),
-        BLOCKS,
-    ),
+    **dict.fromkeys((*SPLITS, *FLAT, "clamped_swiglu_moe_id"), BLOCKS),
     "embedding_lookup_dev": [(STAR, 4096), (1, STAR), (4096, STAR)],
     "gemm": [
         (BOOL, STAR, 4096, 4096),

@@ -49,6 +49,8 @@ def test_prompts_that_are_no_text():
         result = subprocess.run([*COMMAND, "generate"], stdin=source.stdout, capture_output=True)
     assert (result.returncode, result.stderr.count(b"\n")) == (2, 1)
     assert b"the prompt is not UTF-8" in result.stderr
+    of_stdin = ["generate", "--system", b"caf\xe9"]
+    assert "--system is not UTF-8" in failure(of_stdin, stdin=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("length", [0, 999, 1000, 1001, 5000])

@@ -136,14 +136,13 @@ def _share_of_roof(model: Any, stats: Any) -> str:
 
 def _prompt(options: argparse.Namespace) -> str:
     """The argument, or what standard input holds; both are UTF-8 whatever the locale."""
-    prompt = options.prompt
-    if prompt is None:
+    if options.system is not None:
+        options.system = _utf8("--system", os.fsencode(options.system))
+    if options.prompt is None:
         if sys.stdin is None:
             raise FerrumError("standard input is closed; give the prompt as an argument")
         return _utf8("the prompt", sys.stdin.buffer.read())
-    if options.system is not None:
-        options.system = _utf8("--system", os.fsencode(options.system))
-    return _utf8("the prompt", os.fsencode(prompt))
+    return _utf8("the prompt", os.fsencode(options.prompt))
 
 
 def _utf8(name: str, raw: bytes) -> str:

@@ -70,9 +70,7 @@ def panics_untold() -> Iterator[None]:
         return
     if sys.stderr is not None:
         sys.stderr.flush()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
+    _lose(2)
     try:
         yield
     finally:
@@ -95,6 +93,11 @@ def flush_output() -> None:
 def drop_output() -> None:
     """Lose what could not be written, which Python would try once more as it ends."""
     with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        _lose(sys.stdout.fileno())
+
+
+def _lose(descriptor: int) -> None:
+    """Let what is written to a file descriptor from here on go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -11,8 +11,8 @@ what is left: float32, more than 64 tokens, and shapes and GPUs where it was fas
   Nothing is moved, so that registers are loaded again as soon as they were multiplied. The warps of
   a program share K, and their sums are added up once, at its end.
 * ``"matvec"``: multiply-adds of threads that lie along K, for any alignment.
-* ``"tiles"``: tensor cores that are fed from shared memory, alone for more than eight tokens:
-  :mod:`ferrum_triton.kernels.linear_tiles`.
+* ``"tiles"``: tensor cores that are fed from shared memory, the only path of more than eight
+  tokens: :mod:`ferrum_triton.kernels.linear_tiles`.
 
 Here b may be what the launch before writes, unlike packed weights. So nothing is read before the
 PDL wait, but the first lines of b are asked for into L2. That is safe whoever writes them: L2 is

@@ -154,8 +154,8 @@ gemm_config = Tunable(
     heuristic,
     candidates,
     fits=fits,
-    # How tiles fill the SMs decides: of 4096 rows 64 tiles by two splits are 128 programs on 132
-    # SMs, of 5120 they are 160, a second wave for the last 28.
+    # How tiles fill the SMs decides. 4096 rows are 64 tiles, which by two splits are 128 programs
+    # on an H200's 132 SMs. 5120 rows would be 160 programs: a second wave for the last 28.
     within={"num_rows": 1.18},
     parameters={
         "path": one_of("mma", "matvec", "tiles", "blas"),

@@ -1,9 +1,9 @@
 """Dense products of up to 64 tokens as tiles of weights by all tokens, for shapes that gain by it.
 
-Rows of b are the rows of the tensor cores' tiles and tokens their columns: of columns Hopper's
-instructions take as few as eight, of rows always 64, so that few tokens meet no padding. K is split
-among programs where there are fewer tiles than SMs: the parts, in float32, are added by the launch
-behind.
+Rows of b are the rows of the tensor cores' tiles, and tokens are their columns. Hopper's
+instructions take 64 rows, but as few as eight columns, so few tokens need little padding. K is
+split among programs where there are fewer tiles than SMs: the parts, in float32, are added by the
+launch behind.
 """
 
 import torch

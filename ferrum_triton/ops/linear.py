@@ -8,7 +8,7 @@ from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, op
 
 MOST_TOKENS = 8
-"""Tokens that kernels without tiles multiply, and of :func:`gemm_gate_up_silu` one launch takes."""
+"""The most tokens of a kernel without tiles, and of :func:`gemm_gate_up_silu` in one launch."""
 
 
 @op(
