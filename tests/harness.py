@@ -47,10 +47,13 @@ ROUNDED_SUMS = (
     "gemv_quant_qkv",
     "add_rms_norm_quant_gate_up_silu",
     "add_rms_norm_quant_qkv",
+    "linear_quant_open_norm",
+    "open_norm_quant_gate_up_silu",
+    "open_norm_quant_qkv",
 )
 
-# Products whose weights may be rounded to the activations' dtype.
-ROUNDED_WEIGHTS = ("gemm_quant",)
+# Products whose weights may be rounded to the activations' dtype, whatever that of a result is.
+ROUNDED_WEIGHTS = ("gemm_quant", "linear_quant_open_norm")
 
 GUARD = 32  # elements before and after a tensor; 33 puts its start off the 16-byte grid
 LAYOUTS = ("plain", "misaligned", "padded", "permuted", "expanded")
@@ -202,7 +205,7 @@ def _has_minimums(arguments: dict[str, Any]) -> bool:
     """Whether 16-bit activations meet a format in planes that has minimums."""
     kinds = [value for value in arguments.values() if isinstance(value, str)]
     formats = [PLANE_FORMATS[kind].file for kind in kinds if kind in PLANE_FORMATS]
-    a = arguments["a" if "a" in arguments else "x"]
+    a = next(arguments[name] for name in ("a", "x", "h") if name in arguments)
     return a.dtype != torch.float32 and any(fmt.m for fmt in formats)
 
 
@@ -214,7 +217,7 @@ def assert_call_matches(
     scale *= 2 if op.name in ROUNDED_SUMS and _has_minimums(arguments) else 1
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert g.shape == w.shape, f"{op.name} output {i}: {g.shape} for {w.shape}"
-        if op.name in ROUNDED_WEIGHTS and arguments.get("wide"):
+        if op.name in ROUNDED_WEIGHTS and g.dtype == torch.float32:
             g = g.to(arguments["a"].dtype)  # sums are exact, but not of the weights as they were
         assert_close(g.to(w.device), w, scale=scale, name=f"{op.name} output {i}")
     for name, value in left.items():

@@ -651,6 +651,94 @@ class Backend:
         Returns:
             [m, nq + nk + nv] in x's dtype.
         """
+    def linear_quant_open_norm(
+        self,
+        a: Tensor,
+        blocks: Tensor,
+        kind: str,
+        residual: Tensor,
+        norm_weight: Tensor,
+        *,
+        out: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """r = residual + a · Wᵀ, h = r · norm_weight, and sums of r² by eight columns.
+
+        The product is that of :func:`gemm_quant`; r is float32 until each result is rounded. With the
+        squares, h is the norm that ``open_norm_quant_qkv`` and ``open_norm_quant_gate_up_silu`` close.
+        For one or two rows of a over planes it is one launch where W's rows fill whole programs.
+
+        Args:
+            a: [m, K] with m <= 64.
+            blocks: uint8 [n, row_bytes], W's packed rows.
+            kind: W's format.
+            residual: [m, n], of a's dtype or float32.
+            norm_weight: [n], any float dtype.
+
+        Returns:
+            r, [m, n] in residual's dtype; h, [m, n] in a's dtype, infinite beyond float16's 65504; the
+            sums of squares, float32 [m, ceil(n / 8)].
+        """
+    def open_norm_quant_qkv(
+        self,
+        h: Tensor,
+        squares: Tensor,
+        eps: float,
+        q_blocks: Tensor,
+        k_blocks: Tensor | None,
+        v_blocks: Tensor | None,
+        q_kind: str,
+        k_kind: str,
+        v_kind: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = (h / sqrt(Σ squares / K + eps)) · [Q; K; V]ᵀ: products with a norm that another opened.
+
+        The products are those of :func:`gemv_quant`. By weights in planes one or two rows are one
+        launch; for more h is divided and rounded to its dtype first.
+
+        Args:
+            h: [m, K] with m <= 64, of ``linear_quant_open_norm``.
+            squares: float32 [m, ceil(K / 8)], of the same.
+            eps: added to the mean square.
+            q_blocks: uint8 [nq, row_bytes], packed rows.
+            k_blocks: uint8 [nk, row_bytes], or None: rows of one format lie in one matrix.
+            v_blocks: uint8 [nv, row_bytes], or None.
+            q_kind, k_kind, v_kind: the formats; that of None is not read.
+
+        Returns:
+            [m, nq + nk + nv] in h's dtype.
+        """
+    def open_norm_quant_gate_up_silu(
+        self,
+        h: Tensor,
+        squares: Tensor,
+        eps: float,
+        gate_blocks: Tensor,
+        up_blocks: Tensor,
+        gate_kind: str,
+        up_kind: str,
+        activation: str = 'silu',
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = silu(n · Gᵀ) · (n · Uᵀ), n = h / sqrt(Σ squares / K + eps).
+
+        As :func:`gemv_quant_gate_up_silu` behind a norm that another product opened. By weights in
+        planes one or two rows are one launch; for more h is divided and rounded to its dtype first.
+
+        Args:
+            h: [m, K] with m <= 64, of ``linear_quant_open_norm``.
+            squares: float32 [m, ceil(K / 8)], of the same.
+            eps: added to the mean square.
+            gate_blocks: uint8 [n, row_bytes], G's packed rows.
+            up_blocks: uint8 [n, row_bytes], U's, of a format that may be another.
+            gate_kind, up_kind: the formats.
+            activation: ``"silu"``, or ``"gelu_tanh"`` in its place.
+
+        Returns:
+            [m, n] in h's dtype.
+        """
     def kv_cache_append_head_major(
         self,
         k_cache: Tensor,

@@ -31,7 +31,7 @@ from ferrum_triton.kernels.linear_tiles import product_of_tiles
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.planes import STREAM, is_aligned, load_one, load_words, uses_ptx
-from ferrum_triton.kernels.quant.thread_products import summed_over_warps
+from ferrum_triton.kernels.quant.thread_sums import summed_over_warps
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops import linear as ops
 

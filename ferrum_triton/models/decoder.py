@@ -19,7 +19,6 @@ from ferrum_triton.backends import Backend
 from ferrum_triton.errors import InputError
 from ferrum_triton.files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from ferrum_triton.models.config import LlamaConfig
-from ferrum_triton.models.linear import apply
 from ferrum_triton.models.rope import rope_tables
 from ferrum_triton.models.step import Step, varlen_step
 from ferrum_triton.models.weights import LayerWeights, LlamaWeights
@@ -231,14 +230,14 @@ class Decoder(ABC):
         sliding_window: int,
         softmax_scale: float | None = None,
     ) -> Tensor:
-        """What attention adds to the residual stream; reads and extends a layer's cache.
+        """Attention, before the layer's last product; reads and extends a layer's cache.
 
         Args:
             qkv: [num_tokens, q_dim + 2 · kv_dim], the products with the layer's Q, K and V.
 
         Returns:
-            [num_tokens, hidden_size]. After the last layer only the tokens after which to predict
-            are of use: [num_predicted, hidden_size].
+            [num_tokens, q_dim]. After the last layer only the tokens after which to predict are of
+            use: [num_predicted, q_dim].
         """
         backend, config = self.backend, self.config
         layer: LayerWeights = self.weights.layers[index]
@@ -289,8 +288,8 @@ class Decoder(ABC):
             )
         attended = attended.view(qkv.shape[0], config.q_dim)
         if index == config.num_layers - 1:
-            attended = predicted_rows(attended, step)
-        return apply(backend, attended, layer.attn_out)
+            return predicted_rows(attended, step)
+        return attended
 
     def _head(self, h: Tensor) -> Tensor:
         """Logits, in float32: rounding them to 16 bits would reorder close ones."""

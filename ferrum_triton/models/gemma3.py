@@ -168,7 +168,7 @@ class Gemma3(Decoder):
         backend.scale_inplace(residual, scale)
         for index, (layer, window) in enumerate(zip(weights.layers, config.windows, strict=True)):
             h = backend.rms_norm_to(residual, layer.attn_norm, self.dtype, eps)
-            x = self._attention(
+            attended = self._attention(
                 apply(backend, h, layer.qkv),
                 index,
                 step,
@@ -177,6 +177,7 @@ class Gemma3(Decoder):
                 sliding_window=window,
                 softmax_scale=config.softmax_scale,
             )
+            x = apply(backend, attended, layer.attn_out)
             if index == config.num_layers - 1:
                 residual = predicted_rows(residual, step)
             backend.rms_norm_add_inplace(residual, x, layer.attn_post_norm, eps)

@@ -272,7 +272,7 @@ class GptOss(Decoder):
         backend.copy_slice(x, residual)
         h = backend.rms_norm_to(residual, weights.layers[0].attn_norm, self.dtype, eps)
         for index, (layer, window) in enumerate(zip(weights.layers, config.windows, strict=True)):
-            x = self._attention(
+            attended = self._attention(
                 apply(backend, h, layer.qkv),
                 index,
                 step,
@@ -280,6 +280,7 @@ class GptOss(Decoder):
                 tables=self.tables[0],
                 sliding_window=window,
             )
+            x = apply(backend, attended, layer.attn_out)
             if index == config.num_layers - 1:
                 residual = predicted_rows(residual, step)
             h = backend.fused_add_rms_norm(residual, x, layer.mlp_norm, eps)

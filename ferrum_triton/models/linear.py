@@ -6,8 +6,9 @@ Activations are there, or they are a norm that is computed on the way to the pro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ferrum_triton.backends import Backend
@@ -75,38 +76,114 @@ class Norm(NamedTuple):
     weight: Tensor
     eps: float
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor of h's shape and dtype."""
+        return self.x
 
-def apply_to_norm(backend: Backend, norm: Norm, linear: Linear) -> Tensor:
+    def values(self, backend: Backend) -> Tensor:
+        """h, by a launch of its own."""
+        return backend.fused_add_rms_norm(self.residual, self.x, self.weight, self.eps)
+
+    def qkv(self, backend: Backend, *matrices: Any) -> Tensor:
+        """h · [W₁; W₂; W₃]ᵀ, of blocks and then kinds."""
+        norm = (self.residual, self.x, self.weight, self.eps)
+        return backend.add_rms_norm_quant_qkv(*norm, *matrices)
+
+    def gate_up(self, backend: Backend, *matrices: Any) -> Tensor:
+        """silu(h · Gᵀ) · (h · Uᵀ), of blocks and then kinds."""
+        norm = (self.residual, self.x, self.weight, self.eps)
+        return backend.add_rms_norm_quant_gate_up_silu(*norm, *matrices)
+
+
+class OpenNorm(NamedTuple):
+    """The same norm, opened by the product that gave x: h is yet to be divided.
+
+    Attributes:
+        residual: [m, k], to which x is added.
+        like: residual · weight, [m, k].
+        squares: sums of residual², of which the root of the mean divides h.
+        eps: added to the mean square.
+    """
+
+    residual: Tensor
+    like: Tensor
+    squares: Tensor
+    eps: float
+
+    def qkv(self, backend: Backend, *matrices: Any) -> Tensor:
+        return backend.open_norm_quant_qkv(self.like, self.squares, self.eps, *matrices)
+
+    def gate_up(self, backend: Backend, *matrices: Any) -> Tensor:
+        return backend.open_norm_quant_gate_up_silu(self.like, self.squares, self.eps, *matrices)
+
+
+def norm_after(
+    backend: Backend,
+    x: Tensor,
+    linear: Linear,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    then: Linear | None,
+) -> Norm | OpenNorm:
+    """The norm over residual + x Wᵀ + bias, open where the product and ``then`` can share it.
+
+    Args:
+        then: the product that the norm is for; None if there is another use of it.
+    """
+    packed = _few_in_planes(x, linear.weight) if linear.bias is None else ()
+    if then is not None and len(packed) == 1 and _shares_a_norm(backend, x, then):
+        opened = backend.linear_quant_open_norm(
+            x, packed[0].blocks, packed[0].kind, residual, weight
+        )
+        return OpenNorm(*opened, eps)
+    return Norm(residual, apply(backend, x, linear), weight, eps)
+
+
+def _shares_a_norm(backend: Backend, x: Tensor, then: Linear) -> bool:
+    """Whether an open norm saves a launch: of one token, before packed products.
+
+    bfloat16 has room for what is not divided yet; float16 would end at 65504.
+    """
+    return (
+        x.shape[0] == 1
+        and x.dtype == torch.bfloat16
+        and len(_few_in_planes(x, then.weight)) in (1, 2, 3)
+        and backend.has_kernel("linear_quant_open_norm")
+    )
+
+
+def apply_to_norm(backend: Backend, norm: Norm | OpenNorm, linear: Linear) -> Tensor:
     """h Wᵀ + bias, [m, n]."""
-    packed = _few_in_planes(norm.x, linear.weight)
-    if len(packed) not in (1, 2, 3):
-        return apply(backend, backend.fused_add_rms_norm(*norm), linear)
+    packed = _few_in_planes(norm.like, linear.weight)
+    if isinstance(norm, Norm) and len(packed) not in (1, 2, 3):
+        return apply(backend, norm.values(backend), linear)
     missing = 3 - len(packed)
     blocks = [part.blocks for part in packed] + [None] * missing
     kinds = [part.kind for part in packed] + [""] * missing
-    y = backend.add_rms_norm_quant_qkv(*norm, *blocks, *kinds)
+    y = norm.qkv(backend, *blocks, *kinds)
     if linear.bias is not None:
         backend.add_bias(y, linear.bias)
     return y
 
 
-def gated_norm(backend: Backend, norm: Norm, linear: Linear) -> Tensor:
+def gated_norm(backend: Backend, norm: Norm | OpenNorm, linear: Linear) -> Tensor:
     """silu(gate) · up, [m, n / 2], which are the halves of h Wᵀ + bias."""
-    packed = _few_in_planes(norm.x, linear.weight) if linear.bias is None else ()
+    packed = _few_in_planes(norm.like, linear.weight) if linear.bias is None else ()
     if len(packed) == 2 and packed[0].shape == packed[1].shape:
         gate, up = packed
-        return backend.add_rms_norm_quant_gate_up_silu(
-            *norm, gate.blocks, up.blocks, gate.kind, up.kind
-        )
-    weight, few = linear.weight, norm.x.shape[0] <= MOST_TOKENS
+        return norm.gate_up(backend, gate.blocks, up.blocks, gate.kind, up.kind)
+    weight, few = linear.weight, norm.like.shape[0] <= MOST_TOKENS
     # Without a kernel the op widens the weights at each call.
     if (
-        isinstance(weight, Tensor)
+        isinstance(norm, Norm)
+        and isinstance(weight, Tensor)
         and linear.bias is None
         and few
         and backend.has_kernel("gemm_gate_up_silu")
     ):
-        return backend.gemm_gate_up_silu(backend.fused_add_rms_norm(*norm), weight)
+        return backend.gemm_gate_up_silu(norm.values(backend), weight)
     return backend.fused_silu_mul_split(apply_to_norm(backend, norm, linear))
 
 

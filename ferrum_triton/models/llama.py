@@ -11,9 +11,15 @@ from torch import Tensor
 
 from ferrum_triton.models.decoder import Decoder, predicted_rows
 from ferrum_triton.models.experts import Experts, mixture
-from ferrum_triton.models.linear import Norm, apply, apply_to_norm, gated_norm
+from ferrum_triton.models.linear import (
+    Norm,
+    OpenNorm,
+    apply,
+    apply_to_norm,
+    gated_norm,
+    norm_after,
+)
 from ferrum_triton.models.step import Step
-from ferrum_triton.models.weights import Mlp
 from ferrum_triton.runtime.kv_cache import PagedKvCache
 
 
@@ -26,22 +32,31 @@ class Llama(Decoder):
         # The residual stream stays in float32 whatever the activations are: rounding it to bfloat16
         # alone changes the likeliest token at one position in a hundred.
         residual = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        norm: Norm | OpenNorm = Norm(residual, x, weights.layers[0].attn_norm, eps)
         for index, layer in enumerate(weights.layers):
-            x = self._attention(
-                apply_to_norm(backend, Norm(residual, x, layer.attn_norm, eps), layer.qkv),
+            attended = self._attention(
+                apply_to_norm(backend, norm, layer.qkv),
                 index,
                 step,
                 cache,
                 tables=self.tables[0],
                 sliding_window=config.sliding_window,
             )
-            if index == config.num_layers - 1:
-                residual = predicted_rows(residual, step)
-            x = self._mlp(Norm(residual, x, layer.mlp_norm, eps), layer.mlp)
-        return backend.fused_add_rms_norm(residual, x, weights.final_norm, eps)
-
-    def _mlp(self, norm: Norm, mlp: Mlp | Experts) -> Tensor:
-        """down(silu(gate(h)) · up(h)) of h = norm, or a mixture of such experts."""
-        if isinstance(mlp, Experts):
-            return mixture(self.backend, self.backend.fused_add_rms_norm(*norm), mlp)
-        return apply(self.backend, gated_norm(self.backend, norm, mlp.gate_up), mlp.down)
+            # What follows the MLP: the next layer, or the last norm.
+            after = weights.layers[index + 1] if index + 1 < config.num_layers else None
+            residual = norm.residual if after else predicted_rows(norm.residual, step)
+            weight = after.attn_norm if after else weights.final_norm
+            mlp = layer.mlp
+            if isinstance(mlp, Experts):
+                x = apply(backend, attended, layer.attn_out)
+                h = backend.fused_add_rms_norm(residual, x, layer.mlp_norm, eps)
+                norm = Norm(residual, mixture(backend, h, mlp), weight, eps)
+                continue
+            norm = norm_after(
+                backend, attended, layer.attn_out, residual, layer.mlp_norm, eps, mlp.gate_up
+            )
+            gated, residual = gated_norm(backend, norm, mlp.gate_up), norm.residual
+            then = after.qkv if after else None
+            norm = norm_after(backend, gated, mlp.down, residual, weight, eps, then)
+        assert isinstance(norm, Norm)  # nothing follows the last product
+        return norm.values(backend)

@@ -10,6 +10,7 @@ FAMILIES = (
     "linear",
     "quant",
     "quant_fused",
+    "quant_open_norm",
     "kv_cache",
     "rope",
     "paged_cache",

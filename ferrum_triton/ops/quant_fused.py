@@ -36,7 +36,7 @@ QKV_TENSORS = {
 }
 
 
-def _check_products(
+def check_products(
     op: Op, a: Tensor, parts: Sequence[tuple[str, Tensor | None, str]], a_name: str = "a"
 ) -> None:
     """Reject matrices that are none of their kind, activations of another K, and too many rows.
@@ -55,21 +55,21 @@ def _check_products(
         op.reject(a_name, f"of shape {list(a.shape)}", f"at most {MAX_ROWS} rows", advice)
 
 
-def _packed(make, kind: str | None, num_rows: int, num_units: int) -> Tensor | None:
+def packed_units(make, kind: str | None, num_rows: int, num_units: int) -> Tensor | None:
     """Random rows of ``num_units`` times 256 weights, packed; None where there is no kind."""
     if kind is None:
         return None
     return pack_sample(make, kind, num_rows, 256 * num_units // format_of(kind).block_size)
 
 
-def _case(kinds: tuple[str, ...], shape: str, m: int, axes: dict[str, Any]) -> Case:
+def fused_case(kinds: tuple[str, ...], shape: str, m: int, axes: dict[str, Any]) -> Case:
     names = "_".join(case_name(kind) for kind in kinds)
     return Case(f"{names}/{shape}/m{m}", torch.bfloat16, axes | {"m": m})
 
 
 def _gate_up_case(gate: str, up: str, m: int) -> Case:
     axes = {"gate_kind": gate, "up_kind": up, "n": 14336, "num_blocks": 4096 // 256}
-    return _case((gate, up), "n14336k4096", m, axes | {"activation": "silu"})
+    return fused_case((gate, up), "n14336k4096", m, axes | {"activation": "silu"})
 
 
 @op(
@@ -126,13 +126,13 @@ def gemv_quant_gate_up_silu(
 @gemv_quant_gate_up_silu.rule
 def _(a, gate_blocks, up_blocks, gate_kind, up_kind, activation):
     parts = (("gate_", gate_blocks, gate_kind), ("up_", up_blocks, up_kind))
-    _check_products(gemv_quant_gate_up_silu, a, parts)
+    check_products(gemv_quant_gate_up_silu, a, parts)
     check_gate(gemv_quant_gate_up_silu, activation)
 
 
 @gemv_quant_gate_up_silu.sample
 def _(make, gate_kind, up_kind, m, n, num_blocks, activation):
-    gate, up = (_packed(make, kind, n, num_blocks) for kind in (gate_kind, up_kind))
+    gate, up = (packed_units(make, kind, n, num_blocks) for kind in (gate_kind, up_kind))
     return {
         "a": make.randn(m, 256 * num_blocks),
         "gate_blocks": gate,
@@ -152,7 +152,7 @@ def _qkv_case(q: str, k: str | None, v: str, m: int) -> Case:
         "nq": 4096 if k else 5120,
         "nkv": 1024,
     }
-    return _case(kinds, "n6144k4096", m, axes | {"num_blocks": 4096 // 256})
+    return fused_case(kinds, "n6144k4096", m, axes | {"num_blocks": 4096 // 256})
 
 
 @op(
@@ -199,10 +199,10 @@ def gemv_quant_qkv(
     Returns:
         [m, nq + nk + nv] in a's dtype.
     """
-    return _side_by_side(a, [(q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind)])
+    return products_side_by_side(a, [(q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind)])
 
 
-def _side_by_side(a: Tensor, parts: Sequence[tuple[Tensor | None, str]]) -> Tensor:
+def products_side_by_side(a: Tensor, parts: Sequence[tuple[Tensor | None, str]]) -> Tensor:
     """a · [W₁; W₂; W₃]ᵀ of the matrices there are."""
     products = [wide_product(a, blocks, kind) for blocks, kind in parts if blocks is not None]
     return torch.cat(products, dim=1).to(a.dtype)
@@ -211,13 +211,13 @@ def _side_by_side(a: Tensor, parts: Sequence[tuple[Tensor | None, str]]) -> Tens
 @gemv_quant_qkv.rule
 def _(a, q_blocks, k_blocks, v_blocks, q_kind, k_kind, v_kind):
     parts = (("q_", q_blocks, q_kind), ("k_", k_blocks, k_kind), ("v_", v_blocks, v_kind))
-    _check_products(gemv_quant_qkv, a, parts)
+    check_products(gemv_quant_qkv, a, parts)
 
 
 @gemv_quant_qkv.sample
 def _(make, q_kind, k_kind, v_kind, m, nq, nkv, num_blocks):
     sizes = ((q_kind, nq), (k_kind, nkv), (v_kind, nkv))
-    q, key, v = (_packed(make, kind, n, num_blocks) for kind, n in sizes)
+    q, key, v = (packed_units(make, kind, n, num_blocks) for kind, n in sizes)
     return {
         "a": make.randn(m, 256 * num_blocks),
         "q_blocks": q,
@@ -233,7 +233,7 @@ NORM_TENSORS = {"residual": "float[m, k]", "x": "T[m, k]", "norm_weight": "float
 NORM_AXES = {**SIZES, "wide_residual": (False, True)}
 
 
-def _check_residual(op: Op, residual: Tensor, x: Tensor) -> None:
+def check_residual(op: Op, residual: Tensor, x: Tensor) -> None:
     if residual.dtype not in (x.dtype, torch.float32):
         op.reject("residual", str(residual.dtype), f"x's dtype {x.dtype}, or float32")
 
@@ -251,7 +251,7 @@ def _norm_sample(make, m: int, k: int, wide_residual: bool) -> dict[str, Any]:
 def _norm_gate_up_case(kind: str, m: int, n: int, k: int) -> Case:
     axes = {"gate_kind": kind, "up_kind": kind, "n": n, "num_blocks": k // 256}
     axes |= {"activation": "silu", "wide_residual": True}
-    return _case((kind, kind), f"n{n}k{k}", m, axes)
+    return fused_case((kind, kind), f"n{n}k{k}", m, axes)
 
 
 @op(
@@ -312,14 +312,14 @@ def add_rms_norm_quant_gate_up_silu(
 def _(residual, x, norm_weight, eps, gate_blocks, up_blocks, gate_kind, up_kind, activation):
     this = add_rms_norm_quant_gate_up_silu
     parts = (("gate_", gate_blocks, gate_kind), ("up_", up_blocks, up_kind))
-    _check_products(this, x, parts, "x")
-    _check_residual(this, residual, x)
+    check_products(this, x, parts, "x")
+    check_residual(this, residual, x)
     check_gate(this, activation)
 
 
 @add_rms_norm_quant_gate_up_silu.sample
 def _(make, gate_kind, up_kind, m, n, num_blocks, activation, wide_residual):
-    gate, up = (_packed(make, kind, n, num_blocks) for kind in (gate_kind, up_kind))
+    gate, up = (packed_units(make, kind, n, num_blocks) for kind in (gate_kind, up_kind))
     return _norm_sample(make, m, 256 * num_blocks, wide_residual) | {
         "gate_blocks": gate,
         "up_blocks": up,
@@ -340,7 +340,7 @@ def _norm_qkv_case(v_kind: str | None, m: int, k: int) -> Case:
         "num_blocks": k // 256,
         "wide_residual": True,
     }
-    return _case((q_kind, v_kind) if v_kind else (q_kind,), f"n6144k{k}", m, axes)
+    return fused_case((q_kind, v_kind) if v_kind else (q_kind,), f"n6144k{k}", m, axes)
 
 
 @op(
@@ -394,20 +394,20 @@ def add_rms_norm_quant_qkv(
         [m, nq + nk + nv] in x's dtype.
     """
     h = fused_add_rms_norm.reference(residual, x, norm_weight, eps)
-    return _side_by_side(h, [(q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind)])
+    return products_side_by_side(h, [(q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind)])
 
 
 @add_rms_norm_quant_qkv.rule
 def _(residual, x, norm_weight, eps, q_blocks, k_blocks, v_blocks, q_kind, k_kind, v_kind):
     parts = (("q_", q_blocks, q_kind), ("k_", k_blocks, k_kind), ("v_", v_blocks, v_kind))
-    _check_products(add_rms_norm_quant_qkv, x, parts, "x")
-    _check_residual(add_rms_norm_quant_qkv, residual, x)
+    check_products(add_rms_norm_quant_qkv, x, parts, "x")
+    check_residual(add_rms_norm_quant_qkv, residual, x)
 
 
 @add_rms_norm_quant_qkv.sample
 def _(make, q_kind, k_kind, v_kind, m, nq, nkv, num_blocks, wide_residual):
     sizes = ((q_kind, nq), (k_kind, nkv), (v_kind, nkv))
-    q, key, v = (_packed(make, kind, n, num_blocks) for kind, n in sizes)
+    q, key, v = (packed_units(make, kind, n, num_blocks) for kind, n in sizes)
     return _norm_sample(make, m, 256 * num_blocks, wide_residual) | {
         "q_blocks": q,
         "k_blocks": key,

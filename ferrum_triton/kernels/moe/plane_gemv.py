@@ -17,9 +17,11 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.gemv_repacked import first_row, plan_of, row_sums
+from ferrum_triton.kernels.quant.gemv_plan import plan_of
+from ferrum_triton.kernels.quant.gemv_repacked import first_row, row_sums
 from ferrum_triton.kernels.quant.planes import Layout, Matrix, layout_of
-from ferrum_triton.kernels.quant.thread_products import Activations, summed
+from ferrum_triton.kernels.quant.thread_products import Activations
+from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 from ferrum_triton.quant.planes import ROW_ALIGN
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.quant.gemv_plan import Squares
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 # K is filled up with zeros to whole steps of the products' loops.
@@ -226,6 +227,10 @@ class Tokens:
     def values(self) -> Tensor:
         """The activations themselves."""
         return self.like
+
+    def open(self) -> tuple[Tensor, Squares | None]:
+        """The activations, up to what a norm of them is yet to be divided by."""
+        return self.values(), None
 
     def arranged(self, order: Order) -> Arranged:
         """The activations in an order."""

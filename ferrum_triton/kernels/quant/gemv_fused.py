@@ -18,7 +18,8 @@ from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger
 from ferrum_triton.kernels.quant.activations import Tokens
-from ferrum_triton.kernels.quant.gemv_repacked import first_row, one_block, plan_of, row_sums
+from ferrum_triton.kernels.quant.gemv_plan import Squares, closing, opened_arguments, plan_of
+from ferrum_triton.kernels.quant.gemv_repacked import first_row, one_block, row_sums
 from ferrum_triton.kernels.quant.matrices import launch_matrices, part_of_grid
 from ferrum_triton.kernels.quant.mma import mma_products, order_of
 from ferrum_triton.kernels.quant.planes import Matrix, layout_of
@@ -28,11 +29,15 @@ from ferrum_triton.kernels.quant.products import (
     gemv_heuristic,
     mma_config,
     pick,
+    product,
 )
 from ferrum_triton.kernels.quant.small_m import ORDER, small_m_product, takes_small_m
-from ferrum_triton.kernels.quant.thread_products import (
-    Activations,
+from ferrum_triton.kernels.quant.thread_products import Activations
+from ferrum_triton.kernels.quant.thread_sums import (
+    Opening,
+    OpenNorm,
     Output,
+    closed,
     store_each,
     summed,
 )
@@ -53,7 +58,9 @@ def _store_gate_up(totals, out, first, ACTIVATION: tl.constexpr, PLAN: tl.conste
     for r in tl.static_range(ROWS):
         for m in tl.static_range(M):
             flat += (totals[r][m], totals[ROWS + r][m])
-    gate, up = tl.split(tl.reshape(summed(flat, 2 * SUMS, PLAN.ptx), (SUMS, 2)))
+    both = summed(flat, 2 * SUMS, PLAN.ptx)
+    both = closed(both, tl.arange(0, 2 * SUMS) // 2 % M, out.opened, PLAN.parts, M)
+    gate, up = tl.split(tl.reshape(both, (SUMS, 2)))
     i = tl.arange(0, SUMS)
     y = activated(gate, ACTIVATION) * up
     store_each(y, out, i % M, first + i // M, i < PLAN.rows * M)
@@ -81,18 +88,21 @@ def _block_of_one(
         one_block(out, a, matrix, block, column, THIRD, PLAN, PDL)
 
 
-@kernel(dynamic=("num_rows", "num_rows_2", "num_rows_3"))
+@kernel(dynamic=("num_rows", "num_rows_2", "num_rows_3", "eps"))
 def _gemv_several_kernel(
     y_ptr,  # [m, n]
     a_ptr,  # [m, k]
     planes_ptr,  # uint8 [num_rows, row_bytes]
     planes_2_ptr,  # uint8 [num_rows_2, row_bytes]
     planes_3_ptr,  # uint8 [num_rows_3, row_bytes], or None
+    squares_ptr,  # float32 [m, k / 8] of an open norm of a, or None
     stride_y_token,
     stride_a_token,
+    stride_squares_token,
     num_rows,
     num_rows_2,
     num_rows_3,
+    eps,
     LAYOUT: tl.constexpr,
     LAYOUT_2: tl.constexpr,
     LAYOUT_3: tl.constexpr,  # None of gate and up
@@ -102,7 +112,8 @@ def _gemv_several_kernel(
 ):
     if not PLAN.late_trigger:
         pdl_trigger(PDL)
-    out = Output(y_ptr, None, None, stride_y_token, 0)
+    opened = OpenNorm(squares_ptr, stride_squares_token, eps)
+    out = Output(y_ptr, None, None, stride_y_token, 0, opened, Opening(None, 0, None, 0, None))
     a = Activations(a_ptr, stride_a_token, None, 0)
     matrix = Matrix(planes_ptr, num_rows)
     if ACTIVATION != "":
@@ -120,6 +131,7 @@ def _launch_several(
     parts: Sequence[tuple[Tensor, str]],
     config: Config,
     out: Tensor,
+    opened: Squares | None,
     activation: str = "",
 ) -> None:
     """y = a · [W₁; W₂; W₃]ᵀ, or activation(a · Gᵀ) · (a · Uᵀ), by a launch of path ``"gemv"``.
@@ -128,6 +140,7 @@ def _launch_several(
         a: [m, k], m <= 8.
         parts: matrices, uint8 [rows, row_bytes], and kinds such as ``"Q4_K:planes"``.
         out: [m, n], of at least one element.
+        opened: what a norm of ``a`` is yet to be divided by.
     """
     counts = [planes.shape[0] for planes, _ in parts]
     layouts = [layout_of(planes, kind, a.shape[1]) for planes, kind in parts]
@@ -140,11 +153,12 @@ def _launch_several(
         (sum(cdiv(count, plan.rows) for count in counts),),
         y_ptr=out,
         a_ptr=a,
+        **opened_arguments(opened),
         stride_y_token=out.stride(0),
         stride_a_token=a.stride(0),
         **launch_matrices(parts, layouts, bool(activation)),
         ACTIVATION=activation,
-        PLAN=plan,
+        PLAN=closing(plan, opened),
         num_warps=plan.threads // 32,
     )
 
@@ -224,11 +238,12 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
         small_m_product(tokens.arranged(ORDER), parts, config.get("warps", 2), out)
         return True
     if a.shape[0] <= FEW:
+        a, opened = tokens.open()
         if len(parts) == 1:
-            return False
-        a = tokens.values()
+            product(a, *parts[0], out=out, opened=opened)
+            return True
         config = _plain(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts))
-        _launch_several(a, parts, config, out)
+        _launch_several(a, parts, config, out, opened)
         return True
     kinds = {kind for _, kind in parts}
     rows = [sum(counts)] * len(parts) if len(kinds) == 1 else counts
@@ -260,10 +275,10 @@ def _gate_up(
         small_m_product(arranged, parts, warps, out, activation=activation)
         return True
     if a.shape[0] <= FEW:
-        a = tokens.values()
+        a, opened = tokens.open()
         config = _plain(config, a, parts, num_rows)
         config = {**config, "rows": max(config["rows"] // 2, 1)}
-        _launch_several(a, parts, config, out, activation)
+        _launch_several(a, parts, config, out, opened, activation)
         return True
     if config["path"] != "mma" or kind != up_kind:
         return False

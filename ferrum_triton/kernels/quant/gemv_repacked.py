@@ -13,76 +13,46 @@ Several matrices of a layer (``gemv_fused``), and experts (``moe.plane_gemv``), 
 :func:`row_sums` too.
 """
 
-from dataclasses import dataclass, replace
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import kernel, processors
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.float_groups import add_group, group_of, whole_sums
+from ferrum_triton.kernels.quant.gemv_plan import (
+    NormOpening,
+    Squares,
+    closing,
+    launch_plan,
+    opened_arguments,
+)
 from ferrum_triton.kernels.quant.half_groups import add_halves
 from ferrum_triton.kernels.quant.integer_activations import Int16Activations, load_integers
 from ferrum_triton.kernels.quant.planes import (
-    Layout,
     Matrix,
-    is_aligned,
     layout_of,
     load_rows,
     tied_zero,
-    uses_ptx,
 )
 from ferrum_triton.kernels.quant.thread_products import (
     Activations,
-    Output,
     add_groups,
     integers_of,
     load_floats,
     no_totals,
+)
+from ferrum_triton.kernels.quant.thread_sums import (
+    Opening,
+    OpenNorm,
+    Output,
+    closed,
+    open_norm,
     store_each,
     store_rows,
     summed,
 )
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
-
-# Sums of a persistent program that are reduced together at most: more find no registers.
-MOST_SUMS = 32
-
-
-@dataclass(frozen=True)
-class GemvPlan:
-    """What is constant in a launch.
-
-    Attributes:
-        tokens: rows of activations.
-        rows: rows of W in a block, a power of two, at most those of the smallest matrix.
-        threads: threads of a program.
-        persistent: programs take several blocks of rows, K in one step.
-        deferred: blocks of a persistent program whose sums are reduced together at its end; 0 to
-            reduce after each block.
-        ordered: loads of scales stay beside those of weights; of deferred sums, a block's loads
-            stay behind the sums of the block two before it.
-        prefetch: a step's weights are loaded before the step before is computed.
-        late_trigger: the next launch may begin when the one before this has ended, not at once.
-        integers: activations are integers or become such; else float32.
-        wide: rows of activations start at multiples of 16 bytes.
-        ptx: PTX is used.
-    """
-
-    tokens: int
-    rows: int
-    threads: int
-    persistent: bool = False
-    deferred: int = 0
-    ordered: bool = True
-    prefetch: bool = False
-    late_trigger: bool = False
-    integers: bool = True
-    wide: bool = False
-    ptx: bool = False
 
 
 @triton.jit
@@ -285,7 +255,7 @@ def one_block(
     """A block of rows of one matrix, whose products start at a column of y."""
     first = first_row(block, matrix.num_rows, PLAN.rows)
     totals = row_sums(a, matrix, matrix, first, LAYOUT, None, PLAN, PDL)
-    store_rows(totals, out, column + first, PLAN.ptx)
+    store_rows(totals, out, column + first, PLAN.parts, PLAN.ptx)
 
 
 @triton.jit
@@ -312,7 +282,8 @@ def _persistent(out, a, matrix, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: t
         later = load_rows(matrix, first, thread, known, LAYOUT, PLAN.rows, PLAN.ptx)
         totals = no_totals(THREADS, PLAN.rows, PLAN.tokens)
         totals = _add_integers(totals, zero, rows, integers, True, FORMAT, PLAN.ptx)
-        store_rows(totals, out, first_row(block, matrix.num_rows, PLAN.rows), PLAN.ptx)
+        first = first_row(block, matrix.num_rows, PLAN.rows)
+        store_rows(totals, out, first, PLAN.parts, PLAN.ptx)
         rows = later
 
 
@@ -322,7 +293,7 @@ def _persistent_deferred(
 ):
     """The same for few blocks a program, all reduced at its end: warps never wait for each other.
 
-    Only the last block may be missing.
+    Only the last block may be missing. Where a norm is opened none is, and they follow each other.
     """
     FORMAT: tl.constexpr = LAYOUT.format
     SPAN: tl.constexpr = LAYOUT.span
@@ -334,12 +305,14 @@ def _persistent_deferred(
     THREADS: tl.constexpr = PLAN.threads
     thread = tl.arange(0, THREADS)
     mask = thread < PARTS
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    begin, step_blocks = tl.program_id(0), tl.num_programs(0)
+    if PLAN.opens:
+        begin, step_blocks = begin * DEFERRED, 1
     blocks = (matrix.num_rows + ROWS - 1) // ROWS
 
     # Threads beyond the last group take that one again. What they sum up is left out.
     inside = tl.minimum(thread, PARTS - 1)
-    first = first_row(program, matrix.num_rows, ROWS)
+    first = first_row(begin, matrix.num_rows, ROWS)
     queue = (load_rows(matrix, first, inside, None, LAYOUT, ROWS, PLAN.ptx),)
     _wait_and_trigger(PLAN, PDL)
     floats = load_floats(a, inside, None, M, SPAN, PLAN.wide)
@@ -348,9 +321,9 @@ def _persistent_deferred(
     none = tl.zeros([THREADS], tl.int32)
     for step in tl.static_range(DEFERRED):
         if step + 1 < DEFERRED:
-            block = program + (step + 1) * programs
+            block = begin + (step + 1) * step_blocks
             known = None
-            if step + 2 == DEFERRED:
+            if step + 2 == DEFERRED and not PLAN.opens:
                 known = tl.full([THREADS], 1, tl.int1) & (block < blocks)
             first = first_row(block, matrix.num_rows, ROWS)
             queue += (load_rows(matrix, first, at, known, LAYOUT, ROWS, PLAN.ptx),)
@@ -368,12 +341,15 @@ def _persistent_deferred(
         mask = None
     y = summed(flat, SUMS, PLAN.ptx, mask, PARTS % 32 == 0)
     i = tl.arange(0, SUMS)
-    block = program + i // (M * ROWS) * programs
+    y = closed(y, i % M, out.opened, PLAN.parts, M)
+    block = begin + i // (M * ROWS) * step_blocks
     row = first_row(block, matrix.num_rows, ROWS) + i // M % ROWS
-    store_each(y, out, i % M, row, (i < DEFERRED * M * ROWS) & (block < blocks))
+    y = store_each(y, out, i % M, row, (i < DEFERRED * M * ROWS) & (block < blocks))
+    if PLAN.opens:
+        open_norm(y, out.opens, begin.to(tl.int64) * ROWS, M)
 
 
-@kernel(dynamic=("num_rows",))
+@kernel(dynamic=("num_rows", "eps"))
 def _gemv_repacked_kernel(
     y_ptr,  # [m, n]
     a_ptr,  # [m, k], or codes [m, k / 2]
@@ -381,18 +357,30 @@ def _gemv_repacked_kernel(
     planes_ptr,  # uint8 [num_rows, row_bytes]
     bias_ptr,  # [n], or None
     residual_ptr,  # [m, n], or None
+    squares_ptr,  # float32 [m, k / 8] of an open norm of a, or None
+    h_ptr,  # [m, n] of an open norm of y, or None
+    y_squares_ptr,  # float32 [m, n / 8], or None
+    norm_weight_ptr,  # [n], or None
     stride_y_token,
     stride_a_token,
     stride_scales_and_sums_token,
     stride_residual_token,
+    stride_squares_token,
+    stride_h_token,
+    stride_y_squares_token,
     num_rows,
+    eps,
     LAYOUT: tl.constexpr,
     PLAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if not PLAN.late_trigger:
         pdl_trigger(PDL)
-    out = Output(y_ptr, bias_ptr, residual_ptr, stride_y_token, stride_residual_token)
+    opened = OpenNorm(squares_ptr, stride_squares_token, eps)
+    opens = Opening(h_ptr, stride_h_token, y_squares_ptr, stride_y_squares_token, norm_weight_ptr)
+    out = Output(
+        y_ptr, bias_ptr, residual_ptr, stride_y_token, stride_residual_token, opened, opens
+    )
     a = Activations(a_ptr, stride_a_token, scales_and_sums_ptr, stride_scales_and_sums_token)
     matrix = Matrix(planes_ptr, num_rows)
     if PLAN.deferred > 0:
@@ -412,6 +400,8 @@ def launch_gemv(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    opened: Squares | None = None,
+    opens: NormOpening | None = None,
 ) -> Tensor:
     """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual, summed in float32, for m <= 8.
 
@@ -424,16 +414,15 @@ def launch_gemv(
         out: products, [m, n], of at least one element.
         bias: [n], unit stride.
         residual: [m, n], unit stride along n.
+        opened: what a norm of ``a`` is yet to be divided by.
+        opens: a norm over y, where :func:`launch_plan` has a plan for that.
     """
     if isinstance(a, Int16Activations):
         x, scales_and_sums, k = a.codes, a.scales_and_sums, 2 * a.codes.shape[1]
     else:
         x, scales_and_sums, k = a, None, a.shape[1]
     num_rows, layout = planes.shape[0], layout_of(planes, kind, k)
-    plan = plan_of(config, x, x.shape[0], num_rows)
-    programs = cdiv(num_rows, plan.rows)
-    if config["path"] == "persistent":
-        plan, programs = _persistent_plan(config, plan, layout, programs, x)
+    plan, programs = launch_plan(config, x, layout, num_rows, opens is not None)
     maxnreg = config.get("maxnreg", 0)
     _gemv_repacked_kernel.launch(
         (programs,),
@@ -443,53 +432,20 @@ def launch_gemv(
         planes_ptr=planes,
         bias_ptr=bias,
         residual_ptr=residual,
+        **opened_arguments(opened),
+        h_ptr=None if opens is None else opens.h,
+        y_squares_ptr=None if opens is None else opens.squares,
+        norm_weight_ptr=None if opens is None else opens.weight,
         stride_y_token=out.stride(0),
         stride_a_token=x.stride(0),
         stride_scales_and_sums_token=0 if scales_and_sums is None else scales_and_sums.stride(0),
         stride_residual_token=0 if residual is None else residual.stride(0),
+        stride_h_token=0 if opens is None else opens.h.stride(0),
+        stride_y_squares_token=0 if opens is None else opens.squares.stride(0),
         num_rows=num_rows,
         LAYOUT=layout,
-        PLAN=plan,
+        PLAN=closing(plan, opened),
         num_warps=plan.threads // 32,
         **({"maxnreg": maxnreg} if maxnreg else {}),
     )
     return out
-
-
-def plan_of(config: Config, x: Tensor, num_tokens: int, fewest: int) -> GemvPlan:
-    """The plan of a launch whose programs each take ``num_tokens`` tokens of ``x``.
-
-    Args:
-        fewest: rows of the smallest matrix.
-    """
-    ptx = uses_ptx(x)
-    rows = min(int(config["rows"]), previous_power_of_2(fewest))
-    if not ptx and num_tokens > 2:  # AMD's compiler spills with more, and is slow at it
-        rows = min(rows, 4)
-    return GemvPlan(
-        tokens=num_tokens,
-        rows=rows,
-        threads=32 * int(config.get("warps", 1)),
-        ordered=ptx and bool(config.get("ordered", True)),
-        prefetch=bool(config.get("prefetch", False)),
-        late_trigger=bool(config.get("late_trigger", False)),
-        integers=x.dtype != torch.float32,
-        wide=ptx and is_aligned(x),
-        ptx=ptx,
-    )
-
-
-def _persistent_plan(
-    config: Config, plan: GemvPlan, layout: Layout, blocks: int, x: Tensor
-) -> tuple[GemvPlan, int]:
-    """A plan of persistent programs, and their number."""
-    programs = min(blocks, processors(x.device) * int(config["ctas_per_sm"]))
-    steps = cdiv(blocks, programs)
-    deferred = steps if config["deferred"] and steps * plan.rows * plan.tokens <= MOST_SUMS else 0
-    threads = persistent_threads(layout.groups // layout.span)
-    return replace(plan, persistent=True, deferred=deferred, threads=threads), programs
-
-
-def persistent_threads(parts: int) -> int:
-    """Threads of a persistent program, which has all parts of a row at once."""
-    return max(next_power_of_2(parts), 32)

@@ -18,7 +18,8 @@ from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_t
 from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.gemm import gemm_blocks
 from ferrum_triton.kernels.quant.gemv import gemv_blocks
-from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv, persistent_threads
+from ferrum_triton.kernels.quant.gemv_plan import Squares, persistent_threads
+from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv
 from ferrum_triton.kernels.quant.integer_activations import int16_activations
 from ferrum_triton.kernels.quant.mma import mma_products, order_of
 from ferrum_triton.kernels.quant.mma_config import (
@@ -340,8 +341,13 @@ def product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    opened: Squares | None = None,
 ) -> Tensor:
-    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual for W's rows in planes, rounded once."""
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual for W's rows in planes, rounded once.
+
+    Args:
+        opened: what a norm of ``a``, of up to FEW rows, is yet to be divided by.
+    """
     y = a.new_empty((a.shape[0], planes.shape[0])) if out is None else out
     if y.numel() == 0:
         return y
@@ -351,7 +357,7 @@ def product(
         return small_m_product(x, parts, config["warps"], y, bias=bias, residual=residual)
     if config["path"] in ("gemv", "persistent"):
         x = int16_activations(a) if config.get("prepared") else a
-        return launch_gemv(x, planes, kind, config, y, bias=bias, residual=residual)
+        return launch_gemv(x, planes, kind, config, y, bias=bias, residual=residual, opened=opened)
     if config["path"] == "decode":
         if bias is None and residual is None:
             return product_by_torch(a, planes, kind, out=y)

@@ -39,7 +39,13 @@ from ferrum_triton.kernels.quant.quad_weights import (
     sums_minimums,
     weights,
 )
-from ferrum_triton.kernels.quant.thread_products import Output, store_each, summed_over_warps
+from ferrum_triton.kernels.quant.thread_sums import (
+    Opening,
+    OpenNorm,
+    Output,
+    store_each,
+    summed_over_warps,
+)
 from ferrum_triton.kernels.rows import cdiv
 
 FEWEST_TOKENS, MOST_TOKENS = 3, 8
@@ -282,7 +288,10 @@ def _small_m_kernel(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    out = Output(y_ptr, bias_ptr, residual_ptr, stride_y_token, stride_residual_token)
+    no_norm, no_opening = OpenNorm(None, 0, 0.0), Opening(None, 0, None, 0, None)
+    out = Output(
+        y_ptr, bias_ptr, residual_ptr, stride_y_token, stride_residual_token, no_norm, no_opening
+    )
     x = Arranged(x_ptr, sums_ptr, factor_ptr)
     matrix = Matrix(planes_ptr, num_rows)
     if ACTIVATION != "":

@@ -1,4 +1,4 @@
-"""What threads multiply: groups of 32 weights by activations as integers, and sums over threads.
+"""What threads multiply: groups of 32 weights by activations as integers.
 
 x = step · integer, the step a power of two with which the group's largest magnitude takes 15 bits.
 Activations down to 2^-7 of that keep all the bits a bfloat16 has, and down to 2^-4 a float16's;
@@ -45,16 +45,6 @@ class Activations(NamedTuple):
     stride: Any
     scales_and_sums_ptr: Any
     scales_and_sums_stride: Any
-
-
-class Output(NamedTuple):
-    """Where products go: y [m, n], and what is added to them where it is not None."""
-
-    ptr: Any
-    bias_ptr: Any
-    residual_ptr: Any
-    stride: Any
-    residual_stride: Any
 
 
 class IntegerGroup(NamedTuple):
@@ -316,112 +306,3 @@ def _group_value(total, first, dots, activations, raw, FORMAT: tl.constexpr):
                 value = tl.fma(d[1], (lows[m] + highs[m]).to(tl.float32), value)
             out += (tl.fma(steps[m], value, total[m]),)
     return out
-
-
-@triton.jit
-def _side_by_side(parts, PADDED: tl.constexpr):
-    """Tensors [threads] laid beside each other in each thread: [threads, PADDED]."""
-    THREADS: tl.constexpr = parts[0].shape[0]
-    # The first half beside the second, so that the first new axis tells them apart; and so on.
-    for _ in tl.static_range(6):
-        if len(parts) > 1:
-            joined = ()
-            for i in tl.static_range(len(parts) // 2):
-                joined += (tl.join(parts[i], parts[i + len(parts) // 2]),)
-            parts = joined
-    return tl.reshape(parts[0], (THREADS, PADDED))
-
-
-@triton.constexpr_function
-def _swap_asm(lanes):
-    return f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
-
-
-@triton.jit
-def _halved(values, LANES: tl.constexpr):
-    """Sums of lanes LANES apart, half the values each: the second half where the lane has LANES."""
-    HALF: tl.constexpr = len(values) // 2
-    upper = (tl.arange(0, values[0].shape[0]) & LANES) != 0
-    out = ()
-    for i in tl.static_range(HALF):
-        low, high = values[i], values[i + HALF]
-        given = [tl.where(upper, low, high)]
-        other = tl.inline_asm_elementwise(
-            _swap_asm(LANES), "=f,f", given, dtype=tl.float32, is_pure=True, pack=1
-        )
-        out += (tl.where(upper, high, low) + other,)
-    return out
-
-
-@triton.jit
-def summed(values, PADDED: tl.constexpr, PTX: tl.constexpr, mask=None, WHOLE: tl.constexpr = False):
-    """The sum over threads, of those in the mask, of each tensor [threads]: [PADDED].
-
-    By PTX lanes exchange half of their values with each other, then a quarter, and so on.
-
-    Args:
-        values: of threads, a tuple.
-        PADDED: a power of two, at least as many.
-        PTX: use PTX.
-        mask: [threads] or None.
-        WHOLE: the mask is the same for all threads of a warp.
-    """
-    # Sums of a warp that is in the mask or out of it are masked, not values.
-    LATE: tl.constexpr = WHOLE and PTX and PADDED > 1 and PADDED <= 32
-    if mask is not None and not LATE:
-        masked = ()
-        for i in tl.static_range(len(values)):
-            masked += (tl.where(mask, values[i], 0.0),)
-        values = masked
-    parts = values
-    for _ in tl.static_range(PADDED - len(values)):
-        parts += (tl.zeros_like(values[0]),)
-    if PADDED == 1:
-        total = tl.sum(parts[0], axis=0, keep_dims=True)
-    elif PTX and PADDED <= 32:
-        WARPS: tl.constexpr = parts[0].shape[0] // 32
-        for i in tl.static_range(5):
-            if len(parts) > 1:
-                parts = _halved(parts, 16 >> i)
-        part = parts[0]
-        if mask is not None and LATE:
-            part = tl.where(mask, part, 0.0)
-        each = tl.reshape(part, (WARPS, PADDED, 32 // PADDED))
-        total = tl.sum(tl.sum(each, axis=2), axis=0)
-    else:
-        total = tl.sum(_side_by_side(parts, PADDED), axis=0)
-    return total
-
-
-@triton.jit
-def summed_over_warps(values, COUNT: tl.constexpr):
-    """The sum over warps of COUNT tensors [threads]: [32 COUNT], a lane's beside each other."""
-    WARPS: tl.constexpr = values[0].shape[0] // 32
-    each = tl.reshape(_side_by_side(values, COUNT), (WARPS, 32 * COUNT))
-    return tl.sum(each, axis=0)
-
-
-@triton.jit
-def store_rows(totals, out, first, PTX: tl.constexpr):
-    """Totals [row][token] added up over the threads, and stored to the rows from ``first`` on."""
-    M: tl.constexpr = len(totals[0])
-    SUMS: tl.constexpr = len(totals) * M
-    PADDED: tl.constexpr = triton.next_power_of_2(SUMS)
-    flat = ()
-    for r in tl.static_range(len(totals)):
-        flat += totals[r]
-    y = summed(flat, PADDED, PTX)
-    i = tl.arange(0, PADDED)
-    store_each(y, out, i % M, first + i // M, i < SUMS)
-
-
-@triton.jit
-def store_each(y, out, token, row, mask):
-    """out.ptr[token[i], row[i]] ← y[i] + bias + residual where the mask holds."""
-    token = token.to(tl.int64)
-    if out.bias_ptr is not None:
-        y += tl.load(out.bias_ptr + row, mask=mask, other=0.0).to(tl.float32)
-    if out.residual_ptr is not None:
-        residual = out.residual_ptr + token * out.residual_stride + row
-        y += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out.ptr + token * out.stride + row, y.to(out.ptr.dtype.element_ty), mask=mask)
