@@ -61,7 +61,8 @@ def _opening_case(kind: str, m: int, n: int, k: int) -> Case:
         _opening_case(kind, m, 4096, k)
         for kind, k in (("Q4_K:planes", 4096), ("Q4_K:planes", 12288), ("Q6_K:planes", 12288))
         for m in (1, 2)
-    ],
+    ]
+    + [_opening_case("Q4_K:planes", 16, 4096, 4096)],
     after_norm="a",
 )
 def linear_quant_open_norm(
@@ -154,7 +155,8 @@ def _qkv_case(v_kind: str | None, m: int, k: int) -> Case:
         "nq": (1, 2, 17),
         "nkv": (1, 0, 16),
     },
-    bench=[_qkv_case(v_kind, m, 4096) for v_kind in ("Q6_K:planes", None) for m in (1, 2)],
+    bench=[_qkv_case(v_kind, m, 4096) for v_kind in ("Q6_K:planes", None) for m in (1, 2)]
+    + [_qkv_case(None, 16, 4096)],
 )
 def open_norm_quant_qkv(
     h: Tensor,
