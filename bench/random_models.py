@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from bench.decode_model import uses_more_bits
 from ferrum_triton.backends import Backend
 from ferrum_triton.models import Decoder, Llama, LlamaConfig
 from ferrum_triton.models.config_rope import RopeConfig
@@ -140,6 +139,14 @@ class RandomSource(Source):
         tied = self._config.tie_embeddings and name == "token_embd.weight"
         wide = name == "output.weight" or tied
         return "Q6_K" if wide or (more and ("attn_v" in name or "ffn_down" in name)) else "Q4_K"
+
+
+def uses_more_bits(layer: int, num_layers: int) -> bool:
+    """Whether Q4_K_M has V and down of a layer in Q6_K: the first and last eighth, and every third
+    between (llama.cpp's ``use_more_bits``).
+    """
+    eighth = num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], device: torch.device | str) -> QuantizedTensor:

@@ -23,19 +23,16 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from bench.decode_layer import replay_us
 from bench.random_models import CONFIGS, FORMATS_OF_MODELS, random_model
 from bench.results import environment
 from bench.shipped import first_line
+from bench.timed_step import TimedStep, replay_us
 from bench.tune import Machine, add_place, candidates_of, place_of, spell, this_machine
 from ferrum_triton import FerrumError, get_backend
 from ferrum_triton.kernels import tables
 from ferrum_triton.kernels.parameters import Config, Dim
 from ferrum_triton.kernels.tables import Row
 from ferrum_triton.kernels.tuning import Pick, Tunable, record_picks
-from ferrum_triton.models import Decoder
-from ferrum_triton.models.step import Step
-from ferrum_triton.runtime.graph import DecodeState
 
 # A share of a step that two measurements of one step do not differ by.
 LEAST_GAIN = 0.0015
@@ -64,28 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name} --context {options.context}", flush=True)
             command = f"python -m bench.tune_step {name} --context {options.context}"
             command += " --only " * bool(options.only) + " ".join(options.only)
-            step = TimedStep(model, batch, options.context)
+            step = TunedStep(model, batch, options.context)
             for tunable, row in improve(step, machine, set(options.only)):
                 measured = {"command": command, **versions}
                 write(out, tunable, machine, replace(row, measured=measured))
 
 
-class TimedStep:
-    """A decode step of sequences that are all as long."""
-
-    def __init__(self, model: Decoder, batch: int, context: int) -> None:
-        self.model = model
-        self.cache = model.new_cache(context, batch)
-        self.cache.reserve(dict.fromkeys(range(batch), context))
-        for pool in (*self.cache.k, *self.cache.v):
-            pool.normal_()
-        state = DecodeState(model.backend.device, batch)
-        state.set(1, context - 1)
-        self._step = Step(state.token, self.cache.block_tables, state.pos, state.kv_len)
-
-    def logits(self) -> Tensor:
-        """What the step predicts, [batch, vocab_size]."""
-        return self.model.run(self._step, self.cache)
+class TunedStep(TimedStep):
+    """A step whose launches are chosen anew."""
 
     def picks(self) -> list[Pick]:
         """The choices that the step asks for."""
@@ -104,7 +87,7 @@ class TimedStep:
 
 
 @torch.inference_mode()
-def improve(step: TimedStep, machine: Machine, names: set[str]) -> Iterator[tuple[Tunable, Row]]:
+def improve(step: TunedStep, machine: Machine, names: set[str]) -> Iterator[tuple[Tunable, Row]]:
     """Rows of the choices that another candidate is better for; prints what it does."""
     start = time.monotonic()
     expected = step.logits()
@@ -147,7 +130,7 @@ def improve(step: TimedStep, machine: Machine, names: set[str]) -> Iterator[tupl
     print(f"  {step.time():.1f} us before", flush=True)
 
 
-def time_checked(step: TimedStep, expected: Tensor) -> tuple[float, str]:
+def time_checked(step: TunedStep, expected: Tensor) -> tuple[float, str]:
     """Microseconds of the step, and why the candidate is dropped, or ""."""
     try:
         reason = step.differs(expected)
@@ -167,7 +150,7 @@ def other_candidates(
     ]
 
 
-def compile_all(step: TimedStep, others: dict[Choice, list[Config]]) -> int:
+def compile_all(step: TunedStep, others: dict[Choice, list[Config]]) -> int:
     """Compile what candidates launch on all cores, and say how many kernels that were."""
 
     def every_step() -> None:

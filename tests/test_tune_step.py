@@ -6,7 +6,7 @@ import torch
 from bench import tune_step
 from bench.random_models import CONFIGS
 from bench.tune import Machine
-from bench.tune_step import TimedStep
+from bench.tune_step import TunedStep
 from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.norm import fused_add_rms_norm_config as norm
 from ferrum_triton.kernels.tables import table_file
@@ -28,7 +28,7 @@ def tune(monkeypatch, tmp_path):
     def run(us):
         # Of all norms, which are of one shape.
         monkeypatch.setattr(
-            TimedStep, "time", lambda step: us[norm.pick(CPU, 2, 32)["num_warps"] // 2]
+            TunedStep, "time", lambda step: us[norm.pick(CPU, 2, 32)["num_warps"] // 2]
         )
         only = ["--only", "fused_add_rms_norm", "--out", str(tmp_path)]
         tune_step.main(["tiny", "--formats", "bf16", "--batches", "2", "--context", "20", *only])
