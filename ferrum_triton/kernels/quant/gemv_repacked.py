@@ -75,7 +75,7 @@ def _load_parts(
     PARTS: tl.constexpr = SPAN // LAYOUT.span
     parts = ()
     for i in tl.static_range(PARTS):
-        parts += (load_rows(matrix, row, at * PARTS + i, mask, LAYOUT, PLAN.rows, PLAN.ptx),)
+        parts += (load_rows(matrix, row, at * PARTS + i, mask, LAYOUT, PLAN),)
     return parts
 
 
@@ -271,7 +271,7 @@ def _persistent(out, a, matrix, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: t
     zero = tl.zeros([THREADS], tl.int32)
 
     first = first_row(program, matrix.num_rows, PLAN.rows)
-    rows = load_rows(matrix, first, thread, mask, LAYOUT, PLAN.rows, PLAN.ptx)
+    rows = load_rows(matrix, first, thread, mask, LAYOUT, PLAN)
     _wait_and_trigger(PLAN, PDL)
     floats = load_floats(a, thread, mask, PLAN.tokens, SPAN, PLAN.wide)
     integers = integers_of(floats, a.ptr.dtype.element_ty, SPAN, PLAN.wide, PLAN.ptx)
@@ -279,7 +279,7 @@ def _persistent(out, a, matrix, LAYOUT: tl.constexpr, PLAN: tl.constexpr, PDL: t
         after = block + programs
         first = first_row(after, matrix.num_rows, PLAN.rows)
         known = mask & (after < blocks)
-        later = load_rows(matrix, first, thread, known, LAYOUT, PLAN.rows, PLAN.ptx)
+        later = load_rows(matrix, first, thread, known, LAYOUT, PLAN)
         totals = no_totals(THREADS, PLAN.rows, PLAN.tokens)
         totals = _add_integers(totals, zero, rows, integers, True, FORMAT, PLAN.ptx)
         first = first_row(block, matrix.num_rows, PLAN.rows)
@@ -313,7 +313,7 @@ def _persistent_deferred(
     # Threads beyond the last group take that one again. What they sum up is left out.
     inside = tl.minimum(thread, PARTS - 1)
     first = first_row(begin, matrix.num_rows, ROWS)
-    queue = (load_rows(matrix, first, inside, None, LAYOUT, ROWS, PLAN.ptx),)
+    queue = (load_rows(matrix, first, inside, None, LAYOUT, PLAN),)
     _wait_and_trigger(PLAN, PDL)
     floats = load_floats(a, inside, None, M, SPAN, PLAN.wide)
     integers, flat, at = (), (), inside
@@ -326,7 +326,7 @@ def _persistent_deferred(
             if step + 2 == DEFERRED and not PLAN.opens:
                 known = tl.full([THREADS], 1, tl.int1) & (block < blocks)
             first = first_row(block, matrix.num_rows, ROWS)
-            queue += (load_rows(matrix, first, at, known, LAYOUT, ROWS, PLAN.ptx),)
+            queue += (load_rows(matrix, first, at, known, LAYOUT, PLAN),)
         if step == 0:
             integers = integers_of(floats, a.ptr.dtype.element_ty, SPAN, PLAN.wide, PLAN.ptx)
         totals = no_totals(THREADS, ROWS, M)

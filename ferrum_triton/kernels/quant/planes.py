@@ -37,7 +37,6 @@ from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 MANY_GROUPS = 256
 # Weights are read once: they leave the first-level cache to the activations.
 STREAM = tl.constexpr(".L1::evict_first")
-_TWO, _FOUR = tl.constexpr((tl.int32,) * 2), tl.constexpr((tl.int32,) * 4)
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,27 @@ def span_of(fmt, num_groups):
     return 2 if code == "packed" or (code == "nibbles" and num_groups > MANY_GROUPS) else 1
 
 
+@triton.constexpr_function
+def _singles_by_ptx(layout, plan):
+    """Whether PTX loads scales too, and high bits of which a part has one word.
+
+    Triton goes through the whole kernel for each load of its own: Q5_K 4096x12288 by one token
+    compiles in 11 s with such loads, in 2 with PTX. Elsewhere Triton's stay. Where they are few, in
+    loops, of codebooks and for float32 activations, PTX gains little, and may need more registers,
+    as narrow integers are no longer packed: IQ4_XS 4096x12288 by one token 128 for 96. Of many rows
+    or tokens they are slower: Q4_K 5120x5120 by one token takes 5.7 us for 5.6, 4096x14336 by two
+    13.0 for 12.6 (``bench.run gemv_quant gemm_quant``). Q2_K and Q3_K, of most scales, always use
+    PTX: Q2_K 6144x4096 by two tokens takes 80 registers for 95.
+    """
+    in_loop = layout.groups > plan.threads * layout.span or (plan.persistent and not plan.deferred)
+    few = plan.rows <= 8 and plan.tokens == 1
+    many = plan.integers and layout.format.values is None and few and not in_loop
+    return plan.ptx and (many or layout.format.low_bits == 2)
+
+
 @triton.jit
-def load_rows(matrix, row, at, mask, LAYOUT: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
-    """What a thread needs of ROWS rows from ``row`` on: [row] of words (low, high, scales).
+def load_rows(matrix, row, at, mask, LAYOUT: tl.constexpr, PLAN: tl.constexpr):
+    """What a thread needs of a block of rows from ``row`` on: [row] of words (low, high, scales).
 
     Bytes of a row of each plane are constants: rows differ by an immediate of the load's address.
 
@@ -117,7 +134,11 @@ def load_rows(matrix, row, at, mask, LAYOUT: tl.constexpr, ROWS: tl.constexpr, P
         row: first row, int64.
         at: parts of LAYOUT.span groups, [threads].
         mask: parts that there are, [threads] or None.
+        PLAN: GemvPlan.
     """
+    ROWS: tl.constexpr = PLAN.rows
+    PTX: tl.constexpr = PLAN.ptx
+    SINGLES: tl.constexpr = _singles_by_ptx(LAYOUT, PLAN)
     FORMAT: tl.constexpr = LAYOUT.format
     LOW: tl.constexpr = LAYOUT.span * FORMAT.low_bits  # words of a part
     HIGH: tl.constexpr = LAYOUT.span * FORMAT.high_bits
@@ -130,12 +151,7 @@ def load_rows(matrix, row, at, mask, LAYOUT: tl.constexpr, ROWS: tl.constexpr, P
     s_ptr = plane + row * LAYOUT.s
     plane += num_rows * LAYOUT.s
     t_ptr = plane + row * LAYOUT.t
-    plane += num_rows * LAYOUT.t + row * LAYOUT.d  # not read where d is in s
-    D_BYTES: tl.constexpr = 4 if FORMAT.has_minimum else 2
-    if FORMAT.has_minimum:
-        d_ptr = plane.to(tl.pointer_type(tl.int32))
-    else:
-        d_ptr = plane.to(tl.pointer_type(tl.float16))
+    d_ptr = plane + num_rows * LAYOUT.t + row * LAYOUT.d  # not read where d is in s
     rows = ()
     for r in tl.static_range(ROWS):
         q_row, h_row = q_ptr + r * (LAYOUT.q // 4), h_ptr + r * (LAYOUT.h // 4)
@@ -146,46 +162,49 @@ def load_rows(matrix, row, at, mask, LAYOUT: tl.constexpr, ROWS: tl.constexpr, P
         if HIGH > 1:
             h = load_words(h_row, mask, HIGH, PTX, STREAM)
         elif HIGH == 1:
-            h = (load_one(h_row, mask),)
-        d_row = d_ptr + r * (LAYOUT.d // D_BYTES)
-        s_row, t_row = s_ptr + r * LAYOUT.s, t_ptr + r * LAYOUT.t
-        rows += ((q, h, _load_scales(d_row, s_row, t_row, at, mask, LAYOUT, PTX)),)
+            h = load_words(h_row, mask, 1, SINGLES, "")
+        d_row, s_row, t_row = d_ptr + r * LAYOUT.d, s_ptr + r * LAYOUT.s, t_ptr + r * LAYOUT.t
+        rows += ((q, h, _load_scales(d_row, s_row, t_row, at, mask, LAYOUT, SINGLES)),)
     return rows
+
+
+@triton.constexpr_function
+def pointer_to(num_bytes):
+    """Pointers to unsigned integers of one or two bytes, or to words."""
+    return tl.pointer_type({1: tl.uint8, 2: tl.uint16}.get(num_bytes, tl.int32))
+
+
+@triton.constexpr_function
+def _scale_bytes(layout):
+    """Bytes of a part's scales in the plane s."""
+    code = layout.format.scale_code
+    return 1 if code == "byte32" else 2 * layout.span if code == "nibbles" else 2
 
 
 @triton.jit
 def _load_scales(d_ptr, s_ptr, t_ptr, at, mask, LAYOUT: tl.constexpr, PTX: tl.constexpr):
-    """The scales of a part, as they are stored: (d, s, t)."""
+    """The scales of a part, as they are stored: those of d, s and t that there are."""
     CODE: tl.constexpr = LAYOUT.format.scale_code
-    if CODE == "":
-        raw = (load_one(d_ptr + at, mask),)
-    elif CODE == "power":
-        raw = (load_one(s_ptr + at, mask),)
-    elif CODE == "byte32":
-        raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
-    elif CODE == "packed":
-        raw = (
-            _load_narrow(d_ptr.to(tl.pointer_type(tl.uint16)) + at // 4, mask, PTX),
-            _load_narrow(s_ptr.to(tl.pointer_type(tl.uint16)) + at, mask, PTX),
-            _load_narrow(t_ptr + at, mask, PTX),
-        )
-    elif CODE == "nibbles" and LAYOUT.span == 2:
-        s_ptr = s_ptr.to(tl.pointer_type(tl.int32))
-        raw = (load_one(d_ptr + at // 4, mask), load_one(s_ptr + at, mask))
-    elif CODE == "nibbles":
-        s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
-        raw = (load_one(d_ptr + at // 8, mask), _load_narrow(s_ptr + at, mask, PTX))
+    PARTS: tl.constexpr = 8 // LAYOUT.span if CODE != "" else 1  # that share d
+    if CODE == "power":
+        raw = (load_one(s_ptr + at, mask),)  # bytes still, which loops carry packed
     else:
-        s_ptr = s_ptr.to(tl.pointer_type(tl.uint16))
-        raw = (load_one(d_ptr + at // 8, mask), load_one(s_ptr + at, mask))
+        d_ptr = d_ptr.to(pointer_to(4 if LAYOUT.format.has_minimum else 2))
+        raw = load_words(d_ptr + at // PARTS, mask, 1, PTX, "")
+        if CODE != "":
+            s_ptr = s_ptr.to(pointer_to(_scale_bytes(LAYOUT)))
+            raw += load_words(s_ptr + at, mask, 1, PTX, "")
+        if CODE == "packed":
+            raw += load_words(t_ptr + at, mask, 1, PTX, "")
     return raw
 
 
 @triton.constexpr_function
-def _load_asm(count, hint, masked):
-    """PTX that loads ``count`` words at once, 0 where masked off."""
-    words = ", ".join(f"${i}" for i in range(count))
-    load = f"ld.global{hint}.v{count}.b32 {{{words}}}, [${count}];"
+def _load_asm(count, bits, hint, masked):
+    """PTX that loads ``count`` integers of so many bits at once, 0 where masked off."""
+    to = ", ".join(f"${i}" for i in range(count))
+    to = f".v{count}.b{bits} {{{to}}}" if count > 1 else f".b{bits} {to}"
+    load = f"ld.global{hint}{to}, [${count}];"
     if not masked:
         return load
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
@@ -197,14 +216,20 @@ def _load_constraints(count, masked):
     return ",".join(["=r"] * count + ["l"] + ["r"] * masked)
 
 
+@triton.constexpr_function
+def _int32s(count):
+    return (tl.int32,) * count
+
+
 @triton.jit
 def load_words(ptr, mask, COUNT: tl.constexpr, PTX: tl.constexpr, HINT: tl.constexpr):
-    """COUNT int32 words that follow each other, as a tuple; 0 where masked off.
+    """COUNT integers that follow each other, as a tuple of int32; 0 where masked off.
 
     Args:
-        ptr: int32 pointers [threads], for PTX at multiples of 4 COUNT bytes.
+        ptr: pointers [threads] to int32, or to narrower unsigned integers; for PTX at multiples of
+            COUNT of them.
         mask: [threads], or None.
-        PTX: load them at once, by PTX, where COUNT is 2 or 4.
+        PTX: load them at once, by PTX, where COUNT is 1, 2 or 4.
         HINT: of that PTX, to the caches.
 
     Not pure, so that loads stay on their side of a wait for the launch before.
@@ -214,16 +239,17 @@ def load_words(ptr, mask, COUNT: tl.constexpr, PTX: tl.constexpr, HINT: tl.const
         args = [ptr.to(tl.int64)]
         if MASKED:
             args = [ptr.to(tl.int64), mask.to(tl.int32)]
-        asm: tl.constexpr = _load_asm(COUNT, HINT, MASKED)
+        BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+        asm: tl.constexpr = _load_asm(COUNT, BITS, HINT, MASKED)
         constraints: tl.constexpr = _load_constraints(COUNT, MASKED)
-        dtypes: tl.constexpr = _TWO if COUNT == 2 else _FOUR
+        dtypes: tl.constexpr = _int32s(COUNT)
         words = tl.inline_asm_elementwise(
             asm, constraints, args, dtype=dtypes, is_pure=False, pack=1
         )
     else:
         words = ()
         for i in tl.static_range(COUNT):
-            words += (load_one(ptr + i, mask),)
+            words += (load_one(ptr + i, mask).to(tl.int32),)
     return words
 
 
@@ -234,36 +260,6 @@ def load_one(ptr, mask):
         x = tl.load(ptr)
     else:
         x = tl.load(ptr, mask=mask, other=0)
-    return x
-
-
-@triton.constexpr_function
-def _narrow_asm(bits, masked):
-    """PTX that loads an integer of fewer bits than its register has, 0 where masked off."""
-    load = f"ld.global.u{bits} $0, [$1];"
-    if not masked:
-        return load
-    return f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p {load} }}"
-
-
-@triton.jit
-def _load_narrow(ptr, mask, PTX: tl.constexpr):
-    """Unsigned integers as int32 [threads]; 0 where masked off.
-
-    By PTX in registers of 32 bits from the start: Triton packs what it takes for narrower where it
-    masks it or a loop carries it. Q3_K has three of them; kinds with fewer need more registers with
-    these loads, which keep their order, and may spill.
-    """
-    if PTX:
-        MASKED: tl.constexpr = mask is not None
-        args = [ptr.to(tl.int64)]
-        if MASKED:
-            args = [ptr.to(tl.int64), mask.to(tl.int32)]
-        asm: tl.constexpr = _narrow_asm(ptr.dtype.element_ty.primitive_bitwidth, MASKED)
-        constraints: tl.constexpr = _load_constraints(1, MASKED)
-        x = tl.inline_asm_elementwise(asm, constraints, args, dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        x = load_one(ptr, mask).to(tl.int32)
     return x
 
 
@@ -283,15 +279,8 @@ def tied_zero(parts, zero):
             for i in tl.static_range(len(h)):
                 bits |= h[i]
             for i in tl.static_range(len(raw)):
-                bits |= _bits(raw[i])
+                bits |= raw[i]
     return bits & zero
-
-
-@triton.jit
-def _bits(x):
-    if x.dtype == tl.float16:
-        x = x.to(tl.int16, bitcast=True)
-    return x.to(tl.int32)
 
 
 @triton.jit
@@ -386,13 +375,11 @@ def sub_scales(raw, FORMAT: tl.constexpr):
     """The integers of a group's sub-blocks: scales, then minimums where there are."""
     CODE: tl.constexpr = FORMAT.scale_code
     if CODE == "pair":
-        s = raw[1].to(tl.int32)
-        integers = (s & 0xFF, s >> 8)
+        integers = (raw[1] & 0xFF, raw[1] >> 8)
     elif CODE == "byte32":
-        integers = (raw[1].to(tl.int8, bitcast=True).to(tl.int32),)
+        integers = ((raw[1] << 24) >> 24,)
     elif CODE == "byte":
-        s = raw[1].to(tl.int16, bitcast=True).to(tl.int32)
-        integers = ((s << 24) >> 24, s >> 8)
+        integers = ((raw[1] << 24) >> 24, (raw[1] << 16) >> 24)
     elif CODE == "nibbles":
         s = raw[1]
         integers = (s & 0xF, (s >> 8) & 0xF, (s >> 4) & 0xF, s >> 12)
@@ -415,10 +402,8 @@ def block_scales(raw, FORMAT: tl.constexpr):
         scales = (d, m)
     elif FORMAT.is_exponent:
         scales = (halved_power(raw[0]),)
-    elif FORMAT.scale_code == "packed":
-        scales = (raw[0].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
     else:
-        scales = (raw[0].to(tl.float32),)
+        scales = (raw[0].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
     return scales
 
 

@@ -28,8 +28,8 @@ from ferrum_triton.kernels.quant.planes import (
     Layout,
     fp16_pair,
     layout_of,
-    load_one,
     load_words,
+    pointer_to,
     uses_ptx,
 )
 from ferrum_triton.kernels.quant.thread_products import permuted
@@ -119,24 +119,18 @@ def load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, ROWS: tl.c
         at = (h_ptr + 8 * r * LAYOUT.h).to(tl.pointer_type(tl.int32))
         if H_EACH > 0:
             h = load_words(at, mask, H_EACH // 4, PTX, STREAM)
+        # Scales are a few of Triton's own loads: by PTX, Q4_0 would need 99 registers for 80.
         s = ()
+        if S_EACH > 0:
+            at = (s_ptr + 8 * r * LAYOUT.s).to(pointer_to(S_EACH))
+            s = load_words(at, mask, 1, False, "")
         if SCALES == "packed":
-            low = load_one((s_ptr + 8 * r * LAYOUT.s).to(tl.pointer_type(tl.uint16)), mask)
-            s = (low.to(tl.int32), load_one(t_ptr + 8 * r * LAYOUT.t, mask).to(tl.int32))
-        elif S_EACH == 2:
-            low = load_one((s_ptr + 8 * r * LAYOUT.s).to(tl.pointer_type(tl.uint16)), mask)
-            s = (low.to(tl.int32),)
-        elif SCALES != "":
-            s = (load_one((s_ptr + 8 * r * LAYOUT.s).to(tl.pointer_type(tl.int32)), mask),)
-        at = d_ptr + 8 * r * LAYOUT.d
+            s += load_words(t_ptr + 8 * r * LAYOUT.t, mask, 1, False, "")
+        at = (d_ptr + 8 * r * LAYOUT.d).to(pointer_to(D_EACH))
         if D_EACH == 8:
-            d = load_words(at.to(tl.pointer_type(tl.int32)), mask, 2, PTX, STREAM)
-        elif D_EACH == 4:
-            d = (load_one(at.to(tl.pointer_type(tl.int32)), mask),)
-        elif D_EACH == 2:
-            d = (load_one(at.to(tl.pointer_type(tl.uint16)), mask).to(tl.int32),)
+            d = load_words(at, mask, 2, PTX, STREAM)
         else:
-            d = (load_one(at, mask).to(tl.int32),)
+            d = load_words(at, mask, 1, False, "")
         rows += ((q, h, s, d),)
     return rows
 
