@@ -20,14 +20,20 @@ from ferrum_triton.kernels.quant.gemv_plan import (
     Squares,
     launch_plan,
     opened_arguments,
+    persistent_threads,
 )
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv
 from ferrum_triton.kernels.quant.planes import layout_of
-from ferrum_triton.kernels.quant.products import FEW, fits, gemm_quant, persistent, pick
+from ferrum_triton.kernels.quant.products import (
+    FEW,
+    MOST_THREADS,
+    gemm_quant,
+    persistent,
+    pick,
+)
 from ferrum_triton.kernels.quant.thread_sums import PART, OpenNorm, closed
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops import quant_open_norm as ops
-from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
 # Columns of a program that opens or closes a norm by itself.
@@ -137,21 +143,23 @@ def _close(h: Tensor, opened: Squares) -> Tensor:
 def opening_choice(a: Tensor, planes: Tensor, kind: str) -> Config | None:
     """A launch that opens the norm of its own products; None where there is none.
 
-    The launch chosen for the product by itself if its sums are deferred, else another that fits.
+    The launch chosen for the product by itself if its sums are deferred; else one of persistent
+    programs, whether or not a row fills their threads: a launch less is worth more.
     """
     num_tokens, num_rows = a.shape[0], planes.shape[0]
     if num_tokens > FEW or a.dtype == torch.float32 or kind not in PLANE_FORMATS:
         return None
     gpu, layout = gpu_of(a.device), layout_of(planes, kind, a.shape[1])
-    shape = (file_kind(kind), str(num_tokens), num_tokens, num_rows, layout.groups)
+    # In the interpreter too, so that tests see it.
+    is_able = gpu.capability >= (8, 0) or gpu.arch == INTERPRETER
+    if not is_able or persistent_threads(layout.groups // layout.span) > MOST_THREADS:
+        return None
     for config in (
         pick(a, kind, num_rows),
         persistent(8, 1, deferred=True, ordered=True),
         persistent(4, 2, deferred=True, maxnreg=128, late_trigger=True),
     ):
-        # In the interpreter always, so that tests see it.
-        is_one = config["path"] == "persistent" and config["deferred"]
-        if is_one and (gpu.arch == INTERPRETER or not fits(gpu, config, *shape)):
+        if config["path"] == "persistent" and config["deferred"]:
             if launch_plan(config, a, layout, num_rows, opens=True) is not None:
                 return config
     return None

@@ -56,6 +56,8 @@ MANY_ROWS, LONG_GROUPS = 16384, 256
 # three of four have, 4096x12288 of Q6_K takes 10.6 us for 11.8 by one token, but 14.1 for 12.5 by
 # two.
 LEAST_FULL = {1: 0.7, 2: 0.85}
+# Threads of a persistent program at most: more find no registers.
+MOST_THREADS = 512
 
 
 def gemv_heuristic(
@@ -271,7 +273,7 @@ def fits(
         threads = persistent_threads(parts)
         if not ptx or num_tokens > FEW:
             return "persistent programs take one or two tokens on an NVIDIA GPU"
-        if threads > 512 or parts < LEAST_FULL[num_tokens] * threads:
+        if threads > MOST_THREADS or parts < LEAST_FULL[num_tokens] * threads:
             return f"{parts} parts of a row do not fill {threads} threads"
         return ""
     if path == "small_m":
