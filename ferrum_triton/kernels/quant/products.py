@@ -47,8 +47,9 @@ from ferrum_triton.quant.planes import PLANE_FORMATS
 
 # Tokens up to which gemv is the way, and from which on W is decoded for cuBLAS.
 FEW, MANY = 2, 512
-# Weights from which on two tokens become integers in a launch of their own: 25600x5120 by two
-# tokens of Q4_K takes 23.5 us so and 24.6 otherwise, 4096x12288 10.4 and 11.0.
+# Weights from which on two tokens become integers in a launch of their own, but of tall matrices:
+# 5120x25600 by two tokens of Q4_K takes 26.6 us so and 28.7 otherwise, 25600x5120 24.9 and 23.9
+# (`bench.run gemv_quant --case q4_K`, on an H200).
 MANY_WEIGHTS = 1 << 25
 # Rows of W from which on they are many, and groups of 32 in one from more than which on it is long.
 MANY_ROWS, LONG_GROUPS = 16384, 256
@@ -85,7 +86,8 @@ def gemv_heuristic(
     parts = num_groups // span_of(FORMATS[kind], num_groups)
     # Tall matrices wait for memory, short ones for the last of their few programs' steps.
     idle = 1 / 8 if num_rows >= MANY_ROWS else 1 / 2 if num_tokens == 1 else 1 / 4
-    prepared = num_tokens > 2 or (num_tokens == 2 and num_rows * num_groups * 32 >= MANY_WEIGHTS)
+    is_large = num_rows < MANY_ROWS and num_rows * num_groups * 32 >= MANY_WEIGHTS
+    prepared = num_tokens > 2 or (num_tokens == 2 and is_large)
     return gemv(
         min(rows, previous_power_of_2(num_rows)),
         warps_for(parts, warps, idle),
