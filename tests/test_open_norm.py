@@ -1,5 +1,7 @@
 """Norms that products share: the numbers of closed ones, and a launch less for each."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant import open_norm
 from ferrum_triton.models import Llama
+from ferrum_triton.models.linear import Linear, OpenNorm, norm_after
 from ferrum_triton.models.weights import load_weights
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
@@ -170,32 +173,44 @@ def model(backend, dtype):
     return Llama(PACKED, weights, backend, dtype)
 
 
-def count(model, tokens, monkeypatch):
-    """Calls of a step's products by op."""
-    calls = {}
+def test_a_step_opens_every_norm_between_its_products(monkeypatch):
+    """But the first, before which there is no product, and the last, which the head follows."""
+    ours, calls = model(get_backend("interpret"), torch.bfloat16), Counter()
     for name in [name for name in OPS if "norm" in name]:
-        call = getattr(model.backend, name)
 
-        def counted(*args, name=name, call=call, **kwargs):
-            calls[name] = calls.get(name, 0) + 1
+        def counted(*args, name=name, call=getattr(ours.backend, name), **kwargs):
+            calls[name] += 1
             return call(*args, **kwargs)
 
-        monkeypatch.setattr(model.backend, name, counted, raising=False)
-    model.forward(tokens, model.new_cache(8), all_logits=True)
-    return calls
+        monkeypatch.setattr(ours.backend, name, counted, raising=False)
+    ours.forward([5], ours.new_cache(8))
+    layers = PACKED.num_layers
+    assert calls["linear_quant_open_norm"] == 2 * layers - 1
+    assert calls["open_norm_quant_qkv"] == layers - 1
+    assert calls["open_norm_quant_gate_up_silu"] == layers
+    assert calls["add_rms_norm_quant_qkv"] == calls["fused_add_rms_norm"] == 1
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tokens", "opened"),
-    [(torch.bfloat16, [5], True), (torch.bfloat16, [5, 6], False), (torch.float16, [5], False)],
+    ("name", "m", "dtype", "kinds", "opened"),
+    [
+        ("interpret", 1, torch.bfloat16, ("Q4_K:planes", "Q6_K:planes"), True),
+        ("interpret", 2, torch.bfloat16, ("Q4_K:planes", "Q6_K:planes"), False),
+        ("interpret", 1, torch.float16, ("Q4_K:planes", "Q6_K:planes"), False),
+        ("interpret", 1, torch.bfloat16, ("Q4_K", "Q6_K:planes"), False),
+        ("interpret", 1, torch.bfloat16, ("Q4_K:planes", "Q6_K"), False),
+        ("cpu", 1, torch.bfloat16, ("Q4_K:planes", "Q6_K:planes"), False),
+    ],
 )
-def test_models_open_norms_between_packed_products_of_one_token(dtype, tokens, opened, monkeypatch):
-    backend = get_backend("interpret")
-    calls = count(model(backend, dtype), tokens, monkeypatch)
-    layers = PACKED.num_layers
-    assert calls.get("linear_quant_open_norm", 0) == (2 * layers - 1) * opened
-    assert calls.get("open_norm_quant_qkv", 0) == (layers - 1) * opened
-    assert calls.get("open_norm_quant_gate_up_silu", 0) == layers * opened
+def test_what_models_open(name, m, dtype, kinds, opened):
+    """Norms of one token in bfloat16, before and behind which weights are in planes."""
+    backend = get_backend(name)
+    before, after = (Linear(weight(kind, 256, 1, k=256)) for kind in kinds)
+    x, residual = draw(m, 256, seed=1, dtype=dtype), draw(m, 256, seed=2)
+    for then, bias in ((after, None), (None, None), (after, torch.zeros(256))):
+        product = Linear(before.weight, bias)
+        norm = norm_after(backend, x, product, residual, torch.ones(256), EPS, then)
+        assert isinstance(norm, OpenNorm) == (opened and then is not None and bias is None)
 
 
 def test_a_models_logits_are_those_of_closed_norms(backend):
@@ -208,6 +223,19 @@ def test_a_models_logits_are_those_of_closed_norms(backend):
     ours.forward(ids[:-1], cache)
     got = ours.forward(ids[-1:], cache)[0].float().cpu()
     assert (got - want).norm() < 0.02 * want.norm()
+
+
+def test_rows_of_many_parts_are_divided_by_all_of_them(backend):
+    """More sums of squares than a program takes at a time, and one more."""
+    k = 8 * 1025 + 24  # 1028 parts
+    w = weight("Q8_0:planes", 16, 7, backend.device, k)
+    h = draw(1, k, seed=8, dtype=torch.float16, device=backend.device)
+    squares = draw(1, k // 8, seed=9, device=backend.device).abs()
+    squares[0, -1] = 2.0 * k  # of which the last is most
+    got = backend.open_norm_quant_qkv(h, squares, EPS, w.blocks, None, None, w.kind, "", "")
+    n = h.double() * torch.rsqrt(squares.double().sum() / k + EPS)
+    want = n.float() @ backend.dequantize(w.blocks, w.kind, torch.float32).T
+    assert_close(got, want)
 
 
 def test_wrong_calls_are_refused():

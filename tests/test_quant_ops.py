@@ -13,6 +13,7 @@ from ferrum_triton.ops import quant as ops
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks
 from ferrum_triton.quant.kinds import file_kind, quantize_rows
 from ferrum_triton.registry import OPS
+from ferrum_triton.testing import assert_close
 from tests.compiling import in_turns, launches_of
 from tests.harness import BACKENDS
 from tests.test_quant_formats import HALVES, SPECIAL_HALVES, assert_same_bits, random_blocks
@@ -128,7 +129,8 @@ def test_rows_of_weights_and_activations_permute_through(backend, kind):
     m, n = (torch.randperm(70, generator=seeded(s)).to(backend.device) for s in (10, 11))
     straight = backend.gemm_quant(a, blocks, kind)
     permuted = backend.gemm_quant(a[m], blocks[n], kind)
-    torch.testing.assert_close(permuted, straight[m][:, n], rtol=0, atol=1e-5)
+    # A product of matrices may sum K in another order where a row lies elsewhere.
+    assert_close(permuted, straight[m][:, n], scale=4)
 
 
 @KINDS

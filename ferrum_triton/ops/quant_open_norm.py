@@ -157,6 +157,7 @@ def _qkv_case(v_kind: str | None, m: int, k: int) -> Case:
     },
     bench=[_qkv_case(v_kind, m, 4096) for v_kind in ("Q6_K:planes", None) for m in (1, 2)]
     + [_qkv_case(None, 16, 4096)],
+    finite=("h",),  # and after the division, which may be rounded to h's dtype
 )
 def open_norm_quant_qkv(
     h: Tensor,
@@ -175,7 +176,7 @@ def open_norm_quant_qkv(
     launch; for more h is divided and rounded to its dtype first.
 
     Args:
-        h: [m, K] with m <= 64, of ``linear_quant_open_norm``.
+        h: [m, K] with m <= 64, of ``linear_quant_open_norm``; finite.
         squares: float32 [m, ceil(K / 8)], of the same.
         eps: added to the mean square.
         q_blocks: uint8 [nq, row_bytes], packed rows.
@@ -226,6 +227,7 @@ def _gate_up_case(kind: str, m: int, n: int, k: int) -> Case:
         "activation": GATES,
     },
     bench=[_gate_up_case("Q4_K:planes", m, 12288, 4096) for m in (1, 2)],
+    finite=("h",),
 )
 def open_norm_quant_gate_up_silu(
     h: Tensor,
@@ -243,7 +245,7 @@ def open_norm_quant_gate_up_silu(
     planes one or two rows are one launch; for more h is divided and rounded to its dtype first.
 
     Args:
-        h: [m, K] with m <= 64, of ``linear_quant_open_norm``.
+        h: [m, K] with m <= 64, of ``linear_quant_open_norm``; finite.
         squares: float32 [m, ceil(K / 8)], of the same.
         eps: added to the mean square.
         gate_blocks: uint8 [n, row_bytes], G's packed rows.

@@ -162,11 +162,13 @@ def closed(y, token, opened, PARTS: tl.constexpr, M: tl.constexpr):
         M: tokens.
     """
     if PARTS > 0:
-        PADDED: tl.constexpr = triton.next_power_of_2(PARTS)
-        part = tl.arange(0, PADDED)
+        BLOCK: tl.constexpr = min(triton.next_power_of_2(PARTS), 1024)
+        part = tl.arange(0, BLOCK)
         for m in tl.static_range(M):
             at = opened.ptr + m * opened.stride + part
             squares = tl.load(at, mask=part < PARTS, other=0.0)
+            for first in tl.static_range(BLOCK, PARTS, BLOCK):
+                squares += tl.load(at + first, mask=first + part < PARTS, other=0.0)
             mean = tl.sum(squares, axis=0) / (PART * PARTS)
             y = tl.where(token == m, y * tl.rsqrt(mean + opened.eps), y)
     return y
