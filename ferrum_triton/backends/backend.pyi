@@ -698,7 +698,7 @@ class Backend:
         launch; for more h is divided and rounded to its dtype first.
 
         Args:
-            h: [m, K] with m <= 64, of ``linear_quant_open_norm``.
+            h: [m, K] with m <= 64, of ``linear_quant_open_norm``; finite.
             squares: float32 [m, ceil(K / 8)], of the same.
             eps: added to the mean square.
             q_blocks: uint8 [nq, row_bytes], packed rows.
@@ -728,7 +728,7 @@ class Backend:
         planes one or two rows are one launch; for more h is divided and rounded to its dtype first.
 
         Args:
-            h: [m, K] with m <= 64, of ``linear_quant_open_norm``.
+            h: [m, K] with m <= 64, of ``linear_quant_open_norm``; finite.
             squares: float32 [m, ceil(K / 8)], of the same.
             eps: added to the mean square.
             gate_blocks: uint8 [n, row_bytes], G's packed rows.
