@@ -137,6 +137,7 @@ FAMILIES = {
     "ferrum_triton/models/experts": ("", "test_mixtures"),
     "ferrum_triton/models/gemma3": ("", "test_gemma3"),
     "ferrum_triton/models/gpt_oss": ("", "test_gpt_oss"),
+    "ferrum_triton/models/linear": ("", "test_open_norm test_models test_add_norm"),
     "ferrum_triton/integrations/": (
         "",
         "test_convert test_transformers_attention test_flash_attn_door",
