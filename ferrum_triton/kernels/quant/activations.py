@@ -239,4 +239,4 @@ class Tokens:
         return self._arranged[order]
 
     def _arrange(self, order: Order) -> Arranged:
-        return arrange(self.like, *order)
+        return arrange(self.values(), *order)

@@ -13,7 +13,7 @@ from ferrum_triton.kernels.gpu import INTERPRETER, gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.activations import Arranged, Order, Tokens, arrange
+from ferrum_triton.kernels.quant.activations import Tokens
 from ferrum_triton.kernels.quant.gemv_fused import gate_up, side_by_side, stacked
 from ferrum_triton.kernels.quant.gemv_plan import (
     NormOpening,
@@ -117,9 +117,6 @@ class OpenTokens(Tokens):
         if self._closed is None:
             self._closed = _close(self.like, self._opened)
         return self._closed
-
-    def _arrange(self, order: Order) -> Arranged:
-        return arrange(self.values(), *order)
 
 
 def _close(h: Tensor, opened: Squares) -> Tensor:

@@ -110,7 +110,8 @@ def _singles_by_ptx(layout, plan):
     """Whether PTX loads scales too, and high bits of which a part has one word.
 
     Triton goes through the whole kernel for each load of its own: Q5_K 4096x12288 by one token
-    compiles in 11 s with such loads, in 2 with PTX. Elsewhere Triton's stay. Where they are few, in
+    compiles in 11 s with such loads, in 2 with PTX (``compile_launch`` for sm_90, which tells the
+    registers below too). Elsewhere Triton's stay. Where they are few, in
     loops, of codebooks and for float32 activations, PTX gains little, and may need more registers,
     as narrow integers are no longer packed: IQ4_XS 4096x12288 by one token 128 for 96. Of many rows
     or tokens they are slower: Q4_K 5120x5120 by one token takes 5.7 us for 5.6, 4096x14336 by two

@@ -57,7 +57,7 @@ MANY_ROWS, LONG_GROUPS = 16384, 256
 # three of four have, 4096x12288 of Q6_K takes 10.6 us for 11.8 by one token, but 14.1 for 12.5 by
 # two.
 LEAST_FULL = {1: 0.7, 2: 0.85}
-# Threads of a persistent program at most: more find no registers.
+# Threads of a persistent program at most: of 1024 each would have 64 registers.
 MOST_THREADS = 512
 
 

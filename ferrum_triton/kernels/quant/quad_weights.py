@@ -119,7 +119,8 @@ def load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, ROWS: tl.c
         at = (h_ptr + 8 * r * LAYOUT.h).to(tl.pointer_type(tl.int32))
         if H_EACH > 0:
             h = load_words(at, mask, H_EACH // 4, PTX, STREAM)
-        # Scales are a few of Triton's own loads: by PTX, Q4_0 would need 99 registers for 80.
+        # Scales are a few of Triton's own loads: by PTX, Q4_0 would need 99 registers for 80
+        # (`compile_launch` for sm_90).
         s = ()
         if S_EACH > 0:
             at = (s_ptr + 8 * r * LAYOUT.s).to(pointer_to(S_EACH))

@@ -92,7 +92,7 @@ def summed(values, PADDED: tl.constexpr, PTX: tl.constexpr, mask=None, WHOLE: tl
     By PTX lanes exchange half of their values with each other, then a quarter, and so on.
 
     Args:
-        values: of threads, a tuple.
+        values: a tuple of tensors, [threads] each.
         PADDED: a power of two, at least as many.
         PTX: use PTX.
         mask: [threads] or None.
