@@ -30,6 +30,7 @@ DISTINCT_ROWS = {
     "gemm_quant_moe_id_gate_up_silu": ("bucket_ids",),
     # A page of two sequences may be given two tokens for one slot.
     "kv_cache_append_paged": ("block_tables",),
+    "qkv_paged_decode_attention": ("block_tables",),
     "split_qkv_norm_rope_into_paged_cache": ("block_tables",),
 }
 

@@ -12,6 +12,7 @@ from tests.harness import (
     ALL_OPS,
     BACKENDS,
     CONTIGUOUS_ONLY,
+    DISTINCT_ROWS,
     as_tuple,
     assert_call_matches,
     check_edge_values,
@@ -142,7 +143,8 @@ def _row_dims(op, axis, axes):
             dims[name] = spec.dims.index(axis)
     present = tensors(sample(op, torch.float32, "cpu", 0, **axes))
     # Where rows go is not a row's content.
-    return {n: d for n, d in dims.items() if n in present and n not in ("slots", "positions")}
+    places = ("slots", "positions", *DISTINCT_ROWS.get(op.name, ()))
+    return {n: d for n, d in dims.items() if n in present and n not in places}
 
 
 @each(op for name, op in OPS.items() if name not in CONTIGUOUS_ONLY)

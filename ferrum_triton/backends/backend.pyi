@@ -1133,6 +1133,53 @@ class Backend:
 
         Source: Dao et al., "Flash-Decoding", 2023; Kwon et al., "PagedAttention", 2023.
         """
+    def qkv_paged_decode_attention(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        kv_lens: Tensor,
+        sinks: Tensor | None = None,
+        eps: float = 1e-06,
+        softmax_scale: float | None = None,
+        sliding_window: int = 0,
+        softcap: float = 0.0,
+        qk_mode: int = 1,
+        layout: str = 'hnd',
+        batch_invariant: bool = False,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """:func:`split_qkv_norm_rope_into_paged_cache` and :func:`paged_decode_attention` of a token.
+
+        The token of sequence b has the position kv_lens[b] - 1, by which it is rotated, written and
+        attended. A quantised pool takes those two.
+
+        Args:
+            qkv: [batch, (num_heads + 2 · num_kv_heads) · head_dim], one token of each sequence.
+            q_weight, k_weight: [head_dim], read in mode 1 only.
+            cos, sin: [max_positions, rotary_dim / 2].
+            k_cache, v_cache: the pool, of qkv's dtype, written in place. No other sequence may see the
+                slot that a sequence's token is written to.
+            block_tables: [batch, max_blocks].
+            kv_lens: [batch], keys with the new one; 0 for padding, which is not written and sees none.
+            sinks: [num_heads], or None.
+            eps: added to the mean square of the norms.
+            softmax_scale: None means 1 / sqrt(head_dim).
+            sliding_window: keys a query sees, itself included; 0 means all.
+            softcap: 0 means none.
+            qk_mode: as in :func:`qk_norm_rope`; V is always copied.
+            layout: ``"hnd"``, ``"nhd"`` or ``"vllm_x"``.
+            batch_invariant: a sequence's result does not depend on the batch, not by a bit.
+
+        Returns:
+            [batch, num_heads, head_dim] in qkv's dtype.
+        """
     def paged_varlen_attention(
         self,
         q: Tensor,

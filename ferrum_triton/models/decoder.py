@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 # Keys and values are kept in the activations' dtype unless another kind is asked for.
 _CACHE_KINDS = {kind.dtype: kind for kind in KvDtypeKind if not kind.quantised}
 
+# The op that attends from the QKV product on, where a backend has it as one launch.
+ONE_LAUNCH = "qkv_paged_decode_attention"
+
 BLOCK_SIZE = 16
 """Positions of a block of the cache."""
 
@@ -241,34 +244,58 @@ class Decoder(ABC):
         """
         backend, config = self.backend, self.config
         layer: LayerWeights = self.weights.layers[index]
+        pool = (cache.k[index], cache.v[index])
         scales = {}
         if cache.kind.quantised:
             scales = {"k_scales": cache.k_scales[index], "v_scales": cache.v_scales[index]}
-        pool = (cache.k[index], cache.v[index])
-        q = backend.split_qkv_norm_rope_into_paged_cache(
-            qkv,
-            layer.q_norm,
-            layer.k_norm,
-            *tables,
-            *pool,
-            num_heads=config.num_heads,
-            block_tables=step.block_tables,
-            pos_offsets=step.positions,
-            cu_seqlens_q=step.cu_seqlens,
-            eps=config.rms_norm_eps,
-            qk_mode=self.qk_mode,
-            layout=cache.layout,
-            **scales,
-        )  # [num_tokens, num_heads, head_dim]
-        settings = {
+        settings: dict[str, Any] = {
             "sinks": layer.sinks,
             "softmax_scale": softmax_scale,
             "sliding_window": sliding_window,
             "layout": cache.layout,
-            **scales,
         }
+        if step.cu_seqlens is None and not scales and backend.has_kernel(ONE_LAUNCH):
+            attended = backend.qkv_paged_decode_attention(
+                qkv,
+                layer.q_norm,
+                layer.k_norm,
+                *tables,
+                *pool,
+                step.block_tables,
+                step.kv_lens,
+                eps=config.rms_norm_eps,
+                qk_mode=self.qk_mode,
+                batch_invariant=step.batch_invariant,
+                **settings,
+            )
+        else:
+            q = backend.split_qkv_norm_rope_into_paged_cache(
+                qkv,
+                layer.q_norm,
+                layer.k_norm,
+                *tables,
+                *pool,
+                num_heads=config.num_heads,
+                block_tables=step.block_tables,
+                pos_offsets=step.positions,
+                cu_seqlens_q=step.cu_seqlens,
+                eps=config.rms_norm_eps,
+                qk_mode=self.qk_mode,
+                layout=cache.layout,
+                **scales,
+            )  # [num_tokens, num_heads, head_dim]
+            attended = self._attend(q, pool, step, **settings, **scales)
+        attended = attended.view(qkv.shape[0], config.q_dim)
+        if index == config.num_layers - 1:
+            return predicted_rows(attended, step)
+        return attended
+
+    def _attend(
+        self, q: Tensor, pool: tuple[Tensor, Tensor], step: Step, **settings: Any
+    ) -> Tensor:
+        """Attention of q [num_tokens, num_heads, head_dim], whose keys are in the pool."""
         if step.cu_seqlens is None:
-            attended = backend.paged_decode_attention(
+            return self.backend.paged_decode_attention(
                 q[:, None],
                 *pool,
                 step.block_tables,
@@ -276,20 +303,15 @@ class Decoder(ABC):
                 batch_invariant=step.batch_invariant,
                 **settings,
             )
-        else:
-            attended = backend.paged_varlen_attention(
-                q,
-                *pool,
-                step.cu_seqlens,
-                step.positions,
-                step.block_tables,
-                max_q_len=step.longest,
-                **settings,
-            )
-        attended = attended.view(qkv.shape[0], config.q_dim)
-        if index == config.num_layers - 1:
-            return predicted_rows(attended, step)
-        return attended
+        return self.backend.paged_varlen_attention(
+            q,
+            *pool,
+            step.cu_seqlens,
+            step.positions,
+            step.block_tables,
+            max_q_len=step.longest,
+            **settings,
+        )
 
     def _head(self, h: Tensor) -> Tensor:
         """Logits, in float32: rounding them to 16 bits would reorder close ones."""

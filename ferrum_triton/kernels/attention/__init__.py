@@ -5,4 +5,5 @@ from ferrum_triton.kernels.attention import (  # noqa: F401  registers the launc
     merge,
     mla,
     paged,
+    paged_step,
 )

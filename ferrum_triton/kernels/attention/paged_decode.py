@@ -71,7 +71,7 @@ DYNAMIC = "num_seqs capacity num_blocks sliding_window shares least_tiles scale 
 
 
 @triton.jit
-def _units(
+def units_of_batch(
     batch,
     sliding_window,
     shares,
@@ -96,7 +96,16 @@ def _units(
 
 
 @triton.jit
-def _prefetch_unit(
+def store_cuts(cu_parts_ptr, units, ends, num_seqs):
+    """Where each sequence's units begin, and where the last's end, for the merge."""
+    if tl.program_id(0) == 0:
+        seqs = tl.arange(0, units.shape[0])
+        tl.store(cu_parts_ptr + seqs, ends - units, mask=seqs < num_seqs)
+        tl.store(cu_parts_ptr + num_seqs, tl.sum(units, axis=0))
+
+
+@triton.jit
+def prefetch_unit(
     index,
     kv_head,
     batch,
@@ -113,7 +122,9 @@ def _prefetch_unit(
     """Ask for the first tiles of a unit before the PDL wait, by the lengths as they are then."""
     HAS_WINDOW: tl.constexpr = ATTENTION.has_window
     BLOCK_N: tl.constexpr = ATTENTION.block_n
-    units, ends = _units(batch, sliding_window, shares, least_tiles, UNITS, ATTENTION, ".cg")
+    units, ends = units_of_batch(
+        batch, sliding_window, shares, least_tiles, UNITS, ATTENTION, ".cg"
+    )
     if index < tl.sum(units, axis=0):
         unit = unit_of(index, units, ends)
         queries, keys, _ = sequence_lengths(batch, unit.seq, UNITS.max_q, ".cg")
@@ -123,6 +134,44 @@ def _prefetch_unit(
         table_ptr = block_tables_ptr + unit.seq.to(tl.int64) * stride_table
         tiles = Tiles(first, first, end, end, keys, table_ptr)
         prefetch_pages(head_of(pool, kv_head.to(tl.int64), POOL), tiles, POOL, ATTENTION)
+
+
+@triton.jit
+def attend_unit(
+    queries,
+    sink_log2,  # logits in base 2 that count as keys, [BLOCK_M]
+    num_queries,
+    keys,
+    first,
+    end,
+    pool_head,
+    table_ptr,
+    POOL: tl.constexpr,
+    ATTENTION: tl.constexpr,
+):
+    """Attention of a sequence's newest queries to its tiles [first, end), and its lse."""
+    BLOCK_N: tl.constexpr = ATTENTION.block_n
+    IN_WORDS: tl.constexpr = pool_head.k_ptr.dtype.element_ty == tl.int32
+    BLOCK_M: tl.constexpr = ATTENTION.block_m
+    BLOCK_D: tl.constexpr = ATTENTION.block_d
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if IN_WORDS:
+        acc = in_quarters(acc)
+    state = first_state(acc, sink_log2)
+    # Tiles that every query sees whole, then the last ones; with a window every tile is an edge.
+    whole_end = first
+    if not ATTENTION.has_window:
+        seen_by_all = tl.maximum((keys - num_queries + 1) // BLOCK_N, 0)
+        whole_end = tl.minimum(tl.maximum(seen_by_all, first), end)
+    tiles = Tiles(first, first, whole_end, end, keys, table_ptr)
+    if not ATTENTION.has_window:
+        state = attend_pages(
+            state, queries, pool_head, tiles, first, whole_end, False, POOL, ATTENTION
+        )
+    state = attend_pages(state, queries, pool_head, tiles, whole_end, end, True, POOL, ATTENTION)
+    if IN_WORDS:
+        state = Softmax(from_quarters(state.acc), state.row_max, state.row_sum)
+    return finish(state, queries.value_factor)
 
 
 @kernel(dynamic=DYNAMIC.split())
@@ -178,7 +227,7 @@ def _paged_decode_kernel(
     CACHE: tl.constexpr = ".cg" if UNITS.prefetch > 0 else ""
     batch = Sequences(kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity)
     if PDL and UNITS.prefetch > 0:
-        _prefetch_unit(
+        prefetch_unit(
             tl.program_id(0) // (num_kv_heads * row_blocks),
             tl.program_id(0) % (num_kv_heads * row_blocks) // row_blocks,
             batch,
@@ -198,12 +247,11 @@ def _paged_decode_kernel(
     else:
         pdl_wait(PDL)
     pdl_trigger(PDL)
-    units, ends = _units(batch, sliding_window, shares, least_tiles, UNITS, ATTENTION, CACHE)
+    units, ends = units_of_batch(
+        batch, sliding_window, shares, least_tiles, UNITS, ATTENTION, CACHE
+    )
     if cu_parts_ptr is not None:
-        if tl.program_id(0) == 0:
-            seqs = tl.arange(0, UNITS.block_b)
-            tl.store(cu_parts_ptr + seqs, ends - units, mask=seqs < num_seqs)
-            tl.store(cu_parts_ptr + num_seqs, tl.sum(units, axis=0))
+        store_cuts(cu_parts_ptr, units, ends, num_seqs)
     # Heads of one unit are neighbours: their keys lie side by side in the same pages.
     column = tl.program_id(0) % (num_kv_heads * row_blocks)
     index = tl.program_id(0) // (num_kv_heads * row_blocks)
@@ -232,30 +280,13 @@ def _paged_decode_kernel(
     pool = Pool(k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, num_blocks)
     pool_head = head_of(pool, kv_head, POOL)
     queries = scaled_queries(q, position, scale, softcap, sliding_window, pool_head, POOL)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    IN_WORDS: tl.constexpr = k_cache_ptr.dtype.element_ty == tl.int32
-    if IN_WORDS:
-        acc = in_quarters(acc)
-    sink_log2 = sink_logits(sinks_ptr, head, in_rows)
-    state = first_state(acc, tl.where(unit.part == 0, sink_log2, float("-inf")))
-
-    # Tiles that every query sees whole, then the last ones; with a window every tile is an edge.
     first, end = tile_range(num_queries, keys, sliding_window, HAS_WINDOW, BLOCK_N)
     first, end = unit_range(first, end, unit)
     table_ptr = block_tables_ptr + seq_index * stride_table
-    whole_end = first
-    if not HAS_WINDOW:
-        seen_by_all = tl.maximum((keys - num_queries + 1) // BLOCK_N, 0)
-        whole_end = tl.minimum(tl.maximum(seen_by_all, first), end)
-    tiles = Tiles(first, first, whole_end, end, keys, table_ptr)
-    if not HAS_WINDOW:
-        state = attend_pages(
-            state, queries, pool_head, tiles, first, whole_end, False, POOL, ATTENTION
-        )
-    state = attend_pages(state, queries, pool_head, tiles, whole_end, end, True, POOL, ATTENTION)
-    if IN_WORDS:
-        state = Softmax(from_quarters(state.acc), state.row_max, state.row_sum)
-    out, lse = finish(state, queries.value_factor)
+    sink_log2 = tl.where(unit.part == 0, sink_logits(sinks_ptr, head, in_rows), float("-inf"))
+    out, lse = attend_unit(
+        queries, sink_log2, num_queries, keys, first, end, pool_head, table_ptr, POOL, ATTENTION
+    )
     if unit.parts == 1:
         out_rows = out_ptr + seq_index * stride_out_seq + token * stride_out_token
         out_rows += head * stride_out_head
@@ -274,7 +305,8 @@ class Call(NamedTuple):
     """A call of one of the paged ops.
 
     Attributes:
-        out, q: [num_seqs, q_len, num_heads, head_dim], or [1, num_tokens, ...] with cu_seqlens_q.
+        out: [num_seqs, q_len, num_heads, head_dim], or [1, num_tokens, ...] with cu_seqlens_q.
+        q: as out; its heads may be followed by those of new keys and values.
         lse: as out without its last dimension, or None.
         block_tables: [num_seqs, max_blocks].
         kv_lens: [num_seqs], None with cu_seqlens_q.
@@ -297,7 +329,7 @@ class Call(NamedTuple):
 
     @property
     def group(self) -> int:
-        return self.q.shape[2] // self.pool.num_kv_heads
+        return self.out.shape[2] // self.pool.num_kv_heads
 
     @property
     def capacity(self) -> int:
@@ -310,7 +342,7 @@ class Call(NamedTuple):
         return self.scale if self.softcap > 0 else self.scale * LOG2_E.value
 
     def attention(self, block_m: int, block_n: int) -> Attention:
-        head_dim = self.q.shape[3]
+        head_dim = self.out.shape[3]
         return Attention(
             group=self.group,
             head_dim=head_dim,
@@ -323,6 +355,58 @@ class Call(NamedTuple):
         )
 
 
+class Plan(NamedTuple):
+    """How the units of a call are launched.
+
+    Attributes:
+        block_m, block_n: rows and keys of a tile.
+        row_blocks: blocks of rows of a unit and KV head.
+        units: the most units a head.
+        shares, least_tiles: what :func:`unit_sizes` says of them.
+        most_parts: the most units of a sequence.
+        parts: [units, 1, max_q, num_heads, head_dim] float32, None where no sequence is cut.
+        part_lses: as parts without the last dimension.
+        cu_parts: int32 [num_seqs + 1].
+    """
+
+    block_m: int
+    block_n: int
+    row_blocks: int
+    units: int
+    shares: int
+    least_tiles: int
+    most_parts: int
+    parts: Tensor | None
+    part_lses: Tensor | None
+    cu_parts: Tensor | None
+
+
+def plan_launch(call: Call, config: Config, max_q: int, batch_invariant: bool) -> Plan:
+    """Units of the sequences of up to ``max_q`` queries, and room for their parts."""
+    num_seqs, window = call.block_tables.shape[0], call.sliding_window
+    rows, is_varlen = max_q * call.group, call.cu_seqlens_q is not None
+    # In a mixed batch most sequences have one query: no program of theirs multiplies by more rows,
+    # and those of further queries end at once.
+    block_m = min(max(next_power_of_2(call.group if is_varlen else rows), 16), 64)
+    row_blocks = cdiv(rows, block_m)
+    block_n = config["BLOCK_N"]
+    at_work = call.pool.num_kv_heads * (1 if is_varlen else row_blocks)
+    least_tiles, shares = unit_sizes(config, at_work, batch_invariant)
+    reach = min(call.capacity, window + max_q + block_n) if window else call.capacity
+    most_tiles = cdiv(reach, block_n)
+    units = most_units(num_seqs, most_tiles, shares, least_tiles, batch_invariant)
+    most_parts = cdiv(most_tiles, least_tiles)
+    most_parts = most_parts if batch_invariant else min(most_parts, shares)
+    parts = part_lses = cu_parts = None
+    if units > num_seqs:
+        shape = (units, 1, max_q, call.out.shape[2])
+        parts = call.out.new_empty((*shape, call.out.shape[3]), dtype=torch.float32)
+        part_lses = call.out.new_empty(shape, dtype=torch.float32)
+        cu_parts = call.out.new_empty(num_seqs + 1, dtype=torch.int32)
+    sizes = (block_m, block_n, row_blocks, units, shares, least_tiles, most_parts)
+    return Plan(*sizes, parts, part_lses, cu_parts)
+
+
 def launch_decode(
     call: Call, config: Config, max_q: int, batch_invariant: bool, after_prefill: bool = False
 ) -> None:
@@ -332,37 +416,18 @@ def launch_decode(
         after_prefill: whether the launch before is the prefill of the other sequences.
     """
     pool, q = call.pool, call.q
-    num_seqs, capacity = call.block_tables.shape[0], call.capacity
-    num_heads, head_dim = q.shape[2:]
-    rows = max_q * call.group
-    is_varlen = call.cu_seqlens_q is not None
-    # In a mixed batch most sequences have one query: no program of theirs multiplies by more rows,
-    # and those of further queries end at once.
-    block_m = min(max(next_power_of_2(call.group if is_varlen else rows), 16), 64)
-    row_blocks = cdiv(rows, block_m)
-    block_n = config["BLOCK_N"]
-    at_work = pool.num_kv_heads * (1 if is_varlen else row_blocks)
-    least_tiles, shares = unit_sizes(config, at_work, batch_invariant)
-    window = call.sliding_window
-    reach = min(capacity, window + max_q + block_n) if window else capacity
-    most_tiles = cdiv(reach, block_n)
-    units = most_units(num_seqs, most_tiles, shares, least_tiles, batch_invariant)
-    parts = part_lses = cu_parts = None
-    if units > num_seqs:
-        shape = (units, 1, max_q, num_heads)
-        parts = q.new_empty((*shape, head_dim), dtype=torch.float32)
-        part_lses = q.new_empty(shape, dtype=torch.float32)
-        cu_parts = q.new_empty(num_seqs + 1, dtype=torch.int32)
+    num_seqs = call.block_tables.shape[0]
+    plan = plan_launch(call, config, max_q, batch_invariant)
     # The prefill of the same batch is all that comes before, and pieces of vectors are no lines.
     prefetch = 0 if after_prefill or pool.layout.k_piece else config["PREFETCH"]
     axes = ("seq", "token", "head")
     _paged_decode_kernel.launch(
-        (units * pool.num_kv_heads * row_blocks + after_prefill,),
+        (plan.units * pool.num_kv_heads * plan.row_blocks + after_prefill,),
         out_ptr=call.out,
         lse_ptr=call.lse,
-        parts_ptr=parts,
-        part_lses_ptr=part_lses,
-        cu_parts_ptr=cu_parts,
+        parts_ptr=plan.parts,
+        part_lses_ptr=plan.part_lses,
+        cu_parts_ptr=plan.cu_parts,
         q_ptr=q,
         **pool.pointers(),
         sinks_ptr=call.sinks,
@@ -375,22 +440,25 @@ def launch_decode(
         **strides_of("q", q, *axes),
         stride_table=call.block_tables.stride(0),
         num_kv_heads=pool.num_kv_heads,
-        row_blocks=row_blocks,
+        row_blocks=plan.row_blocks,
         num_seqs=num_seqs,
-        capacity=capacity,
+        capacity=call.capacity,
         num_blocks=pool.num_blocks,
-        sliding_window=window,
-        shares=shares,
-        least_tiles=least_tiles,
+        sliding_window=call.sliding_window,
+        shares=plan.shares,
+        least_tiles=plan.least_tiles,
         scale=call.scale_log2,
         softcap=float(call.softcap),
         POOL=pool.layout,
-        ATTENTION=call.attention(block_m, block_n),
+        ATTENTION=call.attention(plan.block_m, plan.block_n),
         UNITS=Units(max_q, batch_invariant, next_power_of_2(num_seqs), after_prefill, prefetch),
         **{option: config[option] for option in OPTIONS if option in config},
     )
-    if parts is not None:
-        # Units of one sequence, at most.
-        most = cdiv(most_tiles, least_tiles)
-        most = most if batch_invariant else min(most, shares)
-        merge_parts(call.out, call.lse, parts, part_lses, cu_parts, call.cu_seqlens_q, most)
+    merge_plan(call, plan)
+
+
+def merge_plan(call: Call, plan: Plan) -> None:
+    """Merge the parts of sequences that were cut, if any may be."""
+    if plan.parts is not None:
+        cuts = plan.cu_parts, call.cu_seqlens_q, plan.most_parts
+        merge_parts(call.out, call.lse, plan.parts, plan.part_lses, *cuts)

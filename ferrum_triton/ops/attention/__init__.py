@@ -5,5 +5,6 @@ from ferrum_triton.ops.attention import (  # noqa: F401  declares the ops
     merge,
     mla,
     paged_decode,
+    paged_step,
     paged_varlen,
 )

@@ -220,7 +220,10 @@ def _(
     }
 
 
-def _keys_read(kv_lens: Tensor, q_len: int, sliding_window: int) -> int:
+def keys_read(kv_lens: Tensor, q_len: int, sliding_window: int) -> int:
+    """Keys that the sequences' newest ``q_len`` queries see; lengths of meta tensors count 0."""
+    if kv_lens.device.type == "meta":
+        return 0
     reach = sliding_window + q_len - 1 if sliding_window else None
     return int(kv_lens.clamp(min=0, max=reach).sum())
 
@@ -234,5 +237,5 @@ def _(
     per_key = 2 * head_dim * k_cache.element_size()
     if k_scales is not None and k_scales.dim() == 3:
         per_key += 2 * k_scales.element_size()
-    keys = _keys_read(kv_lens, q.shape[1], sliding_window) if kv_lens.device.type != "meta" else 0
+    keys = keys_read(kv_lens, q.shape[1], sliding_window)
     return 2 * q.numel() * q.element_size() + keys * num_kv_heads * per_key

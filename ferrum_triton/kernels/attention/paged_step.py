@@ -1,0 +1,415 @@
+"""Paged attention of one new token a sequence, from the QKV product on, in one launch.
+
+Every program of a sequence and KV head normalises and rotates the queries of that head for itself:
+they are a few vectors, and a launch of their own takes longer. The program whose tiles end with the
+new key prepares that too, writes key and value to the pool, and reads them back with the tile they
+lie in. What follows is :mod:`~ferrum_triton.kernels.attention.paged_decode`'s.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.attention.paged import configure
+from ferrum_triton.kernels.attention.paged_decode import (
+    Call,
+    Units,
+    attend_unit,
+    merge_plan,
+    plan_launch,
+    prefetch_unit,
+    store_cuts,
+    units_of_batch,
+)
+from ferrum_triton.kernels.attention.pages import (
+    Pool,
+    as_pool,
+    head_of,
+    scaled_queries,
+    sink_logits,
+)
+from ferrum_triton.kernels.attention.plan import (
+    Sequences,
+    sequence_lengths,
+    tile_range,
+    unit_of,
+    unit_range,
+)
+from ferrum_triton.kernels.attention.softmax import store_rows
+from ferrum_triton.kernels.heads import COPY, NORM_ROPE, in_pieces
+from ferrum_triton.kernels.jit import OPTIONS, kernel
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.rope import as_heads
+from ferrum_triton.kernels.rows import next_power_of_2
+from ferrum_triton.kernels.tuning import Config
+from ferrum_triton.ops import rope
+from ferrum_triton.ops.attention.paged_step import qkv_paged_decode_attention as step_op
+from ferrum_triton.ops.kv_pool import token_view
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How heads are prepared.
+
+    Attributes:
+        mode: a ``qk_mode`` of :mod:`ferrum_triton.ops.rope`.
+        half: rotary pairs of a head.
+    """
+
+    mode: int
+    half: int
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the pairs are (2i, 2i + 1) rather than (i, i + half)."""
+        return self.mode == rope.ROPE_INTERLEAVED
+
+
+class Vectors(NamedTuple):
+    """Heads as they come: their elements, and beside each its partner in the rotation."""
+
+    x: Any
+    partner: Any
+
+
+class Turn(NamedTuple):
+    """Factors of a position: x · cos + partner · sin, whose sign is that of x's place in a pair."""
+
+    cos: Any
+    sin: Any
+
+
+@triton.jit
+def _partner_of(d, ROTARY: tl.constexpr):
+    """The other dimension of d's pair, the pair, and whether d is its first."""
+    HALF: tl.constexpr = ROTARY.half
+    if ROTARY.interleaved:
+        first = d % 2 == 0
+        partner = tl.where(d < 2 * HALF, tl.where(first, d + 1, d - 1), d)
+        pair = d // 2
+    else:
+        first = d < HALF
+        partner = tl.where(first, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
+        pair = tl.where(first, d, d - HALF)
+    return partner, pair, first
+
+
+@triton.jit
+def _load_vectors(rows, mask, ROTARY: tl.constexpr, ATTENTION: tl.constexpr):
+    """The heads that begin at ``rows``, [rows, BLOCK_D] float32."""
+    d = tl.arange(0, ATTENTION.block_d)[None, :]
+    mask = mask[:, None] & (d < ATTENTION.head_dim)
+    x = tl.load(rows[:, None] + d, mask=mask, other=0.0).to(tl.float32)
+    partner = x
+    if ROTARY.mode != COPY:
+        other, _, _ = _partner_of(d, ROTARY)
+        partner = tl.load(rows[:, None] + other, mask=mask, other=0.0).to(tl.float32)
+    return Vectors(x, partner)
+
+
+@triton.jit
+def _load_turn(
+    position,  # int64; outside the table nothing is turned
+    cos_ptr,
+    sin_ptr,
+    stride_cos_position,
+    stride_sin_position,
+    max_positions,
+    ROTARY: tl.constexpr,
+    ATTENTION: tl.constexpr,
+):
+    """The turn of all dimensions, [1, BLOCK_D]; those past the pairs stay."""
+    d = tl.arange(0, ATTENTION.block_d)[None, :]
+    _, pair, first = _partner_of(d, ROTARY)
+    known = (position >= 0) & (position < max_positions) & (d < 2 * ROTARY.half)
+    cos = tl.load(cos_ptr + position * stride_cos_position + pair, mask=known, other=1.0)
+    sin = tl.load(sin_ptr + position * stride_sin_position + pair, mask=known, other=0.0)
+    sin = sin.to(tl.float32)
+    return Turn(cos.to(tl.float32), tl.where(first, -sin, sin))
+
+
+@triton.jit
+def _prepare(vectors, turn, weight_ptr, eps, ROTARY: tl.constexpr, ATTENTION: tl.constexpr):
+    """Heads normalised and rotated as ROTARY says."""
+    x, partner = vectors
+    if ROTARY.mode == NORM_ROPE:
+        d = tl.arange(0, ATTENTION.block_d)[None, :]
+        in_head = d < ATTENTION.head_dim
+        other, _, _ = _partner_of(d, ROTARY)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / ATTENTION.head_dim + eps)[:, None]
+        x *= rstd * tl.load(weight_ptr + d, mask=in_head, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + other, mask=in_head, other=0.0).to(tl.float32)
+        partner *= rstd * weight
+    if ROTARY.mode != COPY:
+        x = x * turn.cos + partner * turn.sin
+    return x
+
+
+@triton.jit
+def _write_key(
+    pool,  # one KV head of the pool
+    k,  # [1, BLOCK_D]
+    v,  # [1, BLOCK_D]
+    position,
+    table_ptr,
+    capacity,
+    is_own,  # whether this program writes it
+    POOL: tl.constexpr,
+    ATTENTION: tl.constexpr,
+):
+    """Key and value into the slot of their position, if the table has one."""
+    in_table = is_own & (position >= 0) & (position < capacity)
+    place = tl.where(in_table, position, 0)
+    block = tl.load(table_ptr + place // POOL.block_size, mask=in_table, other=-1).to(tl.int64)
+    known = in_table & (block >= 0) & (block < pool.num_blocks)
+    slot = place % POOL.block_size
+    d = tl.arange(0, ATTENTION.block_d)[None, :]
+    mask = known & (d < ATTENTION.head_dim)
+    k_at = pool.k_ptr + block * POOL.k.block + slot * POOL.k.slot
+    v_at = pool.v_ptr + block * POOL.v.block + slot * POOL.v.slot
+    K_STEP: tl.constexpr = POOL.k.piece
+    V_STEP: tl.constexpr = POOL.v.piece
+    k_at += in_pieces(d, K_STEP, POOL.k_piece)
+    v_at += in_pieces(d, V_STEP, POOL.v_piece)
+    tl.store(k_at, k.to(k_at.dtype.element_ty), mask=mask)
+    tl.store(v_at, v.to(v_at.dtype.element_ty), mask=mask)
+
+
+DYNAMIC = "num_seqs capacity num_blocks sliding_window shares least_tiles max_positions"
+
+
+@kernel(dynamic=(*DYNAMIC.split(), "eps", "scale", "softcap"))
+def _paged_step_kernel(
+    out_ptr,  # [num_seqs, num_heads, head_dim]
+    parts_ptr,  # [units, num_heads, head_dim] float32, or None if no sequence is cut
+    part_lses_ptr,  # [units, num_heads] float32, or None
+    cu_parts_ptr,  # [num_seqs + 1] where each sequence's units begin, written, or None
+    x_ptr,  # [num_seqs, num_heads + 2 * num_kv_heads, head_dim]
+    q_weight_ptr,  # [head_dim] or None
+    k_weight_ptr,  # [head_dim] or None
+    cos_ptr,  # [max_positions, half]
+    sin_ptr,  # [max_positions, half]
+    k_cache_ptr,  # pool, updated
+    v_cache_ptr,  # pool, updated
+    sinks_ptr,  # [num_heads] or None
+    block_tables_ptr,  # [num_seqs, max_blocks]
+    kv_lens_ptr,  # [num_seqs]
+    stride_out_seq,
+    stride_out_head,
+    stride_x_seq,
+    stride_x_head,
+    stride_cos_position,
+    stride_sin_position,
+    stride_table,
+    num_kv_heads,
+    row_blocks,  # of BLOCK_M rows, a unit and KV head
+    num_seqs,
+    capacity,  # keys a block table can hold
+    num_blocks,
+    sliding_window,
+    shares,  # units a head the tiles are shared among
+    least_tiles,  # that are worth a cut
+    max_positions,
+    eps,
+    scale,  # of scores; times log2(e) unless they are capped
+    softcap,
+    POOL: tl.constexpr,  # PoolLayout
+    ATTENTION: tl.constexpr,  # Attention
+    UNITS: tl.constexpr,  # Units
+    ROTARY: tl.constexpr,  # Rotary
+    PDL: tl.constexpr,
+):
+    """out = softmax(scale · q kᵀ + mask) v over a unit's keys, where q and the last key are new."""
+    GROUP: tl.constexpr = ATTENTION.group
+    HEAD_DIM: tl.constexpr = ATTENTION.head_dim
+    BLOCK_M: tl.constexpr = ATTENTION.block_m
+    CACHE: tl.constexpr = ".cg" if UNITS.prefetch > 0 else ""
+    batch = Sequences(kv_lens_ptr, None, None, num_seqs, capacity)
+    # Scales of a pool without any, which stand for none: they are not read.
+    pool = Pool(k_cache_ptr, v_cache_ptr, k_cache_ptr, v_cache_ptr, num_blocks)
+    column = tl.program_id(0) % (num_kv_heads * row_blocks)
+    index = tl.program_id(0) // (num_kv_heads * row_blocks)
+    kv_head = (column // row_blocks).to(tl.int64)
+    if PDL and UNITS.prefetch > 0:
+        prefetch_unit(
+            index,
+            kv_head,
+            batch,
+            pool,
+            block_tables_ptr,
+            stride_table,
+            sliding_window,
+            shares,
+            least_tiles,
+            POOL,
+            UNITS,
+            ATTENTION,
+        )
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
+    units, ends = units_of_batch(
+        batch, sliding_window, shares, least_tiles, UNITS, ATTENTION, CACHE
+    )
+    if cu_parts_ptr is not None:
+        store_cuts(cu_parts_ptr, units, ends, num_seqs)
+    if index >= tl.sum(units, axis=0):
+        return
+    unit = unit_of(index, units, ends)
+    _, keys, _ = sequence_lengths(batch, unit.seq, 1, CACHE)
+    first, end = tile_range(1, keys, sliding_window, ATTENTION.has_window, ATTENTION.block_n)
+    first, end = unit_range(first, end, unit)
+    seq = unit.seq.to(tl.int64)
+    position = tl.load(kv_lens_ptr + seq, cache_modifier=CACHE).to(tl.int64) - 1
+    last = (keys - 1) // ATTENTION.block_n
+    is_own = (keys > 0) & (first <= last) & (last < end)
+
+    row = column % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    head, in_rows = kv_head * GROUP + row, row < GROUP
+    one = tl.arange(0, 1)
+    x_rows = x_ptr + seq * stride_x_seq
+    k_row = x_rows + (num_kv_heads * GROUP + kv_head + one) * stride_x_head
+    # All that is new is asked for before any of it is waited for.
+    q = _load_vectors(x_rows + head * stride_x_head, in_rows, ROTARY, ATTENTION)
+    k = _load_vectors(k_row, (one == 0) & is_own, ROTARY, ATTENTION)
+    d = tl.arange(0, ATTENTION.block_d)[None, :]
+    v_row = k_row + num_kv_heads * stride_x_head
+    v = tl.load(v_row[:, None] + d, mask=is_own & (d < HEAD_DIM), other=0.0)
+    turn = Turn(0.0, 0.0)
+    if ROTARY.mode != COPY:
+        turn = _load_turn(
+            position,
+            cos_ptr,
+            sin_ptr,
+            stride_cos_position,
+            stride_sin_position,
+            max_positions,
+            ROTARY,
+            ATTENTION,
+        )
+    q = _prepare(q, turn, q_weight_ptr, eps, ROTARY, ATTENTION).to(x_ptr.dtype.element_ty)
+    k = _prepare(k, turn, k_weight_ptr, eps, ROTARY, ATTENTION)
+    pool_head = head_of(pool, kv_head, POOL)
+    table_ptr = block_tables_ptr + seq * stride_table
+    _write_key(pool_head, k, v, position, table_ptr, capacity, is_own, POOL, ATTENTION)
+    # Other threads of the program read what these wrote.
+    tl.debug_barrier()
+
+    at = tl.zeros([BLOCK_M], tl.int32) + keys - 1
+    queries = scaled_queries(q, at, scale, softcap, sliding_window, pool_head, POOL)
+    sink_log2 = tl.where(unit.part == 0, sink_logits(sinks_ptr, head, in_rows), float("-inf"))
+    out, lse = attend_unit(
+        queries, sink_log2, 1, keys, first, end, pool_head, table_ptr, POOL, ATTENTION
+    )
+    if unit.parts == 1:
+        out_rows = out_ptr + seq * stride_out_seq + head * stride_out_head
+        store_rows(out_rows, None, out, lse, in_rows, HEAD_DIM)
+    elif parts_ptr is not None:
+        part_rows = index.to(tl.int64) * (num_kv_heads * GROUP) + head
+        at_part = parts_ptr + part_rows * HEAD_DIM
+        store_rows(at_part, part_lses_ptr + part_rows, out, lse, in_rows, HEAD_DIM)
+
+
+def _options(config: Config) -> Config:
+    """Compiler options of a configuration of paged decode.
+
+    On two warps the assembler takes 240 registers where 168 do without spilling, and leaves room
+    for four programs on an SM, not five.
+    """
+    options = {option: config[option] for option in OPTIONS if option in config}
+    few = config["num_warps"] == 2 and config["num_stages"] <= 3
+    return {"maxnreg": 200, **options} if few else options
+
+
+@step_op.impl("triton")
+def qkv_paged_decode_attention(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    kv_lens: Tensor,
+    sinks: Tensor | None = None,
+    eps: float = 1e-6,
+    softmax_scale: float | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    qk_mode: int = rope.NORM_ROPE,
+    layout: str = "hnd",
+    batch_invariant: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_kv_heads, head_dim = token_view(v_cache, layout).shape[2:]
+    x = as_heads(qkv, qkv.shape[1] // head_dim)
+    num_seqs, num_heads = x.shape[0], x.shape[1] - 2 * num_kv_heads
+    y = qkv.new_empty(num_seqs, num_heads, head_dim) if out is None else out
+    if num_seqs == 0:
+        return y
+    call = Call(
+        out=y[:, None],
+        lse=None,
+        q=x[:, None],
+        pool=as_pool(k_cache, v_cache, None, None, layout),
+        block_tables=block_tables,
+        kv_lens=kv_lens,
+        pos_offsets=None,
+        cu_seqlens_q=None,
+        sinks=sinks,
+        scale=float(head_dim**-0.5 if softmax_scale is None else softmax_scale),
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    config = configure(call, k_cache.dtype, layout, call.group, batch_invariant)
+    plan = plan_launch(call, config, 1, batch_invariant)
+    pool = call.pool
+    prefetch = 0 if pool.layout.k_piece else config["PREFETCH"]
+    has_norm = qk_mode == rope.NORM_ROPE
+    _paged_step_kernel.launch(
+        (plan.units * num_kv_heads * plan.row_blocks,),
+        out_ptr=y,
+        parts_ptr=plan.parts,
+        part_lses_ptr=plan.part_lses,
+        cu_parts_ptr=plan.cu_parts,
+        x_ptr=x,
+        q_weight_ptr=q_weight if has_norm else None,
+        k_weight_ptr=k_weight if has_norm else None,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        k_cache_ptr=pool.k,
+        v_cache_ptr=pool.v,
+        sinks_ptr=sinks,
+        block_tables_ptr=block_tables,
+        kv_lens_ptr=kv_lens,
+        stride_out_seq=y.stride(0),
+        stride_out_head=y.stride(1),
+        stride_x_seq=x.stride(0),
+        stride_x_head=x.stride(1),
+        stride_cos_position=cos.stride(0),
+        stride_sin_position=sin.stride(0),
+        stride_table=block_tables.stride(0),
+        num_kv_heads=num_kv_heads,
+        row_blocks=plan.row_blocks,
+        num_seqs=num_seqs,
+        capacity=call.capacity,
+        num_blocks=pool.num_blocks,
+        sliding_window=sliding_window,
+        shares=plan.shares,
+        least_tiles=plan.least_tiles,
+        max_positions=cos.shape[0],
+        eps=float(eps),
+        scale=call.scale_log2,
+        softcap=float(softcap),
+        POOL=pool.layout,
+        ATTENTION=call.attention(plan.block_m, plan.block_n),
+        UNITS=Units(1, batch_invariant, next_power_of_2(num_seqs), False, prefetch),
+        ROTARY=Rotary(qk_mode, 0 if qk_mode == rope.COPY else cos.shape[1]),
+        **_options(config),
+    )
+    merge_plan(call, plan)
+    return y
