@@ -1151,7 +1151,7 @@ class Backend:
         softcap: float = 0.0,
         qk_mode: int = 1,
         layout: str = 'hnd',
-        batch_invariant: bool = False,
+        tickets: Tensor | None = None,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -1175,7 +1175,9 @@ class Backend:
             softcap: 0 means none.
             qk_mode: as in :func:`qk_norm_rope`; V is always copied.
             layout: ``"hnd"``, ``"nhd"`` or ``"vllm_x"``.
-            batch_invariant: a sequence's result does not depend on the batch, not by a bit.
+            tickets: int32 [batch · num_kv_heads or more] zeros, which the call leaves so; no other call
+                may have them while it runs. With them a sequence that is cut is merged in the same
+                launch; None takes a launch more.
 
         Returns:
             [batch, num_heads, head_dim] in qkv's dtype.

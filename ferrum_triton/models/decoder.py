@@ -254,7 +254,7 @@ class Decoder(ABC):
             "sliding_window": sliding_window,
             "layout": cache.layout,
         }
-        if step.cu_seqlens is None and not scales and backend.has_kernel(ONE_LAUNCH):
+        if step.one_token_each and not scales and backend.has_kernel(ONE_LAUNCH):
             attended = backend.qkv_paged_decode_attention(
                 qkv,
                 layer.q_norm,
@@ -265,7 +265,7 @@ class Decoder(ABC):
                 step.kv_lens,
                 eps=config.rms_norm_eps,
                 qk_mode=self.qk_mode,
-                batch_invariant=step.batch_invariant,
+                tickets=cache.tickets,
                 **settings,
             )
         else:

@@ -26,7 +26,8 @@ class Step:
             token is a sequence of its own, as in a decode step.
         longest: the most tokens of a sequence.
         predicted: [num_predicted] int64, the tokens after which to predict; None for every one.
-        batch_invariant: whether attention to a sequence may not depend on the others by a bit.
+        batch_invariant: whether attention to a sequence may not depend on the others by a bit. Such
+            a step may have several tokens of a sequence, each as a sequence of its own.
     """
 
     ids: Tensor
@@ -37,6 +38,11 @@ class Step:
     longest: int = 1
     predicted: Tensor | None = None
     batch_invariant: bool = False
+
+    @property
+    def one_token_each(self) -> bool:
+        """Whether no sequence has two tokens, so that none sees what another writes."""
+        return self.cu_seqlens is None and not self.batch_invariant
 
 
 def varlen_step(

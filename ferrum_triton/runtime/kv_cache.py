@@ -121,6 +121,8 @@ class PagedKvCache:
         k_scales, v_scales: a float16 tensor per layer of a quantised kind; empty for other kinds.
         block_tables: [num_seqs, max_blocks_per_seq] int32 on the device; -1 where there is none.
         kv_lens: [num_seqs] int32 on the device, as :meth:`set_lens` left them.
+        tickets: [num_seqs · num_kv_heads] int32 zeros on the device, by which programs that attend
+            to parts of one sequence find out who is last.
         blocks: a list of blocks per sequence: the host's mirror of ``block_tables``.
         lengths: the number of positions filled per sequence.
         allocator: the allocator of the blocks.
@@ -190,12 +192,13 @@ class PagedKvCache:
         table = (num_seqs, max_blocks_per_seq)
         self.block_tables = torch.full(table, -1, dtype=torch.int32, device=device)
         self.kv_lens = torch.zeros(num_seqs, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros(num_seqs * num_kv_heads, dtype=torch.int32, device=device)
 
     @property
     def tensors(self) -> list[Tensor]:
         """What a captured graph that uses this cache depends on."""
         pools = (*self.k, *self.v, *self.k_scales, *self.v_scales)
-        return [*pools, self.block_tables, self.kv_lens]
+        return [*pools, self.block_tables, self.kv_lens, self.tickets]
 
     def reserve(self, lengths: Mapping[int, int]) -> None:
         """Have blocks for ``lengths[seq]`` positions of each sequence named; one upload.

@@ -134,6 +134,42 @@ decode_config = Tunable(
 )
 
 
+def step_heuristic(
+    gpu: Gpu,
+    batch: int,
+    num_kv_heads: int,
+    capacity: int,
+    key_bytes: int,
+    rows: int,
+    is_plain: bool,
+) -> Config:
+    """As :func:`decode_heuristic`, for one query a sequence that comes from a QKV product.
+
+    Its programs prepare heads first, which four warps do sooner than two.
+    """
+    config = decode_heuristic(
+        gpu, batch, num_kv_heads, capacity, key_bytes, rows, is_varlen=False, is_plain=is_plain
+    )
+    if config["num_warps"] == 4:
+        return config
+    if key_bytes > 512:
+        return _config(32, 256, 128, 4, 3)
+    if batch * num_kv_heads >= 256:
+        return _config(128, 256, 128, 4, 3)
+    return _config(32, 512, 128, 4, 2)
+
+
+step_config = Tunable(
+    "qkv_paged_decode_attention",
+    ("batch", "num_kv_heads", "capacity", "key_bytes", "rows", "is_plain"),
+    step_heuristic,
+    decode_candidates,
+    fits=decode_fits,
+    within={"batch": 1.5, "num_kv_heads": 1.5, "capacity": 1.5, "key_bytes": 1.0},
+    parameters={"PREFETCH": integer(0, 16)},
+)
+
+
 def is_plain(head_dim: int, cache: torch.dtype, layout: str) -> bool:
     """Whether loads of a cache's vectors need neither masks nor addresses of pieces."""
     odd = head_dim & (head_dim - 1) or (head_dim > 128 and cache.itemsize == 1)

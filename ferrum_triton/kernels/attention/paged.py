@@ -7,8 +7,8 @@ paged prefill, a launch of its own before it.
 import torch
 from torch import Tensor
 
-from ferrum_triton.kernels.attention.decode_config import INVARIANT_KEYS, decode_config, is_plain
-from ferrum_triton.kernels.attention.paged_decode import Call, launch_decode
+from ferrum_triton.kernels.attention.decode_config import decode_config, is_plain
+from ferrum_triton.kernels.attention.paged_decode import Call, launch_decode, sizes_of
 from ferrum_triton.kernels.attention.paged_prefill import launch_prefill
 from ferrum_triton.kernels.attention.pages import as_pool
 from ferrum_triton.kernels.tuning import Config
@@ -27,21 +27,9 @@ def configure(
     Args:
         rows: queries times heads of a sequence and KV head.
     """
-    head_dim = call.q.shape[3]
-    batch, capacity = call.block_tables.shape[0], call.capacity
-    if batch_invariant:
-        # What must not depend on the batch may not depend on what suits the batch either.
-        batch, capacity = 1, INVARIANT_KEYS
-    return decode_config.pick(
-        call.q.device,
-        batch,
-        call.pool.num_kv_heads,
-        capacity,
-        2 * head_dim * cache.itemsize,
-        rows,
-        call.cu_seqlens_q is not None,
-        is_plain(head_dim, cache, layout),
-    )
+    sizes = sizes_of(call, cache, batch_invariant)
+    is_varlen, plain = call.cu_seqlens_q is not None, is_plain(call.out.shape[3], cache, layout)
+    return decode_config.pick(call.q.device, *sizes, rows, is_varlen, plain)
 
 
 @decode_op.impl("triton")

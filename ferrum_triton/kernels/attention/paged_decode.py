@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.attention.codes import from_quarters, in_quarters
-from ferrum_triton.kernels.attention.decode_config import unit_sizes
+from ferrum_triton.kernels.attention.decode_config import INVARIANT_KEYS, unit_sizes
 from ferrum_triton.kernels.attention.merge import merge_parts, strides_of
 from ferrum_triton.kernels.attention.pages import (
     Attention,
@@ -138,8 +138,8 @@ def prefetch_unit(
 
 @triton.jit
 def attend_unit(
+    state,
     queries,
-    sink_log2,  # logits in base 2 that count as keys, [BLOCK_M]
     num_queries,
     keys,
     first,
@@ -149,15 +149,15 @@ def attend_unit(
     POOL: tl.constexpr,
     ATTENTION: tl.constexpr,
 ):
-    """Attention of a sequence's newest queries to its tiles [first, end), and its lse."""
+    """The softmax of a sequence's newest queries over its tiles [first, end) as well.
+
+    Args:
+        state: that before them, whose ``acc`` is float32 [BLOCK_M, BLOCK_D].
+    """
     BLOCK_N: tl.constexpr = ATTENTION.block_n
     IN_WORDS: tl.constexpr = pool_head.k_ptr.dtype.element_ty == tl.int32
-    BLOCK_M: tl.constexpr = ATTENTION.block_m
-    BLOCK_D: tl.constexpr = ATTENTION.block_d
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if IN_WORDS:
-        acc = in_quarters(acc)
-    state = first_state(acc, sink_log2)
+        state = Softmax(in_quarters(state.acc), state.row_max, state.row_sum)
     # Tiles that every query sees whole, then the last ones; with a window every tile is an edge.
     whole_end = first
     if not ATTENTION.has_window:
@@ -171,7 +171,7 @@ def attend_unit(
     state = attend_pages(state, queries, pool_head, tiles, whole_end, end, True, POOL, ATTENTION)
     if IN_WORDS:
         state = Softmax(from_quarters(state.acc), state.row_max, state.row_sum)
-    return finish(state, queries.value_factor)
+    return state
 
 
 @kernel(dynamic=DYNAMIC.split())
@@ -284,9 +284,11 @@ def _paged_decode_kernel(
     first, end = unit_range(first, end, unit)
     table_ptr = block_tables_ptr + seq_index * stride_table
     sink_log2 = tl.where(unit.part == 0, sink_logits(sinks_ptr, head, in_rows), float("-inf"))
-    out, lse = attend_unit(
-        queries, sink_log2, num_queries, keys, first, end, pool_head, table_ptr, POOL, ATTENTION
+    state = first_state(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), sink_log2)
+    state = attend_unit(
+        state, queries, num_queries, keys, first, end, pool_head, table_ptr, POOL, ATTENTION
     )
+    out, lse = finish(state, queries.value_factor)
     if unit.parts == 1:
         out_rows = out_ptr + seq_index * stride_out_seq + token * stride_out_token
         out_rows += head * stride_out_head
@@ -353,6 +355,15 @@ class Call(NamedTuple):
             block_d=max(next_power_of_2(head_dim), 16),
             precision="ieee" if self.q.dtype == torch.float32 else "tf32",
         )
+
+
+def sizes_of(call: Call, cache: torch.dtype, batch_invariant: bool) -> tuple[int, int, int, int]:
+    """Sequences, KV heads, capacity and bytes of a key and its value, by which to configure."""
+    batch, capacity = call.block_tables.shape[0], call.capacity
+    if batch_invariant:
+        # What must not depend on the batch may not depend on what suits the batch either.
+        batch, capacity = 1, INVARIANT_KEYS
+    return batch, call.pool.num_kv_heads, capacity, 2 * call.out.shape[3] * cache.itemsize
 
 
 class Plan(NamedTuple):

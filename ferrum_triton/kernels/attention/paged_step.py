@@ -2,8 +2,10 @@
 
 Every program of a sequence and KV head normalises and rotates the queries of that head for itself:
 they are a few vectors, and a launch of their own takes longer. The program whose tiles end with the
-new key prepares that too, writes key and value to the pool, and reads them back with the tile they
-lie in. What follows is :mod:`~ferrum_triton.kernels.attention.paged_decode`'s.
+new key prepares that too, writes key and value to the pool, and attends to them from registers:
+reading back what was written would wait for it. With tickets, the program that stores the last part
+of a sequence and KV head merges them. All else is that of
+:mod:`~ferrum_triton.kernels.attention.paged_decode`.
 """
 
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.attention.paged import configure
+from ferrum_triton.kernels.attention.decode_config import is_plain, step_config
+from ferrum_triton.kernels.attention.merge import merge_rows
 from ferrum_triton.kernels.attention.paged_decode import (
     Call,
     Units,
@@ -21,12 +24,14 @@ from ferrum_triton.kernels.attention.paged_decode import (
     merge_plan,
     plan_launch,
     prefetch_unit,
+    sizes_of,
     store_cuts,
     units_of_batch,
 )
 from ferrum_triton.kernels.attention.pages import (
     Pool,
     as_pool,
+    capped,
     head_of,
     scaled_queries,
     sink_logits,
@@ -38,7 +43,7 @@ from ferrum_triton.kernels.attention.plan import (
     unit_of,
     unit_range,
 )
-from ferrum_triton.kernels.attention.softmax import store_rows
+from ferrum_triton.kernels.attention.softmax import finish, first_state, fold_key, store_rows
 from ferrum_triton.kernels.heads import COPY, NORM_ROPE, in_pieces
 from ferrum_triton.kernels.jit import OPTIONS, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
@@ -83,17 +88,22 @@ class Turn(NamedTuple):
 
 
 @triton.jit
-def _partner_of(d, ROTARY: tl.constexpr):
-    """The other dimension of d's pair, the pair, and whether d is its first."""
+def _partner_of(d, ROTARY: tl.constexpr, ATTENTION: tl.constexpr):
+    """The other dimension of d's pair, the pair, and whether d is its first.
+
+    Remainders, not choices: of those the compiler knows that neighbours stay neighbours.
+    """
     HALF: tl.constexpr = ROTARY.half
     if ROTARY.interleaved:
         first = d % 2 == 0
-        partner = tl.where(d < 2 * HALF, tl.where(first, d + 1, d - 1), d)
+        partner = d + 1 - d % 2 * 2
         pair = d // 2
     else:
         first = d < HALF
-        partner = tl.where(first, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
-        pair = tl.where(first, d, d - HALF)
+        partner = (d + HALF) % (2 * HALF)
+        pair = d % HALF
+    if 2 * HALF < ATTENTION.head_dim:
+        partner = tl.where(d < 2 * HALF, partner, d)
     return partner, pair, first
 
 
@@ -105,7 +115,7 @@ def _load_vectors(rows, mask, ROTARY: tl.constexpr, ATTENTION: tl.constexpr):
     x = tl.load(rows[:, None] + d, mask=mask, other=0.0).to(tl.float32)
     partner = x
     if ROTARY.mode != COPY:
-        other, _, _ = _partner_of(d, ROTARY)
+        other, _, _ = _partner_of(d, ROTARY, ATTENTION)
         partner = tl.load(rows[:, None] + other, mask=mask, other=0.0).to(tl.float32)
     return Vectors(x, partner)
 
@@ -123,7 +133,7 @@ def _load_turn(
 ):
     """The turn of all dimensions, [1, BLOCK_D]; those past the pairs stay."""
     d = tl.arange(0, ATTENTION.block_d)[None, :]
-    _, pair, first = _partner_of(d, ROTARY)
+    _, pair, first = _partner_of(d, ROTARY, ATTENTION)
     known = (position >= 0) & (position < max_positions) & (d < 2 * ROTARY.half)
     cos = tl.load(cos_ptr + position * stride_cos_position + pair, mask=known, other=1.0)
     sin = tl.load(sin_ptr + position * stride_sin_position + pair, mask=known, other=0.0)
@@ -132,17 +142,12 @@ def _load_turn(
 
 
 @triton.jit
-def _prepare(vectors, turn, weight_ptr, eps, ROTARY: tl.constexpr, ATTENTION: tl.constexpr):
+def _prepare(vectors, weights, turn, eps, ROTARY: tl.constexpr, ATTENTION: tl.constexpr):
     """Heads normalised and rotated as ROTARY says."""
     x, partner = vectors
     if ROTARY.mode == NORM_ROPE:
-        d = tl.arange(0, ATTENTION.block_d)[None, :]
-        in_head = d < ATTENTION.head_dim
-        other, _, _ = _partner_of(d, ROTARY)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / ATTENTION.head_dim + eps)[:, None]
-        x *= rstd * tl.load(weight_ptr + d, mask=in_head, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + other, mask=in_head, other=0.0).to(tl.float32)
-        partner *= rstd * weight
+        x, partner = x * rstd * weights.x, partner * rstd * weights.partner
     if ROTARY.mode != COPY:
         x = x * turn.cos + partner * turn.sin
     return x
@@ -178,6 +183,13 @@ def _write_key(
     tl.store(v_at, v.to(v_at.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _repeated(x, ROWS: tl.constexpr):
+    """The rows of x again and again, [ROWS, columns]."""
+    x = tl.broadcast_to(x[None, :, :], (ROWS // x.shape[0], x.shape[0], x.shape[1]))
+    return tl.reshape(x, (ROWS, x.shape[2]))
+
+
 DYNAMIC = "num_seqs capacity num_blocks sliding_window shares least_tiles max_positions"
 
 
@@ -197,6 +209,7 @@ def _paged_step_kernel(
     sinks_ptr,  # [num_heads] or None
     block_tables_ptr,  # [num_seqs, max_blocks]
     kv_lens_ptr,  # [num_seqs]
+    tickets_ptr,  # [num_seqs * num_kv_heads] zeros, which are left so, or None
     stride_out_seq,
     stride_out_head,
     stride_x_seq,
@@ -204,8 +217,8 @@ def _paged_step_kernel(
     stride_cos_position,
     stride_sin_position,
     stride_table,
+    stride_ticket,
     num_kv_heads,
-    row_blocks,  # of BLOCK_M rows, a unit and KV head
     num_seqs,
     capacity,  # keys a block table can hold
     num_blocks,
@@ -220,19 +233,24 @@ def _paged_step_kernel(
     ATTENTION: tl.constexpr,  # Attention
     UNITS: tl.constexpr,  # Units
     ROTARY: tl.constexpr,  # Rotary
+    BLOCK_P: tl.constexpr,  # parts that are merged at a time
     PDL: tl.constexpr,
 ):
     """out = softmax(scale · q kᵀ + mask) v over a unit's keys, where q and the last key are new."""
     GROUP: tl.constexpr = ATTENTION.group
     HEAD_DIM: tl.constexpr = ATTENTION.head_dim
     BLOCK_M: tl.constexpr = ATTENTION.block_m
+    BLOCK_D: tl.constexpr = ATTENTION.block_d
+    # Heads that are prepared; the rows of a product are as many again and again.
+    BLOCK_G: tl.constexpr = min(triton.next_power_of_2(GROUP), BLOCK_M)
     CACHE: tl.constexpr = ".cg" if UNITS.prefetch > 0 else ""
     batch = Sequences(kv_lens_ptr, None, None, num_seqs, capacity)
     # Scales of a pool without any, which stand for none: they are not read.
     pool = Pool(k_cache_ptr, v_cache_ptr, k_cache_ptr, v_cache_ptr, num_blocks)
-    column = tl.program_id(0) % (num_kv_heads * row_blocks)
-    index = tl.program_id(0) // (num_kv_heads * row_blocks)
-    kv_head = (column // row_blocks).to(tl.int64)
+    ROW_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    column = tl.program_id(0) % (num_kv_heads * ROW_BLOCKS)
+    index = tl.program_id(0) // (num_kv_heads * ROW_BLOCKS)
+    kv_head = (column // ROW_BLOCKS).to(tl.int64)
     if PDL and UNITS.prefetch > 0:
         prefetch_unit(
             index,
@@ -266,15 +284,19 @@ def _paged_step_kernel(
     last = (keys - 1) // ATTENTION.block_n
     is_own = (keys > 0) & (first <= last) & (last < end)
 
-    row = column % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    head, in_rows = kv_head * GROUP + row, row < GROUP
+    rows = column % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_G)
     one = tl.arange(0, 1)
     x_rows = x_ptr + seq * stride_x_seq
+    q_rows = x_rows + (kv_head * GROUP + rows) * stride_x_head
     k_row = x_rows + (num_kv_heads * GROUP + kv_head + one) * stride_x_head
     # All that is new is asked for before any of it is waited for.
-    q = _load_vectors(x_rows + head * stride_x_head, in_rows, ROTARY, ATTENTION)
+    q = _load_vectors(q_rows, rows < GROUP, ROTARY, ATTENTION)
     k = _load_vectors(k_row, (one == 0) & is_own, ROTARY, ATTENTION)
     d = tl.arange(0, ATTENTION.block_d)[None, :]
+    q_weights, k_weights = q, k
+    if ROTARY.mode == NORM_ROPE:
+        q_weights = _load_vectors(q_weight_ptr + one, one == 0, ROTARY, ATTENTION)
+        k_weights = _load_vectors(k_weight_ptr + one, (one == 0) & is_own, ROTARY, ATTENTION)
     v_row = k_row + num_kv_heads * stride_x_head
     v = tl.load(v_row[:, None] + d, mask=is_own & (d < HEAD_DIM), other=0.0)
     turn = Turn(0.0, 0.0)
@@ -289,27 +311,70 @@ def _paged_step_kernel(
             ROTARY,
             ATTENTION,
         )
-    q = _prepare(q, turn, q_weight_ptr, eps, ROTARY, ATTENTION).to(x_ptr.dtype.element_ty)
-    k = _prepare(k, turn, k_weight_ptr, eps, ROTARY, ATTENTION)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    q = _prepare(q, q_weights, turn, eps, ROTARY, ATTENTION).to(DTYPE)
+    k = _prepare(k, k_weights, turn, eps, ROTARY, ATTENTION).to(DTYPE)
     pool_head = head_of(pool, kv_head, POOL)
     table_ptr = block_tables_ptr + seq * stride_table
     _write_key(pool_head, k, v, position, table_ptr, capacity, is_own, POOL, ATTENTION)
-    # Other threads of the program read what these wrote.
-    tl.debug_barrier()
 
-    at = tl.zeros([BLOCK_M], tl.int32) + keys - 1
-    queries = scaled_queries(q, at, scale, softcap, sliding_window, pool_head, POOL)
+    # The tiles are of the keys before the new one, which is folded in from registers.
+    row = column % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    head, in_rows = kv_head * GROUP + row, row < GROUP
+    scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
+    scores = _repeated(scores[:, None], BLOCK_M)
+    q = _repeated(q, BLOCK_M)
+    at = tl.zeros([BLOCK_M], tl.int32) + keys - 2
+    queries = scaled_queries(q, at, scale, softcap, sliding_window - 1, pool_head, POOL)
+    scores = tl.sum(scores, axis=1) * queries.score_factor
+    if ATTENTION.has_softcap:
+        scores = capped(scores, softcap, DTYPE == tl.float32)
     sink_log2 = tl.where(unit.part == 0, sink_logits(sinks_ptr, head, in_rows), float("-inf"))
-    out, lse = attend_unit(
-        queries, sink_log2, 1, keys, first, end, pool_head, table_ptr, POOL, ATTENTION
+    state = first_state(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), sink_log2)
+    end = tl.minimum(end, tl.cdiv(keys - 1, ATTENTION.block_n))
+    state = attend_unit(
+        state, queries, 1, keys - 1, first, end, pool_head, table_ptr, POOL, ATTENTION
     )
+    state = fold_key(state, tl.where(is_own, scores, float("-inf")), v)
+    out, lse = finish(state, queries.value_factor)
     if unit.parts == 1:
         out_rows = out_ptr + seq * stride_out_seq + head * stride_out_head
         store_rows(out_rows, None, out, lse, in_rows, HEAD_DIM)
     elif parts_ptr is not None:
-        part_rows = index.to(tl.int64) * (num_kv_heads * GROUP) + head
+        num_heads = num_kv_heads * GROUP
+        part_rows = index.to(tl.int64) * num_heads + head
         at_part = parts_ptr + part_rows * HEAD_DIM
         store_rows(at_part, part_lses_ptr + part_rows, out, lse, in_rows, HEAD_DIM)
+        if tickets_ptr is not None:
+            ticket = tickets_ptr + (seq * num_kv_heads + kv_head) * stride_ticket
+            # All threads have stored before one of them says so.
+            tl.debug_barrier()
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == unit.parts - 1:
+                q_head = kv_head * GROUP + rows
+                first_row = (index - unit.part).to(tl.int64) * num_heads + q_head
+                merge_rows(
+                    out_ptr + seq * stride_out_seq + q_head * stride_out_head,
+                    None,
+                    parts_ptr + first_row * HEAD_DIM,
+                    part_lses_ptr + first_row,
+                    num_heads * HEAD_DIM,
+                    num_heads,
+                    rows * 0 + unit.parts,
+                    unit.parts,
+                    rows < GROUP,
+                    tl.arange(0, BLOCK_D),
+                    HEAD_DIM=HEAD_DIM,
+                    READ_ALL=True,
+                    ROOM=0,
+                    BLOCK_P=BLOCK_P,
+                )
+                tl.store(ticket, 0)
+
+
+def _parts_at_a_time(most_parts: int, group: int, head_dim: int, num_warps: int) -> int:
+    """Parts of a KV head's queries that a program merges at once: 64 registers a thread."""
+    rows = next_power_of_2(group) * next_power_of_2(head_dim)
+    return min(next_power_of_2(most_parts), max(2048 * num_warps // rows, 1))
 
 
 def _options(config: Config) -> Config:
@@ -341,7 +406,7 @@ def qkv_paged_decode_attention(
     softcap: float = 0.0,
     qk_mode: int = rope.NORM_ROPE,
     layout: str = "hnd",
-    batch_invariant: bool = False,
+    tickets: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -365,8 +430,12 @@ def qkv_paged_decode_attention(
         sliding_window=sliding_window,
         softcap=softcap,
     )
-    config = configure(call, k_cache.dtype, layout, call.group, batch_invariant)
-    plan = plan_launch(call, config, 1, batch_invariant)
+    sizes = sizes_of(call, k_cache.dtype, batch_invariant=False)
+    plain = is_plain(head_dim, k_cache.dtype, layout)
+    config = step_config.pick(x.device, *sizes, call.group, plain)
+    plan = plan_launch(call, config, 1, batch_invariant=False)
+    if plan.parts is None or plan.row_blocks > 1:
+        tickets = None
     pool = call.pool
     prefetch = 0 if pool.layout.k_piece else config["PREFETCH"]
     has_norm = qk_mode == rope.NORM_ROPE
@@ -375,7 +444,7 @@ def qkv_paged_decode_attention(
         out_ptr=y,
         parts_ptr=plan.parts,
         part_lses_ptr=plan.part_lses,
-        cu_parts_ptr=plan.cu_parts,
+        cu_parts_ptr=plan.cu_parts if tickets is None else None,
         x_ptr=x,
         q_weight_ptr=q_weight if has_norm else None,
         k_weight_ptr=k_weight if has_norm else None,
@@ -386,6 +455,7 @@ def qkv_paged_decode_attention(
         sinks_ptr=sinks,
         block_tables_ptr=block_tables,
         kv_lens_ptr=kv_lens,
+        tickets_ptr=tickets,
         stride_out_seq=y.stride(0),
         stride_out_head=y.stride(1),
         stride_x_seq=x.stride(0),
@@ -393,8 +463,8 @@ def qkv_paged_decode_attention(
         stride_cos_position=cos.stride(0),
         stride_sin_position=sin.stride(0),
         stride_table=block_tables.stride(0),
+        stride_ticket=0 if tickets is None else tickets.stride(0),
         num_kv_heads=num_kv_heads,
-        row_blocks=plan.row_blocks,
         num_seqs=num_seqs,
         capacity=call.capacity,
         num_blocks=pool.num_blocks,
@@ -407,9 +477,11 @@ def qkv_paged_decode_attention(
         softcap=float(softcap),
         POOL=pool.layout,
         ATTENTION=call.attention(plan.block_m, plan.block_n),
-        UNITS=Units(1, batch_invariant, next_power_of_2(num_seqs), False, prefetch),
+        UNITS=Units(1, False, next_power_of_2(num_seqs), False, prefetch),
         ROTARY=Rotary(qk_mode, 0 if qk_mode == rope.COPY else cos.shape[1]),
+        BLOCK_P=_parts_at_a_time(plan.most_parts, call.group, head_dim, config["num_warps"]),
         **_options(config),
     )
-    merge_plan(call, plan)
+    if tickets is None:
+        merge_plan(call, plan)
     return y

@@ -90,6 +90,16 @@ def fold_tile(state, scores, factor, v, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def fold_key(state, scores, v):
+    """The softmax with one more key, of scores times log2(e) [rows] and a value [1, columns]."""
+    row_max = tl.maximum(state.row_max, scores)
+    weights = tl.exp2(scores - row_max)
+    rescale = tl.exp2(state.row_max - row_max)
+    acc = state.acc * rescale[:, None] + weights[:, None] * v.to(tl.float32)
+    return Softmax(acc, row_max, state.row_sum * rescale + weights)
+
+
+@triton.jit
 def finish(state, value_factor):
     """(attention · value_factor, natural log of the sum of exp): 0 and -inf without keys."""
     empty = state.row_sum == 0.0

@@ -12,14 +12,14 @@ from ferrum_triton.ops.attention.pool import (
 )
 from ferrum_triton.ops.kv_pool import check_pool, token_view
 from ferrum_triton.ops.paged_cache import split_qkv_norm_rope_into_paged_cache
-from ferrum_triton.ops.rope import MODES, NORM_ROPE, check_rope
+from ferrum_triton.ops.rope import MODES, NORM_ROPE, ROPE_INTERLEAVED, check_rope
 from ferrum_triton.registry import Case, op
 
 _OTHERS = ("cache_dtype", "scales", "with_lse")
 _AXES = {name: values for name, values in ATTENTION_AXES.items() if name not in _OTHERS}
 
 
-def _step_case(heads: str, batch: int, ctx: int, **axes) -> Case:
+def _step_case(heads: str, batch: int, ctx: int, kind: str = "", **axes) -> Case:
     num_heads, rest = heads[1:].split("k")
     num_kv_heads, head_dim = map(int, rest.split("d"))
     sizes = {
@@ -29,7 +29,7 @@ def _step_case(heads: str, batch: int, ctx: int, **axes) -> Case:
         "head_dim": head_dim,
         "max_len": ctx,
     }
-    name = f"bf16/{heads}/block16/b{batch}/ctx{ctx}"
+    name = f"bf16/{heads}/{kind}block16/b{batch}/ctx{ctx}"
     return Case(name, torch.bfloat16, {**sizes, "full": True, **axes})
 
 
@@ -43,22 +43,24 @@ def _step_case(heads: str, batch: int, ctx: int, **axes) -> Case:
         **{name: PAGED_TENSORS[name] for name in ("k_cache", "v_cache", "sinks")},
         "block_tables": "int[batch, max_blocks]",
         "kv_lens": "int[batch]",
+        "tickets": "int32[num_tickets]",
     },
     axes={
         "batch": (0, 1, 3),
         "max_len": (40, 100),
         **_AXES,
-        "batch_invariant": (False, True),
+        "with_tickets": (False, True),
         "rotary_dim": (None, 8),
         "qk_mode": MODES,
     },
     bench=[
         *(_step_case("h32k8d128", 1, ctx) for ctx in (1024, 8192)),
         *(_step_case("h32k8d128", batch, 1024) for batch in (8, 32)),
+        _step_case("h32k8d128", 1, 1024, "tickets/", with_tickets=True),
         _step_case("h16k8d256", 1, 1024),
-        _step_case("h32k8d128", 8, 1024, qk_mode=3),
+        _step_case("h32k8d128", 8, 1024, "interleaved/", qk_mode=ROPE_INTERLEAVED),
     ],
-    mutates=("k_cache", "v_cache"),
+    mutates=("k_cache", "v_cache", "tickets"),
     static=("sliding_window", "qk_mode"),
     finite=("qkv", "v_cache", "sinks"),
 )
@@ -79,7 +81,7 @@ def qkv_paged_decode_attention(
     softcap: float = 0.0,
     qk_mode: int = NORM_ROPE,
     layout: str = "hnd",
-    batch_invariant: bool = False,
+    tickets: Tensor | None = None,
 ) -> Tensor:
     """:func:`split_qkv_norm_rope_into_paged_cache` and :func:`paged_decode_attention` of a token.
 
@@ -101,7 +103,9 @@ def qkv_paged_decode_attention(
         softcap: 0 means none.
         qk_mode: as in :func:`qk_norm_rope`; V is always copied.
         layout: ``"hnd"``, ``"nhd"`` or ``"vllm_x"``.
-        batch_invariant: a sequence's result does not depend on the batch, not by a bit.
+        tickets: int32 [batch · num_kv_heads or more] zeros, which the call leaves so; no other call
+            may have them while it runs. With them a sequence that is cut is merged in the same
+            launch; None takes a launch more.
 
     Returns:
         [batch, num_heads, head_dim] in qkv's dtype.
@@ -115,14 +119,14 @@ def qkv_paged_decode_attention(
     )  # fmt: skip
     return paged_decode_attention.reference(
         q[:, None], *pool, block_tables, kv_lens, None, None, sinks, None, softmax_scale,
-        sliding_window, softcap, layout, batch_invariant,
+        sliding_window, softcap, layout,
     )[:, 0]  # fmt: skip
 
 
 @qkv_paged_decode_attention.rule
 def _(
     qkv, q_weight, k_weight, cos, sin, k_cache, v_cache, block_tables, kv_lens, sinks, eps,
-    softmax_scale, sliding_window, softcap, qk_mode, layout, batch_invariant,
+    softmax_scale, sliding_window, softcap, qk_mode, layout, tickets,
 ):  # fmt: skip
     this = qkv_paged_decode_attention
     if k_cache.dtype != qkv.dtype:
@@ -136,6 +140,9 @@ def _(
         this.reject("qkv", f"{qkv.shape[1]} wide", allowed)
     check_queries(this, "qkv", qkv.dtype, num_heads, k_cache.dtype, num_kv_heads, head_dim)
     check_rope(this, head_dim, cos, sin, qk_mode, {"q_weight": q_weight, "k_weight": k_weight})
+    if tickets is not None and tickets.shape[0] < qkv.shape[0] * num_kv_heads:
+        got, allowed = f"of {tickets.shape[0]} elements", "batch * num_kv_heads"
+        this.reject("tickets", got, f"{allowed} = {qkv.shape[0] * num_kv_heads} or more")
     if sliding_window < 0:
         this.reject("sliding_window", str(sliding_window), "0 (off) or more")
 
@@ -153,7 +160,7 @@ def _(
     sliding_window=0,
     softcap=0.0,
     with_sinks=False,
-    batch_invariant=False,
+    with_tickets=False,
     rotary_dim=None,
     qk_mode=NORM_ROPE,
     full=False,
@@ -178,14 +185,14 @@ def _(
         "sliding_window": sliding_window,
         "softcap": softcap,
         "qk_mode": qk_mode,
-        "batch_invariant": batch_invariant,
+        "tickets": make.ints(0, 1, batch * num_kv_heads) if with_tickets else None,
     }
 
 
 @qkv_paged_decode_attention.traffic
 def _(
     qkv, q_weight, k_weight, cos, sin, k_cache, v_cache, block_tables, kv_lens, sinks, eps,
-    softmax_scale, sliding_window, softcap, qk_mode, layout, batch_invariant,
+    softmax_scale, sliding_window, softcap, qk_mode, layout, tickets,
 ):  # fmt: skip
     batch, (num_kv_heads, head_dim) = qkv.shape[0], token_view(v_cache, layout).shape[2:]
     new = 2 * batch * num_kv_heads * head_dim
