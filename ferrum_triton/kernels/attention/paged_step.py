@@ -8,15 +8,20 @@ of a sequence and KV head merges them. All else is that of
 :mod:`~ferrum_triton.kernels.attention.paged_decode`.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.attention.decode_config import is_plain, step_config
 from ferrum_triton.kernels.attention.merge import merge_rows
+from ferrum_triton.kernels.attention.new_heads import (
+    Rotary,
+    Turn,
+    load_turn,
+    load_vectors,
+    prefetch_constants,
+    prepare,
+)
 from ferrum_triton.kernels.attention.paged_decode import (
     Call,
     Units,
@@ -49,108 +54,9 @@ from ferrum_triton.kernels.jit import OPTIONS, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rope import as_heads
 from ferrum_triton.kernels.rows import next_power_of_2
-from ferrum_triton.kernels.tuning import Config
 from ferrum_triton.ops import rope
 from ferrum_triton.ops.attention.paged_step import qkv_paged_decode_attention as step_op
 from ferrum_triton.ops.kv_pool import token_view
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """How heads are prepared.
-
-    Attributes:
-        mode: a ``qk_mode`` of :mod:`ferrum_triton.ops.rope`.
-        half: rotary pairs of a head.
-    """
-
-    mode: int
-    half: int
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether the pairs are (2i, 2i + 1) rather than (i, i + half)."""
-        return self.mode == rope.ROPE_INTERLEAVED
-
-
-class Vectors(NamedTuple):
-    """Heads as they come: their elements, and beside each its partner in the rotation."""
-
-    x: Any
-    partner: Any
-
-
-class Turn(NamedTuple):
-    """Factors of a position: x · cos + partner · sin, whose sign is that of x's place in a pair."""
-
-    cos: Any
-    sin: Any
-
-
-@triton.jit
-def _partner_of(d, ROTARY: tl.constexpr, ATTENTION: tl.constexpr):
-    """The other dimension of d's pair, the pair, and whether d is its first.
-
-    Remainders, not choices: of those the compiler knows that neighbours stay neighbours.
-    """
-    HALF: tl.constexpr = ROTARY.half
-    if ROTARY.interleaved:
-        first = d % 2 == 0
-        partner = d + 1 - d % 2 * 2
-        pair = d // 2
-    else:
-        first = d < HALF
-        partner = (d + HALF) % (2 * HALF)
-        pair = d % HALF
-    if 2 * HALF < ATTENTION.head_dim:
-        partner = tl.where(d < 2 * HALF, partner, d)
-    return partner, pair, first
-
-
-@triton.jit
-def _load_vectors(rows, mask, ROTARY: tl.constexpr, ATTENTION: tl.constexpr):
-    """The heads that begin at ``rows``, [rows, BLOCK_D] float32."""
-    d = tl.arange(0, ATTENTION.block_d)[None, :]
-    mask = mask[:, None] & (d < ATTENTION.head_dim)
-    x = tl.load(rows[:, None] + d, mask=mask, other=0.0).to(tl.float32)
-    partner = x
-    if ROTARY.mode != COPY:
-        other, _, _ = _partner_of(d, ROTARY, ATTENTION)
-        partner = tl.load(rows[:, None] + other, mask=mask, other=0.0).to(tl.float32)
-    return Vectors(x, partner)
-
-
-@triton.jit
-def _load_turn(
-    position,  # int64; outside the table nothing is turned
-    cos_ptr,
-    sin_ptr,
-    stride_cos_position,
-    stride_sin_position,
-    max_positions,
-    ROTARY: tl.constexpr,
-    ATTENTION: tl.constexpr,
-):
-    """The turn of all dimensions, [1, BLOCK_D]; those past the pairs stay."""
-    d = tl.arange(0, ATTENTION.block_d)[None, :]
-    _, pair, first = _partner_of(d, ROTARY, ATTENTION)
-    known = (position >= 0) & (position < max_positions) & (d < 2 * ROTARY.half)
-    cos = tl.load(cos_ptr + position * stride_cos_position + pair, mask=known, other=1.0)
-    sin = tl.load(sin_ptr + position * stride_sin_position + pair, mask=known, other=0.0)
-    sin = sin.to(tl.float32)
-    return Turn(cos.to(tl.float32), tl.where(first, -sin, sin))
-
-
-@triton.jit
-def _prepare(vectors, weights, turn, eps, ROTARY: tl.constexpr, ATTENTION: tl.constexpr):
-    """Heads normalised and rotated as ROTARY says."""
-    x, partner = vectors
-    if ROTARY.mode == NORM_ROPE:
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / ATTENTION.head_dim + eps)[:, None]
-        x, partner = x * rstd * weights.x, partner * rstd * weights.partner
-    if ROTARY.mode != COPY:
-        x = x * turn.cos + partner * turn.sin
-    return x
 
 
 @triton.jit
@@ -266,6 +172,19 @@ def _paged_step_kernel(
             UNITS,
             ATTENTION,
         )
+        prefetch_constants(
+            kv_lens_ptr,
+            q_weight_ptr,
+            k_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            stride_cos_position,
+            stride_sin_position,
+            num_seqs,
+            max_positions,
+            ROTARY,
+            ATTENTION,
+        )
     pdl_wait(PDL)
     pdl_trigger(PDL)
     units, ends = units_of_batch(
@@ -290,18 +209,18 @@ def _paged_step_kernel(
     q_rows = x_rows + (kv_head * GROUP + rows) * stride_x_head
     k_row = x_rows + (num_kv_heads * GROUP + kv_head + one) * stride_x_head
     # All that is new is asked for before any of it is waited for.
-    q = _load_vectors(q_rows, rows < GROUP, ROTARY, ATTENTION)
-    k = _load_vectors(k_row, (one == 0) & is_own, ROTARY, ATTENTION)
+    q = load_vectors(q_rows, rows < GROUP, ROTARY, ATTENTION)
+    k = load_vectors(k_row, (one == 0) & is_own, ROTARY, ATTENTION)
     d = tl.arange(0, ATTENTION.block_d)[None, :]
     q_weights, k_weights = q, k
     if ROTARY.mode == NORM_ROPE:
-        q_weights = _load_vectors(q_weight_ptr + one, one == 0, ROTARY, ATTENTION)
-        k_weights = _load_vectors(k_weight_ptr + one, (one == 0) & is_own, ROTARY, ATTENTION)
+        q_weights = load_vectors(q_weight_ptr + one, one == 0, ROTARY, ATTENTION)
+        k_weights = load_vectors(k_weight_ptr + one, (one == 0) & is_own, ROTARY, ATTENTION)
     v_row = k_row + num_kv_heads * stride_x_head
     v = tl.load(v_row[:, None] + d, mask=is_own & (d < HEAD_DIM), other=0.0)
     turn = Turn(0.0, 0.0)
     if ROTARY.mode != COPY:
-        turn = _load_turn(
+        turn = load_turn(
             position,
             cos_ptr,
             sin_ptr,
@@ -312,8 +231,8 @@ def _paged_step_kernel(
             ATTENTION,
         )
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    q = _prepare(q, q_weights, turn, eps, ROTARY, ATTENTION).to(DTYPE)
-    k = _prepare(k, k_weights, turn, eps, ROTARY, ATTENTION).to(DTYPE)
+    q = prepare(q, q_weights, turn, eps, ROTARY, ATTENTION).to(DTYPE)
+    k = prepare(k, k_weights, turn, eps, ROTARY, ATTENTION).to(DTYPE)
     pool_head = head_of(pool, kv_head, POOL)
     table_ptr = block_tables_ptr + seq * stride_table
     _write_key(pool_head, k, v, position, table_ptr, capacity, is_own, POOL, ATTENTION)
@@ -377,17 +296,6 @@ def _parts_at_a_time(most_parts: int, group: int, head_dim: int, num_warps: int)
     return min(next_power_of_2(most_parts), max(2048 * num_warps // rows, 1))
 
 
-def _options(config: Config) -> Config:
-    """Compiler options of a configuration of paged decode.
-
-    On two warps the assembler takes 240 registers where 168 do without spilling, and leaves room
-    for four programs on an SM, not five.
-    """
-    options = {option: config[option] for option in OPTIONS if option in config}
-    few = config["num_warps"] == 2 and config["num_stages"] <= 3
-    return {"maxnreg": 200, **options} if few else options
-
-
 @step_op.impl("triton")
 def qkv_paged_decode_attention(
     qkv: Tensor,
@@ -434,7 +342,7 @@ def qkv_paged_decode_attention(
     plain = is_plain(head_dim, k_cache.dtype, layout)
     config = step_config.pick(x.device, *sizes, call.group, plain)
     plan = plan_launch(call, config, 1, batch_invariant=False)
-    if plan.parts is None or plan.row_blocks > 1:
+    if plan.parts is None or plan.row_blocks > 1 or not config["MERGES"]:
         tickets = None
     pool = call.pool
     prefetch = 0 if pool.layout.k_piece else config["PREFETCH"]
@@ -480,7 +388,7 @@ def qkv_paged_decode_attention(
         UNITS=Units(1, False, next_power_of_2(num_seqs), False, prefetch),
         ROTARY=Rotary(qk_mode, 0 if qk_mode == rope.COPY else cos.shape[1]),
         BLOCK_P=_parts_at_a_time(plan.most_parts, call.group, head_dim, config["num_warps"]),
-        **_options(config),
+        **{option: config[option] for option in OPTIONS if option in config},
     )
     if tickets is None:
         merge_plan(call, plan)
