@@ -66,6 +66,8 @@ FAMILIES = {
     ),
     K + "attention/flash": ("interpret and flash", "test_flash_laws"),
     K + "attention/mla": ("interpret and mla", "test_mla"),
+    K + "attention/paged_step": ("interpret and qkv_paged", "test_paged_step"),
+    K + "attention/new_heads": ("interpret and qkv_paged", "test_paged_step"),
     K + "attention/paged": ("interpret and paged", "test_paged_launches test_paged_attention"),
     K + "quant": (
         "interpret and quant and not moe",
