@@ -115,6 +115,13 @@ def test_a_position_past_the_rotary_tables_is_not_rotated(backend):
     assert_close(backend.qkv_paged_decode_attention(**arguments), want)
 
 
+def test_tables_without_columns_rotate_nothing(backend):
+    arguments = draw(backend.device, 13, lengths=torch.tensor([9, 40], dtype=torch.int32))
+    arguments |= {name: arguments[name][:, :0].contiguous() for name in ("cos", "sin")}
+    want, *_ = two_ops(backend, arguments)
+    assert_close(backend.qkv_paged_decode_attention(**arguments), want)
+
+
 def launches(batch, context, capability=(9, 0), **axes):
     sizes = {"num_kv_heads": 8, "group_size": 4, "head_dim": 128, "max_len": context}
     make = TensorFactory(torch.bfloat16, "meta")

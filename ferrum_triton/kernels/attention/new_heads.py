@@ -53,7 +53,8 @@ def _partner_of(d, ROTARY: tl.constexpr, ATTENTION: tl.constexpr):
 
     Remainders, not choices: of those the compiler knows that neighbours stay neighbours.
     """
-    HALF: tl.constexpr = ROTARY.half
+    # Without pairs there is nothing to divide by, and every dimension is its own partner.
+    HALF: tl.constexpr = max(ROTARY.half, 1)
     if ROTARY.interleaved:
         first = d % 2 == 0
         partner = d + 1 - d % 2 * 2
@@ -62,8 +63,8 @@ def _partner_of(d, ROTARY: tl.constexpr, ATTENTION: tl.constexpr):
         first = d < HALF
         partner = (d + HALF) % (2 * HALF)
         pair = d % HALF
-    if 2 * HALF < ATTENTION.head_dim:
-        partner = tl.where(d < 2 * HALF, partner, d)
+    if 2 * ROTARY.half < ATTENTION.head_dim:
+        partner = tl.where(d < 2 * ROTARY.half, partner, d)
     return partner, pair, first
 
 
