@@ -32,6 +32,8 @@ def drawn(op: Op, pick: random.Random, backend, seed: int) -> dict:
     if op.name in LONG_CALLS and seed % 2:
         return LONG_CALLS[op.name](pick, backend, dtype, LONGEST, DIMS, seed)[1]
     axes = {name: pick.choice(list(values)) for name, values in op.axes.items()}
+    if "max_len" in axes and seed % 2:  # long enough to be cut into parts
+        axes["max_len"] = pick.randrange(1, LONGEST)
     return sample(op, dtype, backend.device, seed, **axes)
 
 

@@ -28,7 +28,10 @@ PREFETCH = ("ferrum_triton.kernels.linear",)
 PREFETCHED = re.compile(r"prefetch\.global\.L2 \[[^]]*\];")
 
 # Modules whose kernels read, past L1 alone, what leads them to such lines, and branch on their way.
-HINTS = ("ferrum_triton.kernels.attention.paged_decode",)
+HINTS = (
+    "ferrum_triton.kernels.attention.paged_decode",
+    "ferrum_triton.kernels.attention.paged_step",
+)
 HINT = re.compile(r"\bld\.global\.cg\.[^;]*;")
 
 WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
