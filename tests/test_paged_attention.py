@@ -238,7 +238,7 @@ def test_cutting_changes_rounding_only(backend_name, cut_fine):
 @pytest.mark.parametrize("backend_name", KERNELS)
 def test_batch_invariant_results_are_those_of_a_batch_of_one(backend_name, monkeypatch):
     monkeypatch.setattr(decode_config, "INVARIANT_KEYS", 32)
-    monkeypatch.setattr("ferrum_triton.kernels.attention.paged.INVARIANT_KEYS", 32)
+    monkeypatch.setattr("ferrum_triton.kernels.attention.paged_decode.INVARIANT_KEYS", 32)
     backend = get_backend(backend_name)
     call = decode(backend, max_len=200) | {"batch_invariant": True}
     together = backend.paged_decode_attention(**call)

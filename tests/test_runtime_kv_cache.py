@@ -330,7 +330,7 @@ def test_paged_layouts(layout, kind):
     scales = [tuple(t.shape) for t in (*cache.k_scales, *cache.v_scales)]
     per_page = (9, 4, 2) if layout == "nhd" else (9, 2, 4)
     assert scales == ([per_page] * 4 if kind.quantised else [])
-    assert len(cache.tensors) == 4 + len(scales) + 2
+    assert len(cache.tensors) == 4 + len(scales) + 3
 
 
 def test_paged_cache_refuses_impossible_sizes():

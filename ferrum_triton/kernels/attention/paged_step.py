@@ -64,21 +64,15 @@ def _write_key(
     pool,  # one KV head of the pool
     k,  # [1, BLOCK_D]
     v,  # [1, BLOCK_D]
-    position,
-    table_ptr,
-    capacity,
-    is_own,  # whether this program writes it
+    block,
+    slot,
+    is_new,  # whether it is this program's to write
     POOL: tl.constexpr,
     ATTENTION: tl.constexpr,
 ):
-    """Key and value into the slot of their position, if the table has one."""
-    in_table = is_own & (position >= 0) & (position < capacity)
-    place = tl.where(in_table, position, 0)
-    block = tl.load(table_ptr + place // POOL.block_size, mask=in_table, other=-1).to(tl.int64)
-    known = in_table & (block >= 0) & (block < pool.num_blocks)
-    slot = place % POOL.block_size
+    """Key and value into their slot of a block."""
     d = tl.arange(0, ATTENTION.block_d)[None, :]
-    mask = known & (d < ATTENTION.head_dim)
+    mask = is_new & (d < ATTENTION.head_dim)
     k_at = pool.k_ptr + block * POOL.k.block + slot * POOL.k.slot
     v_at = pool.v_ptr + block * POOL.v.block + slot * POOL.v.slot
     K_STEP: tl.constexpr = POOL.k.piece
@@ -200,8 +194,13 @@ def _paged_step_kernel(
     first, end = unit_range(first, end, unit)
     seq = unit.seq.to(tl.int64)
     position = tl.load(kv_lens_ptr + seq, cache_modifier=CACHE).to(tl.int64) - 1
+    table_ptr = block_tables_ptr + seq * stride_table
+    # The program whose tiles end with the new key has it, if there is a place to write it to.
     last = (keys - 1) // ATTENTION.block_n
-    is_own = (keys > 0) & (first <= last) & (last < end)
+    is_new = (first <= last) & (last < end) & (position >= 0) & (position < capacity)
+    place = tl.where(is_new, position, 0)
+    block = tl.load(table_ptr + place // POOL.block_size, mask=is_new, other=-1).to(tl.int64)
+    is_new = is_new & (block >= 0) & (block < num_blocks)
 
     rows = column % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_G)
     one = tl.arange(0, 1)
@@ -210,14 +209,14 @@ def _paged_step_kernel(
     k_row = x_rows + (num_kv_heads * GROUP + kv_head + one) * stride_x_head
     # All that is new is asked for before any of it is waited for.
     q = load_vectors(q_rows, rows < GROUP, ROTARY, ATTENTION)
-    k = load_vectors(k_row, (one == 0) & is_own, ROTARY, ATTENTION)
+    k = load_vectors(k_row, (one == 0) & is_new, ROTARY, ATTENTION)
     d = tl.arange(0, ATTENTION.block_d)[None, :]
     q_weights, k_weights = q, k
     if ROTARY.mode == NORM_ROPE:
         q_weights = load_vectors(q_weight_ptr + one, one == 0, ROTARY, ATTENTION)
-        k_weights = load_vectors(k_weight_ptr + one, (one == 0) & is_own, ROTARY, ATTENTION)
+        k_weights = load_vectors(k_weight_ptr + one, (one == 0) & is_new, ROTARY, ATTENTION)
     v_row = k_row + num_kv_heads * stride_x_head
-    v = tl.load(v_row[:, None] + d, mask=is_own & (d < HEAD_DIM), other=0.0)
+    v = tl.load(v_row[:, None] + d, mask=is_new & (d < HEAD_DIM), other=0.0)
     turn = Turn(0.0, 0.0)
     if ROTARY.mode != COPY:
         turn = load_turn(
@@ -234,27 +233,28 @@ def _paged_step_kernel(
     q = prepare(q, q_weights, turn, eps, ROTARY, ATTENTION).to(DTYPE)
     k = prepare(k, k_weights, turn, eps, ROTARY, ATTENTION).to(DTYPE)
     pool_head = head_of(pool, kv_head, POOL)
-    table_ptr = block_tables_ptr + seq * stride_table
-    _write_key(pool_head, k, v, position, table_ptr, capacity, is_own, POOL, ATTENTION)
+    _write_key(pool_head, k, v, block, place % POOL.block_size, is_new, POOL, ATTENTION)
 
     # The tiles are of the keys before the new one, which is folded in from registers.
+    new = is_new.to(tl.int32)
+    cached = keys - new
     row = column % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     head, in_rows = kv_head * GROUP + row, row < GROUP
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
     scores = _repeated(scores[:, None], BLOCK_M)
     q = _repeated(q, BLOCK_M)
-    at = tl.zeros([BLOCK_M], tl.int32) + keys - 2
-    queries = scaled_queries(q, at, scale, softcap, sliding_window - 1, pool_head, POOL)
+    at = tl.zeros([BLOCK_M], tl.int32) + cached - 1
+    queries = scaled_queries(q, at, scale, softcap, sliding_window - new, pool_head, POOL)
     scores = tl.sum(scores, axis=1) * queries.score_factor
     if ATTENTION.has_softcap:
         scores = capped(scores, softcap, DTYPE == tl.float32)
     sink_log2 = tl.where(unit.part == 0, sink_logits(sinks_ptr, head, in_rows), float("-inf"))
     state = first_state(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), sink_log2)
-    end = tl.minimum(end, tl.cdiv(keys - 1, ATTENTION.block_n))
+    end = tl.minimum(end, tl.cdiv(cached, ATTENTION.block_n))
     state = attend_unit(
-        state, queries, 1, keys - 1, first, end, pool_head, table_ptr, POOL, ATTENTION
+        state, queries, 1, cached, first, end, pool_head, table_ptr, POOL, ATTENTION
     )
-    state = fold_key(state, tl.where(is_own, scores, float("-inf")), v)
+    state = fold_key(state, tl.where(is_new, scores, float("-inf")), v)
     out, lse = finish(state, queries.value_factor)
     if unit.parts == 1:
         out_rows = out_ptr + seq * stride_out_seq + head * stride_out_head

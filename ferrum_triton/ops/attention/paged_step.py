@@ -86,8 +86,7 @@ def qkv_paged_decode_attention(
     """:func:`split_qkv_norm_rope_into_paged_cache` and :func:`paged_decode_attention` of a token.
 
     The token of sequence b has the position kv_lens[b] - 1, by which it is rotated, written and
-    attended. A quantised pool takes those two. Where its place is none, past the table's or in a
-    block that the pool lacks, nothing is written, and the sequence's result means nothing.
+    attended. A quantised pool takes those two.
 
     Args:
         qkv: [batch, (num_heads + 2 · num_kv_heads) · head_dim], one token of each sequence.
