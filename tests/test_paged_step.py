@@ -133,16 +133,18 @@ def launches(batch, context, capability=(9, 0), **axes):
 
 
 @pytest.mark.parametrize(
-    ("batch", "context", "tickets", "names"),
+    ("batch", "context", "tickets", "capability", "names"),
     [
-        (1, 1024, True, [STEP, MERGE]),  # so little is merged sooner by many programs
-        (8, 1024, True, [STEP]),
-        (8, 1024, False, [STEP, MERGE]),
-        (32, 128, True, [STEP]),
+        (1, 1024, True, (9, 0), [STEP, MERGE]),  # so little is merged sooner by many programs
+        (8, 1024, True, (9, 0), [STEP]),
+        (8, 1024, True, (8, 0), [STEP]),
+        (8, 1024, True, (0, 0), [STEP, MERGE]),  # an AMD GPU
+        (8, 1024, False, (9, 0), [STEP, MERGE]),
+        (32, 128, True, (9, 0), [STEP]),
     ],
 )
-def test_launches(batch, context, tickets, names):
-    assert launches(batch, context, with_tickets=tickets) == names
+def test_launches(batch, context, tickets, capability, names):
+    assert launches(batch, context, capability, with_tickets=tickets) == names
 
 
 def test_either_merge_is_a_choice(backend):
