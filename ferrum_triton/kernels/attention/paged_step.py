@@ -197,26 +197,26 @@ def _paged_step_kernel(
     table_ptr = block_tables_ptr + seq * stride_table
     # The program whose tiles end with the new key has it, if there is a place to write it to.
     last = (keys - 1) // ATTENTION.block_n
-    is_new = (first <= last) & (last < end) & (position >= 0) & (position < capacity)
-    place = tl.where(is_new, position, 0)
-    block = tl.load(table_ptr + place // POOL.block_size, mask=is_new, other=-1).to(tl.int64)
-    is_new = is_new & (block >= 0) & (block < num_blocks)
+    in_table = (first <= last) & (last < end) & (position >= 0) & (position < capacity)
+    place = tl.where(in_table, position, 0)
+    block = tl.load(table_ptr + place // POOL.block_size, mask=in_table, other=-1).to(tl.int64)
+    is_new = in_table & (block >= 0) & (block < num_blocks)
 
     rows = column % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_G)
     one = tl.arange(0, 1)
     x_rows = x_ptr + seq * stride_x_seq
     q_rows = x_rows + (kv_head * GROUP + rows) * stride_x_head
     k_row = x_rows + (num_kv_heads * GROUP + kv_head + one) * stride_x_head
-    # All that is new is asked for before any of it is waited for.
+    # All that is new is asked for before any of it is waited for, the block among it.
     q = load_vectors(q_rows, rows < GROUP, ROTARY, ATTENTION)
-    k = load_vectors(k_row, (one == 0) & is_new, ROTARY, ATTENTION)
+    k = load_vectors(k_row, (one == 0) & in_table, ROTARY, ATTENTION)
     d = tl.arange(0, ATTENTION.block_d)[None, :]
     q_weights, k_weights = q, k
     if ROTARY.mode == NORM_ROPE:
         q_weights = load_vectors(q_weight_ptr + one, one == 0, ROTARY, ATTENTION)
-        k_weights = load_vectors(k_weight_ptr + one, (one == 0) & is_new, ROTARY, ATTENTION)
+        k_weights = load_vectors(k_weight_ptr + one, (one == 0) & in_table, ROTARY, ATTENTION)
     v_row = k_row + num_kv_heads * stride_x_head
-    v = tl.load(v_row[:, None] + d, mask=is_new & (d < HEAD_DIM), other=0.0)
+    v = tl.load(v_row[:, None] + d, mask=in_table & (d < HEAD_DIM), other=0.0)
     turn = Turn(0.0, 0.0)
     if ROTARY.mode != COPY:
         turn = load_turn(
