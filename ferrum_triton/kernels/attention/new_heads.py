@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from ferrum_triton.kernels.heads import COPY, NORM_ROPE
-from ferrum_triton.kernels.pdl import prefetch_l2
 from ferrum_triton.ops import rope
 
 
@@ -112,37 +111,3 @@ def prepare(vectors, weights, turn, eps, ROTARY: tl.constexpr, ATTENTION: tl.con
     if ROTARY.mode != COPY:
         x = x * turn.cos + partner * turn.sin
     return x
-
-
-@triton.jit
-def prefetch_constants(
-    kv_lens_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    stride_cos_position,
-    stride_sin_position,
-    num_seqs,
-    max_positions,
-    ROTARY: tl.constexpr,
-    ATTENTION: tl.constexpr,
-):
-    """Ask for norm weights, and for the tables' rows of the positions as they are now.
-
-    A layer's weights have gone through L2 since they were last read.
-    """
-    HALF: tl.constexpr = ROTARY.half
-    # Every eighth element, of which no line has fewer than that many.
-    d = tl.arange(0, ATTENTION.block_d // 8) * 8
-    if ROTARY.mode == NORM_ROPE:
-        prefetch_l2(q_weight_ptr + tl.minimum(d, ATTENTION.head_dim - 1))
-        prefetch_l2(k_weight_ptr + tl.minimum(d, ATTENTION.head_dim - 1))
-    if HALF > 0:
-        if max_positions > 0:
-            seq = (tl.program_id(0) % num_seqs).to(tl.int64)
-            position = tl.load(kv_lens_ptr + seq, cache_modifier=".cg").to(tl.int64) - 1
-            position = tl.minimum(tl.maximum(position, 0), max_positions - 1)
-            pair = tl.minimum(d, HALF - 1)
-            prefetch_l2(cos_ptr + position * stride_cos_position + pair)
-            prefetch_l2(sin_ptr + position * stride_sin_position + pair)

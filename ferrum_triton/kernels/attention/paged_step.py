@@ -19,7 +19,6 @@ from ferrum_triton.kernels.attention.new_heads import (
     Turn,
     load_turn,
     load_vectors,
-    prefetch_constants,
     prepare,
 )
 from ferrum_triton.kernels.attention.paged_decode import (
@@ -164,19 +163,6 @@ def _paged_step_kernel(
             least_tiles,
             POOL,
             UNITS,
-            ATTENTION,
-        )
-        prefetch_constants(
-            kv_lens_ptr,
-            q_weight_ptr,
-            k_weight_ptr,
-            cos_ptr,
-            sin_ptr,
-            stride_cos_position,
-            stride_sin_position,
-            num_seqs,
-            max_positions,
-            ROTARY,
             ATTENTION,
         )
     pdl_wait(PDL)
