@@ -188,6 +188,18 @@ def test_tokens_that_are_appended(placement, cache_dtype):
     assert moved == nbytes(call["qkv"]) + 5 * 6 * 16 * 2 + written + tables
 
 
+@pytest.mark.parametrize("window", [0, 7])
+def test_a_token_that_is_appended_and_attends(window):
+    """The new key is written, those before it in sight are read."""
+    axes = {"batch": 3, "num_kv_heads": 2, "group_size": 3, "head_dim": 16, "max_len": 40}
+    axes |= {"sliding_window": window}
+    moved, call = drawn("qkv_paged_decode_attention", **axes)
+    keys = int(call["kv_lens"].clamp(max=window or 40).sum())
+    tables = nbytes(call["cos"][:3], call["sin"][:3])
+    size = call["qkv"].element_size()
+    assert moved == nbytes(call["qkv"]) + size * (3 * 6 * 16 + keys * 2 * 2 * 16) + tables
+
+
 def test_tokens_that_are_appended_to_rows():
     axes = {"num_tokens": 5, "num_kv_heads": 2, "head_dim": 16}
     moved, call = drawn("kv_cache_append_head_major", **axes)

@@ -199,5 +199,6 @@ def _(
     attended = (qkv.numel() - new) * qkv.element_size()
     tables = 2 * batch * cos.shape[1] * cos.element_size()
     per_key = 2 * head_dim * k_cache.element_size()
-    keys = (keys_read(kv_lens, 1, sliding_window) + batch) * num_kv_heads * per_key
+    # The newest is written, the others are read.
+    keys = keys_read(kv_lens, 1, sliding_window) * num_kv_heads * per_key
     return qkv.numel() * qkv.element_size() + attended + tables + keys
