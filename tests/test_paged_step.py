@@ -62,6 +62,7 @@ def two_ops(backend, arguments):
         {"qk_mode": 3, "layout": "nhd"},
         {"qk_mode": 2, "group_size": 1, "layout": "vllm_x"},
         {"qk_mode": 0, "num_kv_heads": 1, "group_size": 7},
+        {"qk_mode": 2, "head_dim": 24},  # fewer dimensions than a tile has
         {"sliding_window": 1},
         {"sliding_window": 40, "with_sinks": True},
         {"softcap": 5.0, "with_sinks": True, "head_dim": 64},
