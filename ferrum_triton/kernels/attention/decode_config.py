@@ -122,14 +122,16 @@ def decode_fits(
     return shared_refusal(gpu, config["BLOCK_N"] * key_bytes * config["num_stages"])
 
 
+# How far a row's shape serves: programs that fill the GPU once do not fill it at twice the work.
+WITHIN = {"batch": 1.5, "num_kv_heads": 1.5, "capacity": 1.5, "key_bytes": 1.0}
+
 decode_config = Tunable(
     "paged_decode_attention",
     ("batch", "num_kv_heads", "capacity", "key_bytes", "rows", "is_varlen", "is_plain"),
     decode_heuristic,
     decode_candidates,
     fits=decode_fits,
-    # Programs that fill the GPU once do not fill it at twice the work.
-    within={"batch": 1.5, "num_kv_heads": 1.5, "capacity": 1.5, "key_bytes": 1.0},
+    within=WITHIN,
     parameters={"PREFETCH": integer(0, 16)},
 )
 
@@ -182,7 +184,7 @@ step_config = Tunable(
     step_heuristic,
     step_candidates,
     fits=decode_fits,
-    within={"batch": 1.5, "num_kv_heads": 1.5, "capacity": 1.5, "key_bytes": 1.0},
+    within=WITHIN,
     parameters={"PREFETCH": integer(0, 16), "MERGES": integer(0, 1)},
 )
 

@@ -16,7 +16,8 @@ from ferrum_triton.ops.kv_pool import token_view
 from ferrum_triton.registry import Case, op
 
 
-def _decode_case(heads: str, batch: int, ctx: int, dtype: str = "bf16", **axes) -> Case:
+def decode_case(heads: str, batch: int, ctx: int, dtype: str = "bf16", **axes) -> Case:
+    """A bench case of sequences that are all as long; ``dtype`` begins its id."""
     num_heads, rest = heads[1:].split("k")
     num_kv_heads, head_dim = map(int, rest.split("d"))
     sizes = {
@@ -46,17 +47,17 @@ def _decode_case(heads: str, batch: int, ctx: int, dtype: str = "bf16", **axes) 
         "batch_invariant": (False, True),
     },
     bench=[
-        *(_decode_case("h32k8d128", 1, ctx) for ctx in (1024, 8192, 32768)),
-        *(_decode_case("h32k8d128", 8, ctx) for ctx in (1024, 8192)),
-        _decode_case("h32k8d128", 32, 1024),
-        _decode_case("h32k8d128", 64, 1024),
-        _decode_case("h32k8d128", 64, 8192),
-        _decode_case("h32k8d128", 256, 2048),
-        _decode_case("h64k8d128", 32, 4096),
-        _decode_case("h28k4d128", 32, 4096),
-        _decode_case("h32k32d128", 32, 4096),
-        _decode_case("h8k1d256", 32, 4096),
-        _decode_case("h32k8d96", 16, 4000),
+        *(decode_case("h32k8d128", 1, ctx) for ctx in (1024, 8192, 32768)),
+        *(decode_case("h32k8d128", 8, ctx) for ctx in (1024, 8192)),
+        decode_case("h32k8d128", 32, 1024),
+        decode_case("h32k8d128", 64, 1024),
+        decode_case("h32k8d128", 64, 8192),
+        decode_case("h32k8d128", 256, 2048),
+        decode_case("h64k8d128", 32, 4096),
+        decode_case("h28k4d128", 32, 4096),
+        decode_case("h32k32d128", 32, 4096),
+        decode_case("h8k1d256", 32, 4096),
+        decode_case("h32k8d96", 16, 4000),
         Case(
             "bf16/h32k8d128/block16/b64/skew(1x65536+63x1024)",
             torch.bfloat16,
@@ -70,7 +71,7 @@ def _decode_case(heads: str, batch: int, ctx: int, dtype: str = "bf16", **axes) 
             },
         ),
         *(
-            _decode_case(
+            decode_case(
                 "h32k8d128", 8, ctx, "fp8", cache_dtype=torch.float8_e4m3fn, scales="tensor"
             )
             for ctx in (16384, 32768)
@@ -94,7 +95,7 @@ def _decode_case(heads: str, batch: int, ctx: int, dtype: str = "bf16", **axes) 
             )
             for batch, ctx in ((8, 16384), (8, 32768), (64, 8192))
         ),
-        _decode_case("h32k8d128", 8, 16384, "verify4", q_len=4),
+        decode_case("h32k8d128", 8, 16384, "verify4", q_len=4),
     ],
     mutates=("lse",),
     static=("sliding_window",),

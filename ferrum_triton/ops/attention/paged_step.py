@@ -3,7 +3,11 @@
 import torch
 from torch import Tensor
 
-from ferrum_triton.ops.attention.paged_decode import keys_read, paged_decode_attention
+from ferrum_triton.ops.attention.paged_decode import (
+    decode_case,
+    keys_read,
+    paged_decode_attention,
+)
 from ferrum_triton.ops.attention.pool import (
     ATTENTION_AXES,
     PAGED_TENSORS,
@@ -13,24 +17,10 @@ from ferrum_triton.ops.attention.pool import (
 from ferrum_triton.ops.kv_pool import check_pool, token_view
 from ferrum_triton.ops.paged_cache import split_qkv_norm_rope_into_paged_cache
 from ferrum_triton.ops.rope import MODES, NORM_ROPE, ROPE_INTERLEAVED, check_rope
-from ferrum_triton.registry import Case, op
+from ferrum_triton.registry import op
 
 _OTHERS = ("cache_dtype", "scales", "with_lse")
 _AXES = {name: values for name, values in ATTENTION_AXES.items() if name not in _OTHERS}
-
-
-def _step_case(heads: str, batch: int, ctx: int, kind: str = "", **axes) -> Case:
-    num_heads, rest = heads[1:].split("k")
-    num_kv_heads, head_dim = map(int, rest.split("d"))
-    sizes = {
-        "batch": batch,
-        "num_kv_heads": num_kv_heads,
-        "group_size": int(num_heads) // num_kv_heads,
-        "head_dim": head_dim,
-        "max_len": ctx,
-    }
-    name = f"bf16/{heads}/{kind}block16/b{batch}/ctx{ctx}"
-    return Case(name, torch.bfloat16, {**sizes, "full": True, **axes})
 
 
 @op(
@@ -54,11 +44,11 @@ def _step_case(heads: str, batch: int, ctx: int, kind: str = "", **axes) -> Case
         "qk_mode": MODES,
     },
     bench=[
-        *(_step_case("h32k8d128", 1, ctx) for ctx in (1024, 8192)),
-        *(_step_case("h32k8d128", batch, 1024) for batch in (8, 32)),
-        _step_case("h32k8d128", 1, 1024, "tickets/", with_tickets=True),
-        _step_case("h16k8d256", 1, 1024),
-        _step_case("h32k8d128", 8, 1024, "interleaved/", qk_mode=ROPE_INTERLEAVED),
+        *(decode_case("h32k8d128", 1, ctx) for ctx in (1024, 8192)),
+        *(decode_case("h32k8d128", batch, 1024) for batch in (8, 32)),
+        decode_case("h32k8d128", 1, 1024, "bf16/tickets", with_tickets=True),
+        decode_case("h16k8d256", 1, 1024),
+        decode_case("h32k8d128", 8, 1024, "bf16/interleaved", qk_mode=ROPE_INTERLEAVED),
     ],
     mutates=("k_cache", "v_cache", "tickets"),
     static=("sliding_window", "qk_mode"),
@@ -130,7 +120,7 @@ def _(
 ):  # fmt: skip
     this = qkv_paged_decode_attention
     if k_cache.dtype != qkv.dtype:
-        advice = "A quantised pool takes a launch to write and one to read."
+        advice = "A quantised pool takes a call to write and one to attend."
         this.reject("k_cache", str(k_cache.dtype), f"{qkv.dtype}, the dtype of qkv", advice)
     num_kv_heads, head_dim = check_pool(this, k_cache, v_cache, None, None, layout, is_read=True)
     heads, rest = divmod(qkv.shape[1], max(head_dim, 1))
@@ -138,8 +128,11 @@ def _(
     if rest or num_heads < 1:
         allowed = f"more than 2 * {num_kv_heads} heads of {head_dim}, as in k_cache"
         this.reject("qkv", f"{qkv.shape[1]} wide", allowed)
-    check_queries(this, "qkv", qkv.dtype, num_heads, k_cache.dtype, num_kv_heads, head_dim)
+    check_queries(this, "qkv", num_heads, num_kv_heads, head_dim)
     check_rope(this, head_dim, cos, sin, qk_mode, {"q_weight": q_weight, "k_weight": k_weight})
+    if sinks is not None and sinks.shape[0] != num_heads:
+        got = f"of {sinks.shape[0]} elements"
+        this.reject("sinks", got, f"{num_heads}, one for each query head")
     if tickets is not None and tickets.shape[0] < qkv.shape[0] * num_kv_heads:
         got, allowed = f"of {tickets.shape[0]} elements", "batch * num_kv_heads"
         this.reject("tickets", got, f"{allowed} = {qkv.shape[0] * num_kv_heads} or more")

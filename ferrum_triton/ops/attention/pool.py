@@ -84,21 +84,22 @@ def check_paged(of_op: Op, q, k_cache, v_cache, k_scales, v_scales, layout, slid
         of_op.reject("v_scales", f"of {v_scales.dim()} dimensions", "as many as k_scales")
     if q.shape[-1] != head_dim:
         of_op.reject("q", f"of head_dim {q.shape[-1]}", f"{head_dim}, as in k_cache")
-    check_queries(of_op, "q", q.dtype, q.shape[-2], k_cache.dtype, num_kv_heads, head_dim)
+    check_queries(of_op, "q", q.shape[-2], num_kv_heads, head_dim)
     if sliding_window < 0:
         of_op.reject("sliding_window", str(sliding_window), "0 (off) or more")
+    if k_cache.dtype not in LIMITS and k_cache.dtype != q.dtype:
+        of_op.reject(
+            "k_cache", str(k_cache.dtype), f"{q.dtype}, the dtype of q, or a quantised one"
+        )
 
 
-def check_queries(of_op: Op, name, dtype, num_heads, cache_dtype, num_kv_heads, head_dim):
+def check_queries(of_op: Op, name, num_heads, num_kv_heads, head_dim):
     """What queries have to be for a pool's heads, whichever argument ``name`` they come in."""
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         allowed = f"a multiple of the {num_kv_heads} KV heads"
         of_op.reject(name, f"of {num_heads} heads", allowed)
     if head_dim > MAX_HEAD_DIM:
         of_op.reject(name, f"of head_dim {head_dim}", f"up to {MAX_HEAD_DIM}")
-    if cache_dtype not in LIMITS and cache_dtype != dtype:
-        allowed = f"{dtype}, the dtype of {name}, or a quantised one"
-        of_op.reject("k_cache", str(cache_dtype), allowed)
 
 
 def paged_sample(
