@@ -38,8 +38,8 @@ DISTINCT_ROWS = {
 # the square in its exponent was rounded, and the largest float makes them large.
 TAILED = ("fused_gelu_mul_split", "fused_gelu_tanh_mul_split")
 
-# Ops that multiply a sum of several by a weight: where it cancels, the largest float makes what each
-# addition rounded large.
+# Ops that multiply a sum of several by a weight: where it cancels, the largest float makes large
+# what each addition rounded.
 CANCELLED = ("weighted_sum_residual_norm",)
 
 # Ops that multiply by each other what one large factor made large: of two products that overflow to

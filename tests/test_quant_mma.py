@@ -10,6 +10,7 @@ from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.fragments import unpacking_of
 from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
+from ferrum_triton.kernels.quant.mma import mma_products, order_of
 from ferrum_triton.kernels.quant.mma_config import (
     MmaConfig,
     mma_candidates,
@@ -113,6 +114,33 @@ def test_k_that_is_no_multiple_of_a_step(kind, k):
         check(kind, 2, 5, k, SMALL._replace(words=16, parts=2, use_tma=use_tma))
 
 
+def test_tickets_are_zeros_again_for_the_next_product():
+    """Of the same activations: Q and K, then V."""
+    a = torch.randn(9, 1280, generator=seeded(1)).half()
+    planes = planes_of(packed("Q4_K", 70, 1280), "Q4_K")
+    config = SMALL._replace(splits=4)
+    arranged = arrange(a, *order_of("Q4_K", config))
+    y = torch.empty(9, 70, dtype=torch.float16)
+    results = []
+    for _ in range(2):
+        assert not arranged.tickets.any()
+        mma_products(y.zero_(), arranged, [planes], "Q4_K:planes", config, 1280)
+        results.append(y.clone())
+    assert_same_bits(*results)
+    assert not arranged.tickets.any() and results[0].any()
+
+
+def test_more_tiles_than_tickets_are_not_split():
+    a = torch.randn(3, 256, generator=seeded(1)).half()
+    planes = planes_of(packed("Q4_0", 24 * 257, 256), "Q4_0")
+    with record_launches(gpu_of_capability((9, 0)).capability) as launches:
+        meta = planes.to("meta")
+        multiply(a.to("meta"), meta, "Q4_0", SMALL._replace(rows=16, splits=2))
+        multiply(a.to("meta"), meta[: 16 * 256], "Q4_0", SMALL._replace(rows=16, splits=2))
+    grids = [launch.grid for launch in launches if len(launch.grid) == 2]
+    assert grids == [(386, 1), (256, 2)]
+
+
 @pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q3_K", "Q8_0"))
 @pytest.mark.parametrize("splits", (2, 3, 8))
 def test_split_k_is_summed_in_order(kind, splits):
@@ -140,7 +168,7 @@ def test_rows_of_one_activation_fit_float16_with_their_sums(dtype):
     below_two = 2 - torch.finfo(dtype).eps
     a = (torch.stack([exponents.exp2(), exponents.exp2() * below_two]).flatten()).to(dtype)
     a = a[:, None].repeat(1, 256)
-    x, sums, factor = arrange(a, 16)
+    x, sums, factor, _ = arrange(a, 16)
     assert torch.equal(x.double() * factor[:, None], a.double())
     assert x.min() >= 2**11 and x.max() < 2**12
     assert torch.equal(sums.double(), (8 * x[:, :32].double()).half().double())

@@ -55,6 +55,15 @@ class Gpu:
         return 64 if self.arch.startswith("gfx9") else 32
 
     @property
+    def waits_for_stores(self) -> bool:
+        """Whether a barrier is known to wait for the stores of all of a program's warps.
+
+        Then one of its threads can tell another program that they are there. Of AMD's GPUs none
+        has been seen to.
+        """
+        return not self.arch.startswith("gfx")
+
+    @property
     def max_warps(self) -> int:
         """Warps of the largest program, which has 1024 threads."""
         return 1024 // self.warp_size

@@ -150,14 +150,13 @@ def step_heuristic(
     Its programs prepare heads first, which four warps do sooner than two. ``MERGES`` is 1 where the
     program that stores a last part merges all. That takes 4.7 % off a step of 8 sequences in Q4_K
     and 1.6 % off one of 32; little work is merged sooner by the many programs of another launch, by
-    0.9 % of a step (``python -m bench.tune_step qwen3-8b --batches 1 8 32``). On AMD's GPUs another
-    launch merges: whether a barrier there waits for the stores of all of a program's warps has not
-    been seen on one.
+    0.9 % of a step (``python -m bench.tune_step qwen3-8b --batches 1 8 32``). On AMD's GPUs
+    another launch merges, see :attr:`Gpu.waits_for_stores`.
     """
     config = decode_heuristic(
         gpu, batch, num_kv_heads, capacity, key_bytes, rows, is_varlen=False, is_plain=is_plain
     )
-    merges = 0 if gpu.arch.startswith("gfx") else 1
+    merges = int(gpu.waits_for_stores)
     if config["PREFETCH"] > 0:
         # Most programs have one tile, for which there is nothing to be loaded ahead.
         return {**config, "num_stages": 2, "MERGES": 0}
@@ -173,7 +172,7 @@ def step_heuristic(
 
 def step_candidates(gpu: Gpu, *shape: Dim) -> list[Config]:
     """Those of :func:`decode_candidates`, merged in either way, or on AMD's GPUs in the one."""
-    either = (0,) if gpu.arch.startswith("gfx") else (0, 1)
+    either = (0, 1) if gpu.waits_for_stores else (0,)
     configs = decode_candidates(gpu, *shape)
     return [{**config, "MERGES": merges} for config in configs for merges in either]
 

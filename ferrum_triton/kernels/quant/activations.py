@@ -2,7 +2,9 @@
 
 :func:`arrange` is the launch before a product with planes on tensor cores, where no norm before it
 does that itself (:mod:`ferrum_triton.kernels.quant.add_norm`). Of each token it writes
-x = a / factor in float16, factor a power of two, and the sums over each word's eight.
+x = a / factor in float16, factor a power of two, and the sums over each word's eight. The launch
+also clears the tickets with which programs that share a tile of the product behind tell who of
+them is the last.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +23,8 @@ from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 STEP = 256
 # Elements of a token that a program holds at a time, at most.
 LONGEST_BLOCK = 16384
+# Tickets that an arrangement has: as many tiles can have their K split.
+TICKETS = tl.constexpr(256)
 
 
 class Arranged(NamedTuple):
@@ -30,11 +34,14 @@ class Arranged(NamedTuple):
         x: float16 [rows, padded k].
         sums: float16 [rows, padded k / 8].
         factor: float32 [rows], what x has to be multiplied by.
+        tickets: int32 [TICKETS], zeros whenever no product is running; None where products of these
+            activations never split K.
     """
 
     x: Any
     sums: Any
     factor: Any
+    tickets: Any = None
 
 
 @triton.jit
@@ -66,6 +73,14 @@ def inverse_of(magnitudes):
 def factor_of(inverse):
     """A row's factor, of the exponent bits of its inverse."""
     return ((254 - inverse) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def clear_tickets(tickets_ptr):
+    """Zeros, by a launch's first program; nothing where there are no tickets."""
+    if tickets_ptr is not None:
+        if tl.program_id(0) == 0:
+            tl.store(tickets_ptr + tl.arange(0, TICKETS), 0)
 
 
 @triton.jit
@@ -144,6 +159,7 @@ def _arrange_kernel(
     x_ptr,  # [m, padded k], float16
     sums_ptr,  # [m, padded k / 8], float16
     factor_ptr,  # [m], float32
+    tickets_ptr,  # [TICKETS], int32, or None
     a_ptr,  # [m, k]
     stride_a_token,
     num_weights,
@@ -156,18 +172,25 @@ def _arrange_kernel(
 ):
     pdl_wait(PDL)
     pdl_trigger(PDL)
+    clear_tickets(tickets_ptr)
     token = tl.program_id(0).to(tl.int64)
     a_row = a_ptr + token * stride_a_token
     to = Arranged(x_ptr, sums_ptr, factor_ptr)
     arrange_token(to, token, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K, INTERLEAVE)
 
 
-def room_for(num_tokens: int, num_weights: int, device: torch.device) -> Arranged:
-    """Memory for what :func:`arrange` returns."""
+def room_for(
+    num_tokens: int, num_weights: int, device: torch.device, *, splits_k: bool = False
+) -> Arranged:
+    """Memory for what :func:`arrange` returns; with tickets where products may split K."""
     padded = cdiv(num_weights, STEP) * STEP
     x = torch.empty((num_tokens, padded), dtype=torch.float16, device=device)
     sums = torch.empty((num_tokens, padded // 8), dtype=torch.float16, device=device)
-    return Arranged(x, sums, torch.empty((num_tokens,), dtype=torch.float32, device=device))
+    factor = torch.empty((num_tokens,), dtype=torch.float32, device=device)
+    tickets = None
+    if splits_k:
+        tickets = torch.empty((TICKETS.value,), dtype=torch.int32, device=device)
+    return Arranged(x, sums, factor, tickets)
 
 
 def block_and_warps(padded: int) -> tuple[int, int]:
@@ -185,13 +208,14 @@ def arrange(a: Tensor, words: int, halves: int = 1, interleave: int = 0) -> Arra
         the others. Or of up to ``interleave`` tokens x and sums as [32 elements, token].
     """
     num_tokens, num_weights = a.shape
-    to = room_for(interleave or num_tokens, num_weights, a.device)
+    to = room_for(interleave or num_tokens, num_weights, a.device, splits_k=not interleave)
     block, warps = block_and_warps(to.x.shape[1])
     _arrange_kernel.launch(
         (num_tokens,),
         x_ptr=to.x,
         sums_ptr=to.sums,
         factor_ptr=to.factor,
+        tickets_ptr=to.tickets,
         a_ptr=a,
         stride_a_token=a.stride(0),
         num_weights=num_weights,

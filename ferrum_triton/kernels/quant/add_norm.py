@@ -25,6 +25,7 @@ from ferrum_triton.kernels.quant.activations import (
     arrange,
     arranged,
     block_and_warps,
+    clear_tickets,
     factor_of,
     inverse_of,
     room_for,
@@ -40,6 +41,7 @@ def _add_norm_arrange_kernel(
     arranged_ptr,  # [m, padded k], float16
     sums_ptr,  # [m, padded k / 8], float16
     factor_ptr,  # [m], float32
+    tickets_ptr,  # [TICKETS], int32, or None
     residual_ptr,  # [m, k], updated
     x_ptr,  # [m, k]
     weight_ptr,  # [k]
@@ -58,6 +60,7 @@ def _add_norm_arrange_kernel(
     """residual ← residual + x, rounded; its norm in x's dtype, arranged"""
     pdl_trigger(PDL)
     pdl_wait(PDL)
+    clear_tickets(tickets_ptr)
     token = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     mask = k < num_weights
@@ -98,7 +101,8 @@ class NormedTokens(Tokens):
         num_tokens, num_weights = self.like.shape
         if not 0 < num_weights <= LONGEST_BLOCK:
             return arrange(self.values(), *order)
-        to = room_for(order.interleave or num_tokens, num_weights, self.like.device)
+        device, splits_k = self.like.device, not order.interleave
+        to = room_for(order.interleave or num_tokens, num_weights, device, splits_k=splits_k)
         num_padded = to.x.shape[1]
         block, warps = block_and_warps(num_padded)
         _add_norm_arrange_kernel.launch(
@@ -106,6 +110,7 @@ class NormedTokens(Tokens):
             arranged_ptr=to.x,
             sums_ptr=to.sums,
             factor_ptr=to.factor,
+            tickets_ptr=to.tickets,
             residual_ptr=self.residual,
             x_ptr=self.like,
             weight_ptr=self.weight,

@@ -120,7 +120,7 @@ def _plane_descriptors(
 
 
 def _activation_descriptors(arranged: Arranged, tile: Tile) -> dict[str, Descriptor]:
-    (x, sums, _), columns = arranged, 8 * tile.words // tile.parts
+    x, sums, columns = arranged.x, arranged.sums, 8 * tile.words // tile.parts
     x_desc = _descriptor(x, 0, x.dtype, x.shape, x.stride(), (tile.tokens, columns))
     sums_desc = None
     if tile.scale_after and tile.format.has_minimum:

@@ -14,6 +14,9 @@ more instructions a weight and fewer a token; one beyond float16's range is infi
 
 One launch takes one matrix, or several of one kind: gate and up, whose rows alternate in a tile so
 that a thread has both, or Q, K and V, side by side in y.
+
+K of a tile may be split among programs. Each stores its float32 sums, and the one that draws a
+tile's last ticket adds up all of them, in one order whoever it is.
 """
 
 from collections.abc import Sequence
@@ -26,7 +29,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import can_overlap, capability, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
-from ferrum_triton.kernels.quant.activations import Arranged, Order
+from ferrum_triton.kernels.quant.activations import TICKETS, Arranged, Order
 from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.mma_operands import (
@@ -42,7 +45,6 @@ from ferrum_triton.kernels.quant.mma_operands import (
     tile_of,
 )
 from ferrum_triton.kernels.quant.mma_steps import add_step, gated
-from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.quant.planes import row_sizes, row_units
 from ferrum_triton.kernels.rows import cdiv
 
@@ -74,7 +76,9 @@ class Matrix(NamedTuple):
 
 @kernel(dynamic=("num_tokens",))
 def _mma_quant_kernel(
-    y_ptr,  # [m, n]; of splits float32 [splits, m, n], or of gate and up [splits, m, 2 n]
+    y_ptr,  # [m, n]
+    partial_ptr,  # float32 [tiles, splits, tile's rows, its tokens], or None of one split
+    tickets_ptr,  # int32 [tiles] zeros, which are left so, or None of one split
     x_ptr,  # [m, padded k]
     sums_ptr,  # [m, padded k / 8]
     factor_ptr,  # [m]
@@ -97,7 +101,6 @@ def _mma_quant_kernel(
     third_d_desc,
     x_desc,  # of activations, or None
     sums_desc,
-    stride_y_split,
     stride_y_token,
     stride_x_token,
     stride_residual_token,
@@ -148,13 +151,12 @@ def _mma_quant_kernel(
                     column += num_rows_second
                     matrix = Matrix(third_ptr, num_rows_third, third)
     n = tile_n.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row, planes, is_up = n, matrix.planes, 0
+    row, planes = n, matrix.planes
     if GATED:
         # Eight rows of each in turn, as ``gated`` takes them.
         i = tl.arange(0, BLOCK_N)
         row = tile_n.to(tl.int64) * ROWS + (i // 16 * 8 + i % 8)
-        is_up = i // 8 % 2
-        planes = tl.where(is_up == 1, second_ptr, planes_ptr)
+        planes = tl.where(i // 8 % 2 == 1, second_ptr, planes_ptr)
     # Past the end the last row and token are read again.
     w_row, token = tl.minimum(row, matrix.num_rows - 1), tl.minimum(m, num_tokens - 1)
     rows = PlaneRows(q_row, h_row, s_row, t_row, d_row)
@@ -191,12 +193,25 @@ def _mma_quant_kernel(
             acc, scales, operands, Place(none, step), Place(none, after), num_words, TILE
         )
     pdl_trigger(PDL)  # before the loop it would cost registers
+    if LAUNCH.splits > 1:
+        SPLITS: tl.constexpr = LAUNCH.splits
+        PART: tl.constexpr = BLOCK_N * BLOCK_M
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        parts = partial_ptr + tl.program_id(0).to(tl.int64) * (SPLITS * PART) + place
+        tl.store(parts + tl.program_id(1) * PART, acc)
+        # All threads have stored before one of them says so.
+        tl.debug_barrier()
+        ticket = tickets_ptr + tl.program_id(0)
+        if tl.atomic_add(ticket, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(ticket, 0)
+        acc = tl.load(parts, cache_modifier=".cg")
+        for split in tl.static_range(1, SPLITS):
+            acc += tl.load(parts + split * PART, cache_modifier=".cg")
     acc *= tl.load(factor_ptr + token)[None, :]
-    if GATED and LAUNCH.splits == 1:
+    if GATED:
         ACTIVATION: tl.constexpr = LAUNCH.activation
         acc = gated(acc, ACTIVATION)
-    elif GATED:
-        n, column = row, column + is_up * num_rows  # sums of up lie behind those of gate
     mask = (m < num_tokens)[None, :] & (n < matrix.num_rows)[:, None]
     n += column
     if bias_ptr is not None:
@@ -205,9 +220,8 @@ def _mma_quant_kernel(
     if residual_ptr is not None:
         residual = residual_ptr + m[None, :] * stride_residual_token + n[:, None]
         acc += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
-    y_split = y_ptr + tl.program_id(1).to(tl.int64) * stride_y_split
     tl.store(
-        y_split + m[None, :] * stride_y_token + n[:, None],
+        y_ptr + m[None, :] * stride_y_token + n[:, None],
         acc.to(y_ptr.dtype.element_ty),
         mask=mask,
     )
@@ -248,39 +262,40 @@ def mma_products(
         bias: [n], contiguous, in any float dtype.
         residual: [m, n] in any float dtype.
     """
-    num_tokens, splits = y.shape[0], config.splits
+    num_tokens = y.shape[0]
     first, second, third = [*matrices, None, None][:3]
     sizes, *_ = [row_sizes(planes, kind, k) for planes in matrices]  # every one is checked
     tile = tile_of(kind, config, k, y.device)
     rows = tile.rows // 2 if activation else tile.rows
     tiles = cdiv(len(first), rows) if activation else sum(cdiv(len(w), rows) for w in matrices)
-    partial = y[None]
+    tiles *= cdiv(num_tokens, tile.tokens)
+    # A measured choice may serve a shape of more tiles than it was measured at.
+    splits, partial = config.splits if tiles <= TICKETS.value else 1, None
     if splits > 1:
-        width = y.shape[1] * (2 if activation else 1)
-        shape = splits, num_tokens, width
+        shape = tiles, splits, tile.rows, tile.tokens
         partial = torch.empty(shape, dtype=torch.float32, device=y.device)
     each = {"": first, "second_": second, "third_": third}
     stacks = {prefix: None if w is None else w[None] for prefix, w in each.items()}
     descriptors = no_descriptors(stacks)
     if config.use_tma:
         descriptors = descriptors_of(tile, rows, arranged, stacks, sizes, k)
-    is_last = splits == 1
     _mma_quant_kernel.launch(
-        (cdiv(num_tokens, tile.tokens) * tiles, splits),
-        y_ptr=partial,
+        (tiles, splits),
+        y_ptr=y,
+        partial_ptr=partial,
+        tickets_ptr=None if partial is None else arranged.tickets,
         x_ptr=arranged.x,
         sums_ptr=arranged.sums,
         factor_ptr=arranged.factor,
         planes_ptr=first,
         second_ptr=second,
         third_ptr=third,
-        bias_ptr=bias if is_last else None,
-        residual_ptr=residual if is_last else None,
+        bias_ptr=bias,
+        residual_ptr=residual,
         **descriptors,
-        stride_y_split=0 if is_last else partial.stride(0),
-        stride_y_token=partial.stride(1),
+        stride_y_token=y.stride(0),
         stride_x_token=arranged.x.stride(0),
-        stride_residual_token=residual.stride(0) if is_last and residual is not None else 0,
+        stride_residual_token=0 if residual is None else residual.stride(0),
         **row_units(sizes),
         num_rows=len(first),
         num_rows_second=0 if second is None else len(second),
@@ -288,14 +303,14 @@ def mma_products(
         num_words=k // 8,
         num_tokens=num_tokens,
         TILE=tile,
-        LAUNCH=_launch_of(config, activation, y.device),
+        LAUNCH=_launch_of(config, splits, activation, y.device),
         **options_of(config),
     )
-    return y if is_last else add_partials(y, partial, bias, residual, activation)
+    return y
 
 
-def _launch_of(config: MmaConfig, activation: str, device: torch.device) -> Launch:
+def _launch_of(config: MmaConfig, splits: int, activation: str, device: torch.device) -> Launch:
     """What a configuration is on a device: not every GPU prefetches."""
     lines = config.prefetch_lines if can_overlap(device) else 0
     distance = config.prefetch_distance if capability(device) >= (8, 0) else 0
-    return Launch(config.splits, activation, lines, distance)
+    return Launch(splits, activation, lines, distance)

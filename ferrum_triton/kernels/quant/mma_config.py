@@ -128,9 +128,9 @@ def mma_heuristic(
     least = max(num_tokens, least_tokens(kind))
     fitting = (tokens for tokens in tiles if least <= tokens)
     config = fitted(kind, tiles[next(fitting, min(MAX_TOKENS, max(tiles)))])
-    split = with_splits(config, num_tokens, num_rows, num_weights)
+    split = with_splits(gpu, config, num_tokens, num_rows, num_weights)
     if config.tokens > MAX_TOKENS and split.splits > 1:  # too few tiles, and with splits they spill
-        split = with_splits(tiles[MAX_TOKENS], num_tokens, num_rows, num_weights)
+        split = with_splits(gpu, tiles[MAX_TOKENS], num_tokens, num_rows, num_weights)
     return split
 
 
@@ -142,7 +142,7 @@ def mma_candidates(
     found = []
     for config in tiles_of(gpu, kind).values():
         if config.tokens >= least_tokens(kind) and config.tokens <= 4 * max(num_tokens, 8):
-            split = with_splits(fitted(kind, config), num_tokens, num_rows, num_weights)
+            split = with_splits(gpu, fitted(kind, config), num_tokens, num_rows, num_weights)
             for splits in {split.splits, max(split.splits // 2, 1), 2 * split.splits}:
                 found.append(split._replace(splits=splits))
     return [config for config in found if not mma_fits(gpu, config, kind)]
@@ -154,6 +154,8 @@ def mma_fits(gpu: Gpu, config: MmaConfig, kind: str) -> str:
         return "tensor descriptors are of capability 9.0 and up"
     if config.tokens < least_tokens(file_kind(kind)):
         return f"tiles of {kind} have {least_tokens(file_kind(kind))} tokens at least"
+    if config.splits > 1 and not gpu.waits_for_stores:
+        return "programs that share a tile's K are for NVIDIA's GPUs"
     return shared_refusal(gpu, shared_bytes(gpu, config, kind))
 
 
@@ -184,8 +186,12 @@ def fitted(kind: str, config: MmaConfig) -> MmaConfig:
     return config._replace(stages=max(config.stages - 1, 2)) if kind == "Q8_0" else config
 
 
-def with_splits(config: MmaConfig, num_tokens: int, num_rows: int, num_weights: int) -> MmaConfig:
+def with_splits(
+    gpu: Gpu, config: MmaConfig, num_tokens: int, num_rows: int, num_weights: int
+) -> MmaConfig:
     """``config``, K split until there are enough programs."""
+    if not gpu.waits_for_stores:
+        return config
     tiles = cdiv(num_rows, config.rows) * cdiv(num_tokens, config.tokens)
     steps, splits = cdiv(num_weights, 8 * config.words), 1
     while tiles * splits < PROGRAMS and steps // (2 * splits) >= STEPS:

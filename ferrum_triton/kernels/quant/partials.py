@@ -6,7 +6,6 @@ The launch behind a product whose K is split, or whose kernel cannot take bias a
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -15,7 +14,7 @@ from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 @kernel
 def _add_partials_kernel(
     y_ptr,  # [m, n]
-    partial_ptr,  # float32 [splits, m, n]; with ACTIVATION [splits, m, 2 n], gate and then up
+    partial_ptr,  # float32 [splits, m, n]
     bias_ptr,  # [n], or None
     residual_ptr,  # [m, n], or None
     stride_y_token,
@@ -24,7 +23,6 @@ def _add_partials_kernel(
     stride_residual_token,
     num_rows,
     SPLITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # y = activation(gate) * up; or ""
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -35,14 +33,9 @@ def _add_partials_kernel(
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = n < num_rows
     acc = tl.zeros([BLOCK], tl.float32)
-    up = tl.zeros([BLOCK], tl.float32)
     row = partial_ptr + token * stride_partial_token + n
     for split in tl.static_range(SPLITS):
         acc += tl.load(row + split * stride_partial_split, mask=mask)
-        if ACTIVATION != "":
-            up += tl.load(row + split * stride_partial_split + num_rows, mask=mask)
-    if ACTIVATION != "":
-        acc = activated(acc, ACTIVATION) * up
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -56,13 +49,11 @@ def add_partials(
     partial: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    activation: str = "",
 ) -> Tensor:
     """y[m, n] = Σ_s partial[s, m, n] + bias[n] + residual[m, n].
 
     Args:
-        partial: float32 [splits, m, n]; with ``activation`` [splits, m, 2 n], and y is
-            activation(gate) * up of the sums' halves.
+        partial: float32 [splits, m, n].
     """
     num_tokens, num_rows = y.shape
     if y.numel() == 0:
@@ -80,7 +71,6 @@ def add_partials(
         stride_residual_token=0 if residual is None else residual.stride(0),
         num_rows=num_rows,
         SPLITS=partial.shape[0],
-        ACTIVATION=activation,
         BLOCK=block,
     )
     return y
