@@ -61,8 +61,7 @@ def _opening_case(kind: str, m: int, n: int, k: int) -> Case:
         _opening_case(kind, m, 4096, k)
         for kind, k in (("Q4_K:planes", 4096), ("Q4_K:planes", 12288), ("Q6_K:planes", 12288))
         for m in (1, 2)
-    ]
-    + [_opening_case("Q4_K:planes", 16, 4096, 4096)],
+    ],
     after_norm="a",
 )
 def linear_quant_open_norm(
