@@ -43,7 +43,8 @@ def table() -> list[dict[str, Any]]:
 
     with contextlib.suppress(BackendUnavailable):  # without triton, the table shows what is left
         load_kernels("interpret")
-    import ferrum_triton.backends.torch_ops  # noqa: F401  registers the "torch" provider
+    import ferrum_triton.backends.torch_moe
+    import ferrum_triton.backends.torch_ops  # noqa: F401  these register the "torch" provider
     from ferrum_triton.backends.metal import load_shaders
 
     load_shaders()

@@ -37,5 +37,6 @@ def prepare() -> str:
             "get_backend('cpu') runs everywhere."
         )
     load_shaders()
-    import_module("ferrum_triton.backends.torch_ops")
+    for provider in ("torch_moe", "torch_ops"):
+        import_module(f"ferrum_triton.backends.{provider}")
     return "mps"

@@ -1,8 +1,9 @@
-"""Mixture of experts: routing, pairs sorted by expert, packed experts, combination."""
+"""Mixture of experts: routing, pairs sorted by expert, products of experts, combination."""
 
 from ferrum_triton.kernels.moe import (  # noqa: F401  registers the launchers
     activation,
     combine,
+    dense,
     expert_gemm,
     expert_gemv,
     pairs,

@@ -1,8 +1,9 @@
-"""Mixture of experts: routing, pairs sorted by expert, packed experts, combination."""
+"""Mixture of experts: routing, pairs sorted by expert, products of experts, combination."""
 
 from ferrum_triton.ops.moe import (  # noqa: F401  declares the ops
     activation,
     combine,
+    dense,
     experts,
     pairs,
     routing,

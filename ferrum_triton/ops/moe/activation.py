@@ -14,6 +14,12 @@ def _bias_of(bias: Tensor, ids: Tensor) -> Tensor:
     return torch.where(known[..., None], rows, 0.0)
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """(u + 1) · g · sigmoid(alpha · g), g being at most limit and u from -limit to limit."""
+    g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (u + 1.0) * g * torch.sigmoid(alpha * g)
+
+
 @op(
     tensors={
         "gate": "T[num_tokens, top_k, intermediate_size]",
@@ -66,9 +72,8 @@ def clamped_swiglu_moe_id(
 
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, and its reference code.
     """
-    g = (widen(gate) + _bias_of(gate_bias, ids)).clamp(max=limit)
-    u = (widen(up) + _bias_of(up_bias, ids)).clamp(-limit, limit)
-    return ((u + 1.0) * g * torch.sigmoid(alpha * g)).to(gate.dtype)
+    g, u = widen(gate) + _bias_of(gate_bias, ids), widen(up) + _bias_of(up_bias, ids)
+    return clamped_swiglu(g, u, alpha, limit).to(gate.dtype)
 
 
 @clamped_swiglu_moe_id.rule
