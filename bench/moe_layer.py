@@ -1,14 +1,15 @@
-"""The experts of one layer with weights in planes: gate, up and SiLU, down, and the weighted sum.
+"""The experts of one layer, in planes or in bfloat16: gate, up and SiLU, down, the weighted sum.
 
-    python -m bench.moe_layer [--tokens N ...] [--json FILE]
+    python -m bench.moe_layer [--formats q4_K bf16] [--tokens N ...] [--beside grouped_mm]
+                              [--json FILE]
 
 A token's experts are drawn at random, different ones; those of a single token differ from call to
-call, so that none is read twice from a cache. Up to FEW tokens each pair reads its expert's rows;
-more are sorted by expert first. What is timed was held against the definition before.
+call, so that none is read twice from a cache. What is timed was held against the definition before.
 
 A row is what a layer costs from routed ids and weights on: sorting the pairs and arranging the
 activations are in it. Each call's first product stands behind the weighted sum of the call before,
-so that a chain of calls is timed as a decoder would run them.
+so that a chain of calls is timed as a decoder would run them. ``--beside grouped_mm`` times
+bfloat16 by torch's own grouped products too, of pairs sorted on the device.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from bench.cases import code_of
 from bench.launches import arch_here, meta_backend
@@ -26,51 +28,103 @@ from bench.results import Row, add_options, save_rows
 from bench.timing import device_us
 from ferrum_triton import get_backend
 from ferrum_triton.backends.backend import Backend
+from ferrum_triton.models.experts import DenseExperts, Experts, PackedExperts
 from ferrum_triton.ops.quant import pack_sample
-from ferrum_triton.quant import dequantize_rows
+from ferrum_triton.quant import QuantizedTensor, dequantize_rows
 from ferrum_triton.quant.kinds import format_of
 from ferrum_triton.testing import TensorFactory, assert_close
 
 KIND = "Q4_K:planes"
+FORMATS = ("q4_K", "bf16")
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
-ROWS = f"moe_layer/q4_K/e{NUM_EXPERTS}k{TOP_K}h{HIDDEN}i{INTERMEDIATE}/t"
-TOKENS = (1, 8, 16, 64, 256, 4096)
-# Up to so many tokens a pair reads its expert's rows by itself.
-FEW = 16
+SHAPE = f"e{NUM_EXPERTS}k{TOP_K}h{HIDDEN}i{INTERMEDIATE}"
+TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096)
 # Calls in a replay: those of one token read all experts once.
 CALLS = NUM_EXPERTS // TOP_K
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=FORMATS)
     parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS, metavar="N")
+    parser.add_argument("--beside", choices=("grouped_mm",), help="time it too, in bfloat16")
     add_options(parser)
     options = parser.parse_args()
     backend = get_backend("cuda")
-    gate_up, down = stacks("cuda")
-    call = partial(layer, backend, gate_up=gate_up, down=down)
-    for num_tokens in options.tokens:
-        calls = tokens("cuda", num_tokens)
-        assert_close(call(**calls[0]), defined(**calls[0], gate_up=gate_up, down=down), scale=2)
-        name = f"{ROWS}{num_tokens}"
-        us = device_us(call, calls)
-        print(f"{name:<48} {us:9.1f} us", flush=True)
-        if options.json:
-            row = Row(name, us, "us", code=code_of(name, arch_here()) or "")
-            save_rows(options.json, [row], options.commit, options.dirty)
+    for form in options.formats:
+        experts = experts_of(form, "cuda")
+        call = partial(layer, backend, experts)
+        for num_tokens in options.tokens:
+            calls = tokens("cuda", num_tokens)
+            want = defined(experts, **calls[0])
+            assert_close(call(**calls[0]), want, scale=2)
+            name, us = row_of(form, num_tokens), device_us(call, calls)
+            peers = {}
+            if options.beside and isinstance(experts, DenseExperts):
+                assert_close(by_grouped_mm(experts, **calls[0]), want, scale=4)
+                peers["grouped_mm"] = device_us(partial(by_grouped_mm, experts), calls)
+            shown = "".join(f"  {peer} {value:.1f}" for peer, value in peers.items())
+            print(f"{name:<48} {us:9.1f} us{shown}", flush=True)
+            if options.json:
+                row = Row(name, us, "us", peers=peers, code=code_of(name, arch_here()) or "")
+                save_rows(options.json, [row], options.commit, options.dirty)
+
+
+def row_of(form: str, num_tokens: int) -> str:
+    """A row's name."""
+    return f"moe_layer/{form}/{SHAPE}/t{num_tokens}"
 
 
 def meta_call(row: str) -> Callable[[], Tensor] | None:
     """What is timed for a row, on meta tensors; None for a row of another bench."""
-    if not row.startswith(ROWS):
+    bench, form, shape, count = (*row.split("/"), "", "", "")[:4]
+    if bench != "moe_layer" or form not in FORMATS or shape != SHAPE:
         return None
-    (call, *_) = tokens("meta", int(row.removeprefix(ROWS)))
-    shapes = ((NUM_EXPERTS, 2, INTERMEDIATE, HIDDEN), (NUM_EXPERTS, HIDDEN, INTERMEDIATE))
-    gate_up, down = (
-        torch.empty((*rows, format_of(KIND).row_bytes(k)), dtype=torch.uint8, device="meta")
-        for *rows, k in shapes
+    (call, *_) = tokens("meta", int(count.removeprefix("t")))
+    return partial(layer, meta_backend(), _empty_experts(form), **call)
+
+
+def _empty_experts(form: str) -> Experts:
+    """Experts on the meta device."""
+
+    def empty(*shape: int) -> Tensor:
+        if form == "bf16":
+            return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        *rows, k = shape
+        size = (*rows, format_of(KIND).row_bytes(k))
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    down = empty(NUM_EXPERTS, HIDDEN, INTERMEDIATE)
+    if form == "bf16":
+        return _dense(empty(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN), down)
+    return _packed(empty(NUM_EXPERTS, 2, INTERMEDIATE, HIDDEN), down)
+
+
+def experts_of(
+    form: str,
+    device: str,
+    num_experts: int = NUM_EXPERTS,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
+) -> Experts:
+    """Random experts of one of FORMATS, without a router."""
+    if form == "q4_K":
+        return _packed(*stacks(device, num_experts, hidden, intermediate))
+    make = TensorFactory(torch.bfloat16, device)
+    return _dense(
+        make.randn(num_experts, 2 * intermediate, hidden, scale=hidden**-0.5),
+        make.randn(num_experts, hidden, intermediate, scale=intermediate**-0.5),
     )
-    return partial(layer, meta_backend(), **call, gate_up=gate_up, down=down)
+
+
+def _dense(gate_up: Tensor, down: Tensor) -> DenseExperts:
+    return DenseExperts(router=torch.empty(0), top_k=TOP_K, gate_up=gate_up, down=down)
+
+
+def _packed(gate_up: Tensor, down: Tensor) -> PackedExperts:
+    gate, up = (QuantizedTensor(stack, KIND) for stack in gate_up.unbind(1))
+    packed = QuantizedTensor(down, KIND)
+    return PackedExperts(router=torch.empty(0), top_k=TOP_K, gate=gate, up=up, down=packed)
 
 
 def stacks(
@@ -79,7 +133,7 @@ def stacks(
     hidden: int = HIDDEN,
     intermediate: int = INTERMEDIATE,
 ) -> tuple[Tensor, Tensor]:
-    """The experts' gate and up [num_experts, 2, intermediate, ..], and down [.., hidden, ..]."""
+    """Packed experts: gate and up [num_experts, 2, intermediate, ..], and down [.., hidden, ..]."""
     make = TensorFactory(torch.bfloat16, device)
     count = 2 * num_experts
     gate_up = [pack_sample(make, KIND, intermediate, hidden // 256) for _ in range(count)]
@@ -111,32 +165,42 @@ def tokens(
     return calls
 
 
-def layer(
-    backend: Backend, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
-) -> Tensor:
-    num_experts, top_k, n = len(gate_up), ids.shape[1], gate_up.shape[2]
-    gate, up = gate_up.unbind(1)
-    if len(x) <= FEW:
-        inner = backend.gemv_quant_moe_id_gate_up_silu(x, gate, up, ids, KIND, KIND)
-        slots = backend.gemv_quant_moe_id(inner, down, ids, KIND)
-    else:
-        buckets, tpe, _ = backend.compute_ids_tpe(ids, num_experts, n, down.shape[1])
-        inner = backend.gemm_quant_moe_id_gate_up_silu(x, gate, up, buckets, tpe, KIND, KIND, top_k)
-        slots = backend.gemm_quant_moe_id(inner, down, buckets, tpe, KIND, top_k)
-    return backend.weighted_sum(slots, weights)
+def layer(backend: Backend, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """What is timed."""
+    return backend.weighted_sum(experts.outputs(backend, x, ids), weights)
 
 
-def defined(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def by_grouped_mm(experts: DenseExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The layer by torch's products of groups of rows."""
+    expert = ids.flatten()
+    order = expert.argsort(stable=True)
+    token = order // ids.shape[1]
+    numbers = torch.arange(len(experts.down), device=x.device)
+    ends = (expert[:, None] == numbers).sum(0).cumsum(0).to(torch.int32)
+    both = torch._grouped_mm(x[token], experts.gate_up.transpose(1, 2), offs=ends)
+    gate, up = both.chunk(2, dim=-1)
+    out = torch._grouped_mm(silu(gate) * up, experts.down.transpose(1, 2), offs=ends)
+    y = torch.zeros(x.shape, device=x.device)
+    return y.index_add_(0, token, out * weights.flatten()[order, None]).to(x.dtype)
+
+
+def defined(experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The layer in float32, an expert at a time."""
     y = torch.zeros(x.shape, device=x.device)
-    for expert in range(len(gate_up)):
+    for expert in range(experts.matrices[-1].shape[0]):
         token, slot = (ids == expert).nonzero(as_tuple=True)
         if len(token):
-            gate, up = (x[token].float() @ dequantize_rows(w, KIND).T for w in gate_up[expert])
-            inner = torch.nn.functional.silu(gate) * up
-            out = inner @ dequantize_rows(down[expert], KIND).T
-            y.index_add_(0, token, out * weights[token, slot, None])
+            *gate_up, down = (_decoded(stack, expert) for stack in experts.matrices)
+            gate, up = (x[token].float() @ torch.cat(gate_up).T).chunk(2, dim=-1)
+            y.index_add_(0, token, silu(gate) * up @ down.T * weights[token, slot, None])
     return y
+
+
+def _decoded(stack: Tensor | QuantizedTensor, expert: int) -> Tensor:
+    """The matrix of one expert in float32."""
+    if isinstance(stack, Tensor):
+        return stack[expert].float()
+    return dequantize_rows(stack.blocks[expert], stack.kind)
 
 
 if __name__ == "__main__":

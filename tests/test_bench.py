@@ -106,6 +106,7 @@ def test_every_op_has_a_case_whose_code_is_known():
     "row",
     [
         "moe_layer/q4_K/e128k8h2048i768/t8",
+        "moe_layer/bf16/e128k8h2048i768/t64",
         "cascade/h32k8d128/b16/prefix8192/suffix256",
         "decode_layer/qwen3-8b/q4_K/b8/ctx1024",
         "decode/smollm2-135m/q4_1/b8/ctx1024",

@@ -107,6 +107,7 @@ def test_a_layer_launches_no_more_than_is_published(row, layers, most):
         ("llama-3.1-8b", "q4_1"),
         ("qwen3-30b-a3b", "mxfp4"),
         ("gemma3-27b", "bf16"),
+        ("qwen3-30b-a3b", "bf16"),
         ("gpt-oss-20b", "mxfp4"),
     ],
 )

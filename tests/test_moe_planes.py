@@ -1,8 +1,8 @@
 """The experts of a layer in planes: the whole of it, and what its kernels take of a GPU."""
 
+import dataclasses
 import re
 from itertools import cycle, zip_longest
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from bench import moe_layer
+from bench.launches import record
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
@@ -42,13 +43,17 @@ def empty_stack(kind, num_experts, n, k):
     return empty(num_experts, n, format_of(kind).row_bytes(k), dtype=torch.uint8)
 
 
+@pytest.mark.parametrize("form", moe_layer.FORMATS)
 @pytest.mark.parametrize(("backend", "num_tokens"), [("cpu", 2), ("cpu", 17), ("interpret", 17)])
-def test_a_layer_is_its_definition(backend, num_tokens):
+def test_a_layer_is_its_definition(form, backend, num_tokens):
     """Few tokens and more, whose experts are not all chosen."""
-    gate_up, down = moe_layer.stacks("cpu", num_experts=4, hidden=256, intermediate=256)
+    experts = moe_layer.experts_of(form, "cpu", num_experts=4, hidden=256, intermediate=256)
+    experts = dataclasses.replace(experts, top_k=2)
     call = moe_layer.tokens("cpu", num_tokens, num_experts=4, top_k=2, hidden=256)[0]
-    got = moe_layer.layer(get_backend(backend), **call, gate_up=gate_up, down=down)
-    assert_close(got, moe_layer.defined(**call, gate_up=gate_up, down=down), scale=2)
+    want = moe_layer.defined(experts, **call)
+    assert_close(moe_layer.layer(get_backend(backend), experts, **call), want, scale=2)
+    if form == "bf16":
+        assert_close(moe_layer.by_grouped_mm(experts, **call), want, scale=4)
 
 
 # Every mix with two kinds, in turns: each kind meets short words and long, by TMA and not.
@@ -228,6 +233,7 @@ def test_a_token_meets_other_experts_in_every_call():
 
 
 # The products are what the matrix of bench cases compiles for such numbers of tokens.
+@pytest.mark.parametrize("form", moe_layer.FORMATS)
 @pytest.mark.parametrize(
     "num_tokens",
     [
@@ -235,23 +241,10 @@ def test_a_token_meets_other_experts_in_every_call():
         for n in moe_layer.TOKENS
     ],
 )
-def test_a_layer_compiled_for_hopper(num_tokens):
-    target = TARGETS["sm_90"]
-    triton = SimpleNamespace(**{name: op.impls.get("triton") for name, op in OPS.items()})
-    hidden, inner, top_k = moe_layer.HIDDEN, moe_layer.INTERMEDIATE, moe_layer.TOP_K
-    with record_launches(target.capability) as launches:
-        y = moe_layer.layer(
-            triton,
-            empty(num_tokens, hidden),
-            empty(num_tokens, top_k, dtype=torch.int32),
-            empty(num_tokens, top_k, dtype=torch.float32),
-            empty_stack(moe_layer.KIND, 2 * moe_layer.NUM_EXPERTS, inner, hidden).unflatten(
-                0, (moe_layer.NUM_EXPERTS, 2)
-            ),
-            empty_stack(moe_layer.KIND, moe_layer.NUM_EXPERTS, hidden, inner),
-        )
-    assert y.shape == (num_tokens, hidden)
-    for launch in launches:
+def test_a_layer_compiled_for_hopper(form, num_tokens):
+    found = record(moe_layer.meta_call(moe_layer.row_of(form, num_tokens)), "sm_90")
+    assert found.launches and not found.operations
+    for launch in found.launches:
         compiled(launch)
 
 

@@ -22,6 +22,8 @@ HF_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+# Of the same layers, with experts.
+QWEN3_MOE, MIXTRAL = "Qwen3MoeForCausalLM", "MixtralForCausalLM"
 
 # Larger than any model of the family; a hostile file could otherwise ask for any amount of memory.
 MAX_LAYERS = 1 << 10
@@ -37,7 +39,8 @@ class LlamaConfig:
     """Hyperparameters of one model.
 
     sliding_window is 0 where attention sees everything, num_experts where the MLP is one.
-    intermediate_size is that of an expert where there are some.
+    intermediate_size is that of an expert where there are some, and norm_topk_prob whether the
+    probabilities of a token's experts are divided by their sum.
     """
 
     vocab_size: int
@@ -56,6 +59,7 @@ class LlamaConfig:
     tie_embeddings: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
+    norm_topk_prob: bool = True
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -143,8 +147,8 @@ class LlamaConfig:
         """
         architectures = config.get("architectures")
         name = architectures[0] if isinstance(architectures, list) and architectures else None
-        if name not in HF_ARCHITECTURES:
-            known = ", ".join(HF_ARCHITECTURES)
+        if name not in (known_names := (*HF_ARCHITECTURES, QWEN3_MOE, MIXTRAL)):
+            known = ", ".join(known_names)
             raise FileError(path, f"architecture {name!r} is not supported; known: {known}")
         keys = Keys(config, path)
         if config.get("use_sliding_window"):
@@ -161,11 +165,13 @@ class LlamaConfig:
             raise FileError(path, f"activation {activation!r} is not supported; known: silu")
         hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
         head_dim = keys.size("head_dim", hidden // heads)
-        windowed = name == "MistralForCausalLM"
+        windowed = name in ("MistralForCausalLM", MIXTRAL)
+        sizes: dict[str, Any] = {"intermediate_size": keys.size("intermediate_size")}
+        if name in (QWEN3_MOE, MIXTRAL):
+            sizes = cls._hf_experts(config, path, name)
         result = cls(
             vocab_size=keys.size("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=keys.size("intermediate_size"),
             num_layers=keys.size("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=keys.size("num_key_value_heads", heads),
@@ -175,10 +181,33 @@ class LlamaConfig:
             rope=hf_rope(config, head_dim, path),
             sliding_window=keys.size("sliding_window", 0, least=0) if windowed else 0,
             qkv_bias=name == "Qwen2ForCausalLM" or keys.flag("attention_bias"),
-            qk_norm=name == "Qwen3ForCausalLM",
+            qk_norm=name in ("Qwen3ForCausalLM", QWEN3_MOE),
             tie_embeddings=keys.flag("tie_word_embeddings"),
+            **sizes,
         )
         return result.checked(path)
+
+    @staticmethod
+    def _hf_experts(config: Mapping[str, Any], path: Path, name: str) -> dict[str, Any]:
+        """The hyperparameters of experts, which are in every layer.
+
+        Raises:
+            FileError: some of the layers are without, or a value is missing or unusable.
+        """
+        keys = Keys(config, path)
+        of_layers = keys.size("decoder_sparse_step", 1)
+        if config.get("mlp_only_layers") or of_layers != 1:
+            raise FileError(path, "layers without experts among those with are not supported")
+        count = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
+        is_qwen = name == QWEN3_MOE
+        return {
+            "intermediate_size": keys.size(
+                "moe_intermediate_size" if is_qwen else "intermediate_size"
+            ),
+            "num_experts": keys.size(count),
+            "experts_per_token": keys.size("num_experts_per_tok"),
+            "norm_topk_prob": keys.flag("norm_topk_prob") if is_qwen else True,
+        }
 
     def checked(self, path: Path) -> Self:
         """This, if a model can be built of it.

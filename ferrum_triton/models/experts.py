@@ -1,7 +1,8 @@
-"""A mixture of packed experts in the place of an MLP."""
+"""A mixture of experts in the place of an MLP: packed ones, or such in the activations' dtype."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,21 +11,83 @@ from ferrum_triton.backends import Backend
 from ferrum_triton.quant import QuantizedTensor
 
 
-@dataclass(frozen=True)
-class Experts:
-    """The experts of one layer, and the router that chooses some for each token."""
+@dataclass(frozen=True, kw_only=True)
+class Experts(ABC):
+    """The experts of one layer, and the router that chooses some for each token.
+
+    norm_topk_prob is whether the probabilities of those chosen are divided by their sum.
+    """
 
     router: Tensor  # [num_experts, hidden_size]
+    top_k: int
+    norm_topk_prob: bool = True
+
+    @property
+    @abstractmethod
+    def matrices(self) -> tuple[Tensor | QuantizedTensor, ...]:
+        """The stacks of matrices, an expert each along their first dimension."""
+
+    @abstractmethod
+    def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
+        """down_e(silu(gate_e(h)) · up_e(h)) of each token at each of its experts e.
+
+        Args:
+            backend: the backend that computes.
+            h: [num_tokens, hidden_size].
+            ids: int32 [num_tokens, top_k], the experts.
+
+        Returns:
+            [num_tokens, top_k, hidden_size].
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedExperts(Experts):
+    """Experts in a GGUF file's blocks, or in planes."""
+
     gate: QuantizedTensor  # [num_experts, intermediate_size, hidden_size]
     up: QuantizedTensor  # as gate
     down: QuantizedTensor  # [num_experts, hidden_size, intermediate_size]
-    top_k: int
+
+    @property
+    def matrices(self) -> tuple[QuantizedTensor, ...]:
+        return self.gate, self.up, self.down
+
+    def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
+        gate, up, down, top_k = self.gate, self.up, self.down, self.top_k
+        num_experts, inner, hidden = gate.shape
+        if ids.numel() <= num_experts:  # each pair reads its expert by itself
+            middle = backend.gemv_quant_moe_id_gate_up_silu(
+                h, gate.blocks, up.blocks, ids, gate.kind, up.kind
+            )
+            return backend.gemv_quant_moe_id(middle, down.blocks, ids, down.kind)
+        bucket_ids, tpe, _ = backend.compute_ids_tpe(ids, num_experts, inner, hidden)
+        middle = backend.gemm_quant_moe_id_gate_up_silu(
+            h, gate.blocks, up.blocks, bucket_ids, tpe, gate.kind, up.kind, top_k
+        )
+        return backend.gemm_quant_moe_id(middle, down.blocks, bucket_ids, tpe, down.kind, top_k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseExperts(Experts):
+    """Experts in the activations' dtype."""
+
+    gate_up: Tensor  # [num_experts, 2 * intermediate_size, hidden_size], gate's rows before up's
+    down: Tensor  # [num_experts, hidden_size, intermediate_size]
+
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        return self.gate_up, self.down
+
+    def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
+        middle = backend.gemm_moe_id_gate_up(h, self.gate_up, ids)
+        return backend.gemm_moe_id(middle, self.down, ids)
 
 
 def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:
     """The sum of p_e · down_e(silu(gate_e(h)) · up_e(h)) over the likeliest experts e of each row.
 
-    p are the probabilities of a softmax over all experts, divided by the sum of those chosen.
+    p are the probabilities of a softmax over all experts.
 
     Args:
         backend: the backend that computes.
@@ -34,19 +97,6 @@ def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:
     Returns:
         As h.
     """
-    gate, up, down, top_k = experts.gate, experts.up, experts.down, experts.top_k
-    num_experts, inner, hidden = gate.shape
     logits = backend.gemm(h, experts.router, wide=True)
-    ids, weights, _ = backend.route_topk_softmax(logits, top_k)
-    if ids.numel() <= num_experts:  # each pair reads its expert by itself
-        middle = backend.gemv_quant_moe_id_gate_up_silu(
-            h, gate.blocks, up.blocks, ids, gate.kind, up.kind
-        )
-        slots = backend.gemv_quant_moe_id(middle, down.blocks, ids, down.kind)
-    else:
-        bucket_ids, tpe, _ = backend.compute_ids_tpe(ids, num_experts, inner, hidden)
-        middle = backend.gemm_quant_moe_id_gate_up_silu(
-            h, gate.blocks, up.blocks, bucket_ids, tpe, gate.kind, up.kind, top_k
-        )
-        slots = backend.gemm_quant_moe_id(middle, down.blocks, bucket_ids, tpe, down.kind, top_k)
-    return backend.weighted_sum(slots, weights)
+    ids, weights, _ = backend.route_topk_softmax(logits, experts.top_k, experts.norm_topk_prob)
+    return backend.weighted_sum(experts.outputs(backend, h, ids), weights)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ferrum_triton.errors import FileError
-from ferrum_triton.models import bert, gemma3, gpt_oss, weights
+from ferrum_triton.models import bert, gemma3, gpt_oss, mixtures, weights
 from ferrum_triton.models import config as llama_config
 from ferrum_triton.models.bert import BertConfig
 from ferrum_triton.models.config import LlamaConfig
@@ -54,6 +54,22 @@ FAMILIES = (
         llama_config.GGUF_ARCHITECTURES,
         llama_config.HF_ARCHITECTURES,
         weights.HF_NAMES,
+    ),
+    Family(
+        LlamaConfig,
+        Llama,
+        (),
+        (llama_config.QWEN3_MOE,),
+        mixtures.QWEN3_MOE_NAMES,
+        hf_source=mixtures.MixtureSource,
+    ),
+    Family(
+        LlamaConfig,
+        Llama,
+        (),
+        (llama_config.MIXTRAL,),
+        mixtures.MIXTRAL_NAMES,
+        hf_source=mixtures.MixtureSource,
     ),
     Family(
         gemma3.Gemma3Config,

@@ -16,7 +16,7 @@ from ferrum_triton.models.config import LlamaConfig, windows_of
 from ferrum_triton.models.config_keys import Keys
 from ferrum_triton.models.config_rope import RopeConfig, hf_rope
 from ferrum_triton.models.decoder import Decoder, predicted_rows
-from ferrum_triton.models.experts import Experts
+from ferrum_triton.models.experts import PackedExperts
 from ferrum_triton.models.linear import Matrix, apply
 from ferrum_triton.models.step import Step
 from ferrum_triton.models.weights import HF_NAMES as LLAMA_NAMES
@@ -143,8 +143,8 @@ class GptOssConfig(LlamaConfig):
         return result.checked(path)
 
 
-@dataclass(frozen=True)
-class BiasedExperts(Experts):
+@dataclass(frozen=True, kw_only=True)
+class BiasedExperts(PackedExperts):
     """The experts of one layer, each of whose products has a bias in float32, as the router has."""
 
     router_bias: Tensor  # [num_experts]
@@ -170,6 +170,13 @@ class GptOssLoader(LlamaLoader):
             mlp=self.experts(prefix),
             sinks=self.vector(f"{prefix}attn_sinks.weight", config.num_heads),
         )
+
+    def stack(self, name: str, shape: tuple[int, int, int]) -> Matrix:
+        stored = super().stack(name, shape)
+        if isinstance(stored, Tensor):
+            reason = "holds experts that are not packed, which are not supported of gpt-oss"
+            raise self.error(name, reason)
+        return stored
 
     def experts(self, prefix: str) -> BiasedExperts:
         config, experts = self.config, super().experts(prefix)

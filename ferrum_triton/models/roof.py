@@ -27,8 +27,8 @@ def bytes_of_step(model: Decoder, batch: int, context: int) -> float:
         nbytes += _nbytes(layer.qkv) + _nbytes(layer.attn_out)
         if isinstance(layer.mlp, Experts):
             unread = (1 - layer.mlp.top_k / config.num_experts) ** batch
-            experts = (layer.mlp.gate, layer.mlp.up, layer.mlp.down)
-            nbytes += (1 - unread) * sum(map(_nbytes, experts)) + _nbytes(layer.mlp.router)
+            nbytes += (1 - unread) * sum(map(_nbytes, layer.mlp.matrices))
+            nbytes += _nbytes(layer.mlp.router)
         else:
             nbytes += _nbytes(layer.mlp.gate_up) + _nbytes(layer.mlp.down)
     windows = getattr(config, "windows", ()) or (config.sliding_window,) * config.num_layers

@@ -24,7 +24,7 @@ from ferrum_triton.errors import FileError
 from ferrum_triton.files.gguf import GgufFile
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
-from ferrum_triton.models.experts import Experts
+from ferrum_triton.models.experts import DenseExperts, Experts, PackedExperts
 from ferrum_triton.models.linear import Linear, Matrix
 from ferrum_triton.quant import FORMATS, FusedTensor, QuantizedTensor
 from ferrum_triton.quant.finite import count_out_of_range
@@ -445,25 +445,39 @@ class LlamaLoader(Loader):
         )
 
     def experts(self, prefix: str) -> Experts:
-        """The experts of a layer, packed, and their router."""
+        """The experts of a layer, packed if all of them are, and their router."""
         config = self.config
         count, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
         router = self.matrix(f"{prefix}ffn_gate_inp.weight", (count, hidden))
-        return Experts(
-            router=router.dequantize(self.dtype) if isinstance(router, QuantizedTensor) else router,
-            gate=self.stack(f"{prefix}ffn_gate_exps.weight", (count, inner, hidden)),
-            up=self.stack(f"{prefix}ffn_up_exps.weight", (count, inner, hidden)),
-            down=self.stack(f"{prefix}ffn_down_exps.weight", (count, hidden, inner)),
-            top_k=self.config.experts_per_token,
+        gate, up, down = (
+            self.stack(f"{prefix}ffn_{part}_exps.weight", shape)
+            for part, shape in (
+                ("gate", (count, inner, hidden)),
+                ("up", (count, inner, hidden)),
+                ("down", (count, hidden, inner)),
+            )
         )
+        common = {
+            "router": self.decoded(router),
+            "top_k": config.experts_per_token,
+            "norm_topk_prob": config.norm_topk_prob,
+        }
+        if all(isinstance(part, QuantizedTensor) for part in (gate, up, down)):
+            return PackedExperts(**common, gate=gate, up=up, down=down)
+        gate_up = torch.cat((self.decoded(gate), self.decoded(up)), dim=1)
+        return DenseExperts(**common, gate_up=gate_up, down=self.decoded(down))
 
-    def stack(self, name: str, shape: tuple[int, int, int]) -> QuantizedTensor:
-        """The matrices of all experts, packed on every backend."""
+    def stack(self, name: str, shape: tuple[int, int, int]) -> Matrix:
+        """The matrices of all experts on the device, packed as they are stored."""
         stored = self.fetch(name, shape, self.dtype)
-        if not isinstance(stored, QuantizedTensor):
-            raise self.error(name, "holds experts that are not packed, which are not supported")
+        if isinstance(stored, Tensor):
+            return stored.to(self.device, self.dtype)
         stored = stored.to(self.device)
         return stored.in_planes() if self.in_planes else stored
+
+    def decoded(self, matrix: Matrix) -> Tensor:
+        """A matrix that is not packed."""
+        return matrix if isinstance(matrix, Tensor) else matrix.dequantize(self.dtype)
 
 
 def _name_of(dtype: torch.dtype) -> str:
