@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,9 @@ def run(options: argparse.Namespace) -> int:
 def describe(path: Path) -> dict[str, Any]:
     """Everything the command knows.
 
-    Each tensor ``runs`` ``"packed"`` where kernels read its blocks as stored, ``"plain"`` if it has
-    none, or is ``"refused"``: of a type that weights are not stored in, or packed and no matrix.
+    Each tensor ``runs`` ``"packed"`` where kernels read its blocks as stored, or such blocks as
+    integers become; ``"plain"`` if it has none; or is ``"refused"``: of a type that weights are not
+    stored in, or packed and no matrix.
 
     Raises:
         FileError: the file cannot be opened or is malformed.
@@ -87,11 +88,25 @@ def _describe_gguf(path: Path) -> dict[str, Any]:
 
 
 def _describe_safetensors(path: Path) -> dict[str, Any]:
+    from ferrum_triton.files.int_weights import IntFiles, packing_of
     from ferrum_triton.files.json_file import is_directory, read_json
     from ferrum_triton.files.safetensors import open_safetensors
     from ferrum_triton.models.families import family_of_hf
 
     files = open_safetensors(path)
+    config: Mapping[str, Any] = {}
+    problem: str | None = "name the directory, which has its config.json"
+    parts: Collection[str] = ()
+    if is_directory(path):
+        try:
+            config = read_json(path / "config.json")
+            family = family_of_hf(config, path)
+            family.config.from_hf(config, path / "config.json")
+            problem = None
+            if family.packs_integers and (packing := packing_of(config, path)):
+                parts = IntFiles(files, packing).parts
+        except FileError as error:
+            problem = str(error)
     tensors = []
     for name in files:
         kind, shape = files.stored_as(name)
@@ -99,16 +114,8 @@ def _describe_safetensors(path: Path) -> dict[str, Any]:
         bits = re.search(r"\d+", kind)
         nbytes = math.prod(shape) * int(bits[0] if bits else 8) // 8
         runs = "plain" if kind in ("F64", "F32", "F16", "BF16") else "refused"
+        runs = "packed" if name in parts else runs
         tensors.append(_row(name, kind, shape, nbytes, runs))
-    config: Mapping[str, Any] = {}
-    problem: str | None = "name the directory, which has its config.json"
-    if is_directory(path):
-        try:
-            config = read_json(path / "config.json")
-            family_of_hf(config, path).config.from_hf(config, path / "config.json")
-            problem = None
-        except FileError as error:
-            problem = str(error)
     return {
         "path": str(path),
         "format": "safetensors",

@@ -8,6 +8,7 @@ import torch
 
 from ferrum_triton.backends import Backend, get_backend
 from ferrum_triton.files.gguf import open_gguf
+from ferrum_triton.files.int_weights import IntFiles, packing_of
 from ferrum_triton.files.json_file import is_directory, read_json
 from ferrum_triton.files.safetensors import open_safetensors
 from ferrum_triton.files.tokenizer import load_tokenizer
@@ -87,7 +88,10 @@ def load_model(
         values = read_json(path / "config.json")
         family = family_of_hf(values, path / "config.json")
         config = family.config.from_hf(values, path / "config.json")
-        source = family.hf_source(open_safetensors(path), family.hf_names, family.hf_norm_offset)
+        stored = open_safetensors(path)
+        packing = packing_of(values, path / "config.json") if family.packs_integers else None
+        files = IntFiles(stored, packing) if packing else stored
+        source = family.hf_source(files, family.hf_names, family.hf_norm_offset)
         return assemble(family, source, config)
     with open_gguf(path) as file:
         family = family_of_gguf(file.metadata, path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ferrum_triton.errors import FileError
+from ferrum_triton.files.int_weights import packing_of
 from ferrum_triton.models.config_keys import Keys
 from ferrum_triton.models.config_rope import RopeConfig, gguf_rope, hf_rope
 
@@ -160,7 +161,7 @@ class LlamaConfig:
             if kind != "full_attention":
                 known = "full_attention"
                 raise FileError(path, f"layer type {kind!r:.80} is not supported; known: {known}")
-        refuse_quantised(config, path)
+        packing_of(config, path)  # which refuses what is not read
         if (activation := keys.text("hidden_act", "silu")) not in ("silu", "swish"):
             raise FileError(path, f"activation {activation!r} is not supported; known: silu")
         hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")

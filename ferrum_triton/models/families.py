@@ -35,6 +35,7 @@ class Family:
         hf_norm_offset: what is added to norms' weights of Hugging Face files.
         hf_source: the class that reads its Hugging Face directories.
         loader: the class that makes its weights of tensors.
+        packs_integers: whether its Hugging Face directories may hold weights in integers.
     """
 
     config: type[LlamaConfig]
@@ -45,6 +46,7 @@ class Family:
     hf_norm_offset: float = 0.0
     hf_source: type[HfSource] = HfSource
     loader: type[LlamaLoader] = LlamaLoader
+    packs_integers: bool = True
 
 
 FAMILIES = (
@@ -87,6 +89,7 @@ FAMILIES = (
         gpt_oss.HF_NAMES,
         hf_source=gpt_oss.GptOssSource,
         loader=gpt_oss.GptOssLoader,
+        packs_integers=False,
     ),
 )
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.errors import FileError
-from ferrum_triton.models.config import LlamaConfig, refuse_quantised, windows_of
+from ferrum_triton.files.int_weights import packing_of
+from ferrum_triton.models.config import LlamaConfig, windows_of
 from ferrum_triton.models.config_keys import Keys
 from ferrum_triton.models.config_rope import RopeConfig, gguf_rope, hf_rope
 from ferrum_triton.models.decoder import Decoder, predicted_rows
@@ -100,7 +101,7 @@ class Gemma3Config(LlamaConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], path: Path) -> Gemma3Config:
         keys = Keys(config, path)
-        refuse_quantised(config, path)
+        packing_of(config, path)  # which refuses what is not read
         activation = keys.text("hidden_activation", "gelu_pytorch_tanh")
         if activation != "gelu_pytorch_tanh":
             known = "gelu_pytorch_tanh"

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from ferrum_triton.errors import FileError
 from ferrum_triton.models.linear import Matrix
 from ferrum_triton.models.weights import HF_NAMES, HfSource
+from ferrum_triton.quant import QuantizedTensor
 
 QWEN3_MOE_NAMES = HF_NAMES | {
     "ffn_gate_inp": "mlp.gate",
@@ -41,6 +43,15 @@ class MixtureSource(HfSource):
         names = list(self._experts_of(self.spelled(name)))
         self._read.update(names)
         parts = [self._files[part] for part in names]
+        kinds = {part.kind if isinstance(part, QuantizedTensor) else "" for part in parts}
+        if len(kinds) == 1 and "" not in kinds:
+            blocks = [part.blocks for part in parts if isinstance(part, QuantizedTensor)]
+            return QuantizedTensor(self._stacked(blocks, names), *kinds)
+        plain = [part if isinstance(part, Tensor) else part.dequantize() for part in parts]
+        return self._stacked(plain, names)
+
+    def _stacked(self, parts: list[Tensor], names: list[str]) -> Tensor:
+        """The parts as one tensor; they have to be of one shape and dtype."""
         for part, spelled in zip(parts, names, strict=True):
             if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
                 reason = f"tensors {names[0]!r} and {spelled!r} are of different shapes or dtypes"

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from ferrum_triton.backends import Backend
 from ferrum_triton.errors import FileError
 from ferrum_triton.files.gguf import GgufFile
+from ferrum_triton.files.int_weights import IntFiles
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.experts import DenseExperts, Experts, PackedExperts
@@ -176,12 +177,13 @@ class HfSource(Source):
 
     def __init__(
         self,
-        files: SafetensorsFiles,
+        files: SafetensorsFiles | IntFiles,
         names: Mapping[str, str] = HF_NAMES,
         norm_offset: float = 0.0,
         layers: str = "model.layers.",
     ) -> None:
-        self.path, self._files, self._names = files.path, files, names
+        self.path, self._names = files.path, names
+        self._files: Mapping[str, Any] = files
         self._layers = layers  # what layers' names begin with, before their number
         self.norm_offset = norm_offset
         self._read: set[str] = set()
@@ -195,6 +197,10 @@ class HfSource(Source):
     def fetch(self, name: str) -> Matrix:
         self._read.add(self.spelled(name))
         return self._files[self.spelled(name)]
+
+    def packed(self) -> list[Packed]:
+        found = self._files.sizes() if isinstance(self._files, IntFiles) else []
+        return [Packed(*sizes) for sizes in found]
 
     def unread(self) -> list[str]:
         """Leaves out what older files hold in excess: frequencies, and a tied head's copy."""

@@ -1,7 +1,11 @@
-"""Block-quantised weights as GGUF files store them: layouts, decoding, encoding. torch only."""
+"""Block-quantised weights as GGUF files store them: layouts, decoding, encoding. torch only.
+
+Integers of GPTQ, AWQ and compressed-tensors become such blocks, exactly.
+"""
 
 from ferrum_triton.quant.encode import quantize_blocks
 from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
+from ferrum_triton.quant.integers import load_awq, load_compressed_tensors, load_gptq
 from ferrum_triton.quant.kinds import dequantize_rows, quantize_rows
 from ferrum_triton.quant.load import load_quant, load_quant_experts, load_quant_fused
 from ferrum_triton.quant.planes import from_planes, to_planes
@@ -15,6 +19,9 @@ __all__ = [
     "dequantize_blocks",
     "dequantize_rows",
     "from_planes",
+    "load_awq",
+    "load_compressed_tensors",
+    "load_gptq",
     "load_quant",
     "load_quant_experts",
     "load_quant_fused",

@@ -1,0 +1,170 @@
+"""Weights that are integers with a scale and a zero for every group: GPTQ's, AWQ's and others'.
+
+w[i, j] = scale[i, g] · (q[i, j] - zero[i, g]), g being the group of column j. That is laid out anew
+as one of GGUF's formats, exactly: of those below the smallest that has room for q - zero. So the
+kernels of packed weights multiply it, and what is decoded is what the integers say.
+
+| q - zero | format | bits a weight |
+|---|---|---|
+| -8 to 7, as of four bits with the zero in the middle | Q4_0 | 4.5 |
+| -16 to 15, as of four bits with any zero | Q5_0 | 5.5 |
+| -128 to 127, as of eight bits with the zero in the middle | Q8_0 | 8.5 |
+
+What fits none of them is decoded: scales that float16 does not hold exactly, groups that are no
+multiples of 32 weights, and weights whose groups are not in their order (GPTQ's ``desc_act``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.errors import InputError
+from ferrum_triton.quant.formats import FORMATS
+from ferrum_triton.quant.tensor import QuantizedTensor
+
+# The formats by the largest magnitude they have room for, -n to n - 1; smallest first.
+TARGETS = {8: "Q4_0", 16: "Q5_0", 128: "Q8_0"}
+GROUP = 32
+# Where column i of eight lies in an int32 of AWQ, as a number of four bits.
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class Integers(NamedTuple):
+    """A matrix [n, k] of integers in groups."""
+
+    q: Tensor  # int16 [n, k]
+    zeros: Tensor  # int16 [n, groups]
+    scales: Tensor  # [n, groups]
+    group_of: Tensor | None = None  # int64 [k]; None: groups of one size, in their order
+
+
+def load_gptq(
+    qweight: Tensor,
+    scales: Tensor,
+    qzeros: Tensor,
+    g_idx: Tensor | None = None,
+    *,
+    bits: int = 4,
+    symmetric: bool = True,
+    zeros_less_one: bool = True,
+) -> QuantizedTensor | Tensor:
+    """A matrix [n, k] as AutoGPTQ and GPTQModel store it.
+
+    Args:
+        qweight: int32 [k · bits / 32, n], integers of a column in each word, lowest bits first.
+        scales: [groups, n].
+        qzeros: int32 [groups, n · bits / 32], rounded up.
+        g_idx: [k], the group of each column; None where they are in order.
+        bits: of an integer, 4 or 8.
+        symmetric: whether every zero is the middle of the range, so that less room is enough. A
+            zero of the middle tells by itself whether it is stored as one less.
+        zeros_less_one: whether zeros are stored as one less, as in the first form of such files.
+    """
+    _check_bits(bits)
+    q = unpacked(qweight.T, bits)
+    zeros = unpacked(qzeros, bits)[:, : scales.shape[1]]
+    middle = 1 << (bits - 1)
+    if symmetric and (zeros == middle).all():
+        zeros_less_one = False
+    elif symmetric and (zeros == middle - 1).all():
+        zeros_less_one = True
+    found = Integers(q, zeros.T + zeros_less_one, scales.T, None if g_idx is None else g_idx.long())
+    return laid_out(found, bits, symmetric)
+
+
+def load_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> QuantizedTensor | Tensor:
+    """A matrix [n, k] as AutoAWQ's ``gemm`` stores it, of four bits.
+
+    Args:
+        qweight: int32 [k, n / 8], eight columns in each word, in an order of their own.
+        scales: [groups, n].
+        qzeros: int32 [groups, n / 8], alike.
+    """
+    q, zeros = (
+        unpacked(part, 4).unflatten(-1, (-1, 8))[..., list(AWQ_PLACES)].flatten(-2)
+        for part in (qweight, qzeros)
+    )
+    return laid_out(Integers(q.T, zeros.T, scales.T), 4, symmetric=False)
+
+
+def load_compressed_tensors(
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None = None,
+    weight_g_idx: Tensor | None = None,
+    *,
+    num_columns: int,
+    bits: int = 4,
+    symmetric: bool = True,
+) -> QuantizedTensor | Tensor:
+    """A matrix [n, k] as compressed-tensors' ``pack-quantized`` stores it.
+
+    Args:
+        weight_packed: int32 [n, k · bits / 32], rounded up, of integers less the range's least.
+        weight_scale: [n, groups].
+        weight_zero_point: int32 [n · bits / 32, groups], rounded up; None is the middle.
+        weight_g_idx: [k], the group of each column; None where they are in order.
+        num_columns: k.
+        bits: of an integer, 4 or 8.
+        symmetric: whether every zero is the middle, so that less room is enough.
+    """
+    _check_bits(bits)
+    q = unpacked(weight_packed, bits)[:, :num_columns]
+    zeros = torch.full(weight_scale.shape, 1 << (bits - 1), dtype=torch.int16, device=q.device)
+    if weight_zero_point is not None:
+        zeros = unpacked(weight_zero_point.T, bits).T[: len(q)]
+    group_of = None if weight_g_idx is None else weight_g_idx.long()
+    return laid_out(Integers(q, zeros, weight_scale, group_of), bits, symmetric)
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in (4, 8):
+        raise InputError("load_gptq", "bits", str(bits), "4 or 8", "Decode others beforehand.")
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """int32 [rows, words] -> int16 [rows, words · 32 / bits], the lowest bits of a word first."""
+    shifts = torch.arange(0, 32, bits, dtype=words.dtype, device=words.device)
+    return (words[..., None] >> shifts & (1 << bits) - 1).to(torch.int16).flatten(-2)
+
+
+def rooms(bits: int, symmetric: bool) -> list[int]:
+    """Magnitudes of TARGETS that come into question: one for all matrices, but for odd ones."""
+    least = 1 << (bits - symmetric)
+    return [room for room in TARGETS if room >= least] or [max(TARGETS)]
+
+
+def laid_out(found: Integers, bits: int, symmetric: bool) -> Tensor | QuantizedTensor:
+    """The same weights in one of TARGETS, or decoded to float32 where none holds them exactly.
+
+    Raises:
+        InputError: columns are in no groups of one size, and nothing says in which.
+    """
+    (n, k), groups = found.q.shape, found.scales.shape[1]
+    size = k // groups if groups and k % groups == 0 else 0
+    if found.group_of is None and not size:
+        advice = "Pass the group of each column, or scales of as many groups as divide them."
+        raise InputError("laid_out", "scales", f"{groups} groups", f"a divisor of {k}", advice)
+    if found.group_of is not None and k:
+        first, last = (int(v) for v in found.group_of.aminmax())
+        if not 0 <= first <= last < groups:
+            got, allowed = f"{first} to {last}", f"0 to {groups - 1}"
+            raise InputError("laid_out", "g_idx", got, allowed, "It is the group of each column.")
+    in_order = torch.arange(k, device=found.q.device) // max(size, 1)
+    group_of = in_order if found.group_of is None else found.group_of
+    differences = found.q - found.zeros[:, group_of]
+    is_exact = torch.equal(found.scales.half().to(found.scales.dtype), found.scales)
+    least, most = (int(v) for v in differences.aminmax()) if differences.numel() else (0, 0)
+    room = next((r for r in rooms(bits, symmetric) if -r <= least and most < r), None)
+    is_whole = size > 0 and size % GROUP == 0 and torch.equal(group_of, in_order)
+    if room is None or not (is_exact and is_whole):
+        return differences * found.scales.float()[:, group_of]
+    fmt = FORMATS[TARGETS[room]]
+    shape = n, k // GROUP, fmt.block_bytes
+    blocks = torch.zeros(shape, dtype=torch.uint8, device=found.q.device)
+    fmt.q.write(blocks, differences.unflatten(1, (-1, GROUP)))
+    fmt.d.write(blocks, found.scales.repeat_interleave(size // GROUP, 1)[..., None])
+    return QuantizedTensor(blocks.flatten(1), TARGETS[room])
