@@ -81,7 +81,7 @@ def test_absent_devices_say_what_to_do():
     [
         (cuda, "cuda", ["cuda"]),
         (interpret, "cpu", ["interpret"]),
-        (metal, "mps", ["shaders", "ferrum_triton.backends.torch_ops"]),
+        (metal, "mps", ["shaders", *(f"ferrum_triton.backends.torch_{p}" for p in ("moe", "ops"))]),
     ],
 )
 def test_a_backend_brings_its_kernels_where_its_device_is(monkeypatch, module, device, brought):
