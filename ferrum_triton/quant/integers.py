@@ -35,8 +35,8 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 class Integers(NamedTuple):
     """A matrix [n, k] of integers in groups."""
 
-    q: Tensor  # int16 [n, k]
-    zeros: Tensor  # int16 [n, groups]
+    q: Tensor  # int8 or int16 [n, k]
+    zeros: Tensor  # of the same dtype, [n, groups]
     scales: Tensor  # [n, groups]
     group_of: Tensor | None = None  # int64 [k]; None: groups of one size, in their order
 
@@ -113,7 +113,7 @@ def load_compressed_tensors(
     """
     _check_bits(bits)
     q = unpacked(weight_packed, bits)[:, :num_columns]
-    zeros = torch.full(weight_scale.shape, 1 << (bits - 1), dtype=torch.int16, device=q.device)
+    zeros = torch.full(weight_scale.shape, 1 << (bits - 1), dtype=q.dtype, device=q.device)
     if weight_zero_point is not None:
         zeros = unpacked(weight_zero_point.T, bits).T[: len(q)]
     group_of = None if weight_g_idx is None else weight_g_idx.long()
@@ -126,9 +126,14 @@ def _check_bits(bits: int) -> None:
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """int32 [rows, words] -> int16 [rows, words · 32 / bits], the lowest bits of a word first."""
-    shifts = torch.arange(0, 32, bits, dtype=words.dtype, device=words.device)
-    return (words[..., None] >> shifts & (1 << bits) - 1).to(torch.int16).flatten(-2)
+    """int32 [rows, words] -> integers [rows, words · 32 / bits], the lowest bits of a word first.
+
+    Of four bits they are int8, of eight int16: differences of two of them fit.
+    """
+    data = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return data.to(torch.int16)
+    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2).view(torch.int8)
 
 
 def rooms(bits: int, symmetric: bool) -> list[int]:

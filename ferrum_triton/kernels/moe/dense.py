@@ -126,7 +126,7 @@ def _expert_tiles_kernel(
         pair = tl.load(sorted_ptr + block.to(tl.int64) * BLOCK_M + entry).to(tl.int64)
         known = pair < num_pairs
         pair = tl.minimum(pair, num_pairs - 1)  # padding reads a row that is there
-        is_lost = expert < 0  # never
+        is_lost = expert < 0  # of none: their programs have returned
     token, slot = pair // TOP_K, pair % TOP_K
     # Of a pair without an expert no weights are read: its sums stay zeros.
     end = tl.where(is_lost, 0, num_cols)
