@@ -111,7 +111,7 @@ def test_the_largest_model_scales_its_scores_otherwise():
         ({"hidden_activation": "gelu"}, "'gelu' is not supported"),
         ({"attn_logit_softcapping": 50.0}, "attention's scores"),
         ({"use_bidirectional_attention": True}, "both directions"),
-        ({"quantization_config": {"bits": 4}}, "in GGUF files only"),
+        ({"quantization_config": {"bits": 4}}, "quantisation None is not supported"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         ({"head_dim": 512}, "over 256"),
         ({"final_logit_softcapping": -1.0}, "soft cap"),

@@ -245,9 +245,9 @@ class LlamaConfig:
 
 
 def refuse_quantised(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a Hugging Face model whose weights are packed."""
+    """Refuse a Hugging Face text encoder whose weights are packed."""
     if config.get("quantization_config"):
-        raise FileError(path, "quantised weights are supported in GGUF files only")
+        raise FileError(path, "quantised weights of text encoders are supported in GGUF files only")
 
 
 def windows_of(types: Any, num_layers: int, window: int, path: Path) -> tuple[int, ...]:
