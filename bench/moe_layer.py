@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from ferrum_triton.backends.backend import Backend
 from ferrum_triton.models.experts import DenseExperts, Experts, PackedExperts
 from ferrum_triton.ops.quant import pack_sample
 from ferrum_triton.quant import QuantizedTensor, dequantize_rows
-from ferrum_triton.quant.kinds import format_of
 from ferrum_triton.testing import TensorFactory, assert_close
 
 KIND = "Q4_K:planes"
@@ -81,23 +80,12 @@ def meta_call(row: str) -> Callable[[], Tensor] | None:
     if bench != "moe_layer" or form not in FORMATS or shape != SHAPE:
         return None
     (call, *_) = tokens("meta", int(count.removeprefix("t")))
-    return partial(layer, meta_backend(), _empty_experts(form), **call)
+    return partial(layer, meta_backend(), _meta_experts(form), **call)
 
 
-def _empty_experts(form: str) -> Experts:
-    """Experts on the meta device."""
-
-    def empty(*shape: int) -> Tensor:
-        if form == "bf16":
-            return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        *rows, k = shape
-        size = (*rows, format_of(KIND).row_bytes(k))
-        return torch.empty(size, dtype=torch.uint8, device="meta")
-
-    down = empty(NUM_EXPERTS, HIDDEN, INTERMEDIATE)
-    if form == "bf16":
-        return _dense(empty(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN), down)
-    return _packed(empty(NUM_EXPERTS, 2, INTERMEDIATE, HIDDEN), down)
+@cache  # packing 384 matrices takes 2 s even on meta tensors
+def _meta_experts(form: str) -> Experts:
+    return experts_of(form, "meta")
 
 
 def experts_of(

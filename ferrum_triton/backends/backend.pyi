@@ -1334,62 +1334,6 @@ class Backend:
         Returns:
             [num_tokens, hidden_size] in slots' dtype.
         """
-    def gemm_moe_id(
-        self,
-        a: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        bias: Tensor | None = None,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """y[t, s, n] = Σₖ a[t, s, k] · W[e][n, k] + bias[e][n], with e = ids[t, s].
-
-        Of few pairs each reads its expert by itself. More are sorted by expert first, and an expert's
-        weights are read once for a tile of them. Nothing is asked of the host; no expert is read that
-        ids does not name.
-
-        Args:
-            a: [num_tokens, k], a token's row for all its slots; or [num_tokens, top_k, k], a row a
-                slot, as for down.
-            weights: [num_experts, n, k], in a's dtype.
-            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) gives a row of
-                zeros, so that each of several ranks may have some of the experts.
-            bias: [num_experts, n], any float dtype, or None.
-
-        Returns:
-            [num_tokens, top_k, n] in a's dtype; sums in float32, rounded once.
-        """
-    def gemm_moe_id_gate_up(
-        self,
-        a: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        bias: Tensor | None = None,
-        activation: str = 'silu',
-        alpha: float = 1.702,
-        limit: float = 7.0,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """y[t, s] = act(a[t, s] · Gᵀ + bias_G) · (a[t, s] · Uᵀ + bias_U), [G; U] = W[ids[t, s]].
-
-        Products are those of :func:`gemm_moe_id`, in float32 until the one rounding at the end.
-
-        Args:
-            a: [num_tokens, k] or [num_tokens, top_k, k].
-            weights: [num_experts, 2 n, k], of each expert G's rows and then U's; in a's dtype.
-            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) gives a row of
-                zeros.
-            bias: [num_experts, 2 n], any float dtype, or None.
-            activation: ``"silu"``; ``"gelu_tanh"``; or ``"clamped_swiglu"``, gpt-oss's
-                (u + 1) · g · sigmoid(alpha · g) with g at most limit and u from -limit to limit.
-            alpha: the slope of that sigmoid.
-            limit: the bound of g and u there, 0 or more.
-
-        Returns:
-            [num_tokens, top_k, n] in a's dtype.
-        """
     def compute_ids_tpe(
         self,
         ids: Tensor,
@@ -1577,6 +1521,62 @@ class Backend:
 
         Returns:
             [num_tokens, top_k, n] in a's dtype; zeros for pairs in no bucket.
+        """
+    def gemm_moe_id(
+        self,
+        a: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        bias: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t, s, n] = Σₖ a[t, s, k] · W[e][n, k] + bias[e][n], with e = ids[t, s].
+
+        Of few pairs each reads its expert by itself. More are sorted by expert first, and an expert's
+        weights are read once for a tile of them. Nothing is asked of the host; no expert is read that
+        ids does not name.
+
+        Args:
+            a: [num_tokens, k], a token's row for all its slots; or [num_tokens, top_k, k], a row a
+                slot, as for down.
+            weights: [num_experts, n, k], in a's dtype.
+            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) gives a row of
+                zeros, so that each of several ranks may have some of the experts.
+            bias: [num_experts, n], any float dtype, or None.
+
+        Returns:
+            [num_tokens, top_k, n] in a's dtype; sums in float32, rounded once.
+        """
+    def gemm_moe_id_gate_up(
+        self,
+        a: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        bias: Tensor | None = None,
+        activation: str = 'silu',
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t, s] = act(a[t, s] · Gᵀ + bias_G) · (a[t, s] · Uᵀ + bias_U), [G; U] = W[ids[t, s]].
+
+        Products are those of :func:`gemm_moe_id`, in float32 until the one rounding at the end.
+
+        Args:
+            a: [num_tokens, k] or [num_tokens, top_k, k].
+            weights: [num_experts, 2 n, k], of each expert G's rows and then U's; in a's dtype.
+            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) gives a row of
+                zeros.
+            bias: [num_experts, 2 n], any float dtype, or None.
+            activation: ``"silu"``; ``"gelu_tanh"``; or ``"clamped_swiglu"``, gpt-oss's
+                (u + 1) · g · sigmoid(alpha · g) with g at most limit and u from -limit to limit.
+            alpha: the slope of that sigmoid.
+            limit: the bound of g and u there, 0 or more.
+
+        Returns:
+            [num_tokens, top_k, n] in a's dtype.
         """
     def route_topk_softmax(
         self,

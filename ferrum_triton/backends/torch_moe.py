@@ -43,7 +43,7 @@ def _products(
     gate: tuple[str, float, float] | None = None,
 ) -> Tensor:
     """[num_tokens, top_k, n] in float32 or wider, of gate and up after what ``gate`` says."""
-    pairs = a if a.dim() == 3 else a[:, None].expand(*ids.shape, a.shape[-1])
+    pairs = dense.rows_of_pairs(a, ids)
     n = weights.shape[1] if gate is None else weights.shape[1] // 2
     y = widen(a).new_zeros(*ids.shape, n)
     for expert in ids.unique().tolist():

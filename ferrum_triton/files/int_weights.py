@@ -40,7 +40,7 @@ class Packing:
 
     Attributes:
         method: one of METHODS.
-        bits: of an integer, 4 or 8.
+        bits: bits of an integer, 4 or 8.
         symmetric: whether every zero is the middle of the integers' range.
         has_zeros_less_one: GPTQ's first form, whose zeros are stored as one less.
     """

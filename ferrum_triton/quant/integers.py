@@ -58,7 +58,7 @@ def load_gptq(
         scales: [groups, n].
         qzeros: int32 [groups, n · bits / 32], rounded up.
         g_idx: [k], the group of each column; None where they are in order.
-        bits: of an integer, 4 or 8.
+        bits: bits of an integer, 4 or 8.
         symmetric: whether every zero is the middle of the range, so that less room is enough. A
             zero of the middle tells by itself whether it is stored as one less.
         zeros_less_one: whether zeros are stored as one less, as in the first form of such files.
@@ -108,7 +108,7 @@ def load_compressed_tensors(
         weight_zero_point: int32 [n · bits / 32, groups], rounded up; None is the middle.
         weight_g_idx: [k], the group of each column; None where they are in order.
         num_columns: k.
-        bits: of an integer, 4 or 8.
+        bits: bits of an integer, 4 or 8.
         symmetric: whether every zero is the middle, so that less room is enough.
     """
     _check_bits(bits)

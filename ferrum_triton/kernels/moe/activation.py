@@ -1,6 +1,7 @@
 """The activation of experts whose products have biases: a program takes a block of one pair."""
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -11,6 +12,16 @@ from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops.moe import activation as ops
 
 _BLOCKS = tunable_blocks("clamped_swiglu_moe_id", ("num_pairs", "intermediate_size"))
+
+
+@triton.jit
+def clamped_swiglu(g, u, alpha, limit):
+    """(u + 1) · g · sigmoid(alpha · g), g at most limit and u from -limit to limit; float32."""
+    # tl.minimum(g, limit) of a NaN would be limit.
+    g = tl.where(g > limit, limit, g)
+    u = tl.where(u < -limit, -limit, u)
+    u = tl.where(u > limit, limit, u)
+    return (u + 1.0) * g * tl.sigmoid(alpha * g)
 
 
 @kernel(dynamic=("alpha", "limit"))
@@ -58,12 +69,7 @@ def _clamped_swiglu_kernel(
     u = tl.load(up_row + i, mask=mask, other=0.0).to(tl.float32)
     g += tl.load(gate_bias_row + i, mask=biased, other=0.0).to(tl.float32)
     u += tl.load(up_bias_row + i, mask=biased, other=0.0).to(tl.float32)
-    # tl.minimum(g, limit) of a NaN would be limit.
-    g = tl.where(g > limit, limit, g)
-    u = tl.where(u < -limit, -limit, u)
-    u = tl.where(u > limit, limit, u)
-
-    y = (u + 1.0) * g * tl.sigmoid(alpha * g)
+    y = clamped_swiglu(g, u, alpha, limit)
     y_row = y_ptr + token * stride_y_token + slot * stride_y_slot
     tl.store(y_row + i, y.to(y_ptr.dtype.element_ty), mask=mask)
 

@@ -3,9 +3,9 @@
 A tile is some rows of one expert by some of its pairs, computed transposed: rows of weights are the
 tall operand of the tensor cores, so that few pairs need little padding. Rows of activations are
 gathered as they are read. Few pairs are a tile each. More are sorted by expert first, every expert
-padded to whole tiles (:func:`~ferrum_triton.kernels.moe.pairs.moe_align_block_size`). The grid is
-what the fullest routing of so many pairs can need; programs without a tile end at once, and those
-behind them clear the rows of pairs that have no expert.
+padded to whole tiles (:func:`~ferrum_triton.kernels.moe.pairs.moe_align_block_size`). The grid has
+room for any routing of that many pairs. Programs without a tile end at once. Programs after the
+last tile clear the rows of pairs that have no expert.
 """
 
 import triton
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.moe.activation import clamped_swiglu
 from ferrum_triton.kernels.moe.dense_config import GATE_UP_TILES, TILES
 from ferrum_triton.kernels.moe.pairs import moe_align_block_size
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
+from ferrum_triton.kernels.moe.prepare import Result, clear_rows
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
@@ -27,36 +29,8 @@ CLEARED_PAIRS = tl.constexpr(64)
 
 
 @triton.jit
-def clamped_swiglu(g, u, alpha, limit):
-    """(u + 1) · g · sigmoid(alpha · g), bounded; tl.minimum of a NaN would be the bound."""
-    g = tl.where(g > limit, limit, g)
-    u = tl.where(u < -limit, -limit, u)
-    u = tl.where(u > limit, limit, u)
-    return (u + 1.0) * g * tl.sigmoid(alpha * g)
-
-
-@triton.jit
-def _clear_lost(
-    y_ptr,
-    ids_ptr,
-    pair,  # int64 [P]
-    n,  # int64 [BLOCK_N]
-    stride_y_token,
-    stride_y_slot,
-    stride_ids_token,
-    num_pairs,
-    num_experts,
-    num_rows,
-    TOP_K: tl.constexpr,
-):
-    """Zeros in columns n of the rows of pairs whose ids name no expert."""
-    token, slot = pair // TOP_K, pair % TOP_K
-    there = pair < num_pairs
-    expert = tl.load(ids_ptr + token * stride_ids_token + slot, mask=there, other=0)
-    lost = there & ((expert < 0) | (expert >= num_experts))
-    y_row = y_ptr + token * stride_y_token + slot * stride_y_slot
-    zeros = tl.zeros([pair.shape[0], n.shape[0]], y_ptr.dtype.element_ty)
-    tl.store(y_row[:, None] + n[None, :], zeros, mask=lost[:, None] & (n < num_rows)[None, :])
+def _without_expert(expert, num_experts):
+    return (expert < 0) | (expert >= num_experts)
 
 
 @kernel(dynamic=("num_pairs", "num_blocks", "alpha", "limit"))
@@ -102,23 +76,15 @@ def _expert_tiles_kernel(
         pair = tl.zeros([BLOCK_M], tl.int64) + block
         known = entry == 0
         expert = tl.load(ids_ptr + (block // TOP_K).to(tl.int64) * stride_ids_token + block % TOP_K)
-        is_lost = (expert < 0) | (expert >= num_experts)
+        is_lost = _without_expert(expert, num_experts)
     else:
-        if block >= num_blocks:
-            pair = (block - num_blocks).to(tl.int64) * CLEARED_PAIRS + tl.arange(0, CLEARED_PAIRS)
-            _clear_lost(
-                y_ptr,
-                ids_ptr,
-                pair,
-                n,
-                stride_y_token,
-                stride_y_slot,
-                stride_ids_token,
-                num_pairs,
-                num_experts,
-                num_rows,
-                TOP_K,
-            )
+        behind = tl.program_id(0) - num_blocks * tiles_n
+        if behind >= 0:
+            pair = behind.to(tl.int64) * CLEARED_PAIRS + tl.arange(0, CLEARED_PAIRS)
+            named = ids_ptr + pair // TOP_K * stride_ids_token + pair % TOP_K
+            expert = tl.load(named, mask=pair < num_pairs, other=0)
+            result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
+            clear_rows(result, pair, _without_expert(expert, num_experts), TOP_K, BLOCK_N)
             return
         expert = tl.load(experts_ptr + block)
         if expert < 0:
@@ -126,7 +92,7 @@ def _expert_tiles_kernel(
         pair = tl.load(sorted_ptr + block.to(tl.int64) * BLOCK_M + entry).to(tl.int64)
         known = pair < num_pairs
         pair = tl.minimum(pair, num_pairs - 1)  # padding reads a row that is there
-        is_lost = expert < 0  # of none: their programs have returned
+        is_lost = expert < 0  # false: programs without an expert have returned
     token, slot = pair // TOP_K, pair % TOP_K
     # Of a pair without an expert no weights are read: its sums stay zeros.
     end = tl.where(is_lost, 0, num_cols)
@@ -186,15 +152,15 @@ def _launch(
     num_pairs, num_rows, num_cols = ids.numel(), y.shape[2], a.shape[-1]
     options = {name: value for name, value in config.items() if name != "path"}
     sorted_ids = block_experts = None
-    num_blocks = programs = num_pairs
+    num_blocks, clearing = num_pairs, 0
     if config["path"] == "sorted":
         sorted_ids, block_experts, _ = moe_align_block_size(
             ids, weights.shape[0], config["BLOCK_M"]
         )
         num_blocks = block_experts.shape[0]
-        programs = num_blocks + cdiv(num_pairs, CLEARED_PAIRS.value)
+        clearing = cdiv(num_pairs, CLEARED_PAIRS.value)
     _expert_tiles_kernel.launch(
-        (programs * cdiv(num_rows, config["BLOCK_N"]),),
+        (num_blocks * cdiv(num_rows, config["BLOCK_N"]) + clearing,),
         y_ptr=y,
         a_ptr=a,
         weights_ptr=weights,

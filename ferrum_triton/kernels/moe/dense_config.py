@@ -27,7 +27,7 @@ MOST_STAGES = 4
 
 
 def tiles(path: str, pairs: int, rows: int, columns: int, warps: int, stages: int) -> Config:
-    """A launch whose programs take tiles of so many pairs by rows of an expert."""
+    """A launch choice: a tile's pairs, its rows of an expert's matrix, and columns of a step."""
     return {
         "path": path,
         "BLOCK_M": pairs,

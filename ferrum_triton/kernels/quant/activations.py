@@ -3,8 +3,8 @@
 :func:`arrange` is the launch before a product with planes on tensor cores, where no norm before it
 does that itself (:mod:`ferrum_triton.kernels.quant.add_norm`). Of each token it writes
 x = a / factor in float16, factor a power of two, and the sums over each word's eight. The launch
-also clears the tickets with which programs that share a tile of the product behind tell who of
-them is the last.
+also zeroes the tickets of the product behind it. Programs that share a tile's K draw them, so that
+the last one knows that it is.
 """
 
 from typing import Any, NamedTuple
@@ -77,7 +77,7 @@ def factor_of(inverse):
 
 @triton.jit
 def clear_tickets(tickets_ptr):
-    """Zeros, by a launch's first program; nothing where there are no tickets."""
+    """Set all tickets to zero, in a launch's first program; does nothing without tickets."""
     if tickets_ptr is not None:
         if tl.program_id(0) == 0:
             tl.store(tickets_ptr + tl.arange(0, TICKETS), 0)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ferrum_triton.ops.elementwise import GATES, gated
 from ferrum_triton.ops.moe.activation import clamped_swiglu
+from ferrum_triton.ops.moe.experts import check_rows
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, Op, op
 
@@ -46,16 +47,17 @@ def _cases(n: int, k: int, per_slot: bool) -> list[Case]:
 def _check_call(of_op: Op, a: Tensor, weights: Tensor, ids: Tensor) -> None:
     if weights.shape[0] == 0:
         of_op.reject("weights", f"of shape {list(weights.shape)}", "at least one expert")
-    num_tokens, top_k = ids.shape
-    if a.shape[:-1] not in ((num_tokens,), (num_tokens, top_k)):
-        allowed = f"[{num_tokens}, k] or [{num_tokens}, {top_k}, k]"
-        of_op.reject("a", f"of shape {list(a.shape)}", allowed)
+    check_rows(of_op, a, *ids.shape)
+
+
+def rows_of_pairs(a: Tensor, ids: Tensor) -> Tensor:
+    """Activations [num_tokens, top_k, k] of each pair: a view of what a holds."""
+    return a if a.dim() == 3 else a[:, None].expand(*ids.shape, a.shape[-1])
 
 
 def _pair_products(a: Tensor, weights: Tensor, ids: Tensor, bias: Tensor | None) -> Tensor:
     """[num_tokens, top_k, n], in float32 or wider."""
-    pairs = a if a.dim() == 3 else a[:, None].expand(*ids.shape, a.shape[-1])
-    pairs, expert = pairs.flatten(0, 1), ids.flatten()
+    pairs, expert = rows_of_pairs(a, ids).flatten(0, 1), ids.flatten()
     known = (expert >= 0) & (expert < weights.shape[0])
     expert = torch.where(known, expert, 0).long()
     chunks = zip(expert.split(PAIRS_AT_A_TIME), pairs.split(PAIRS_AT_A_TIME), strict=True)

@@ -63,7 +63,8 @@ def _check_stack(of_op: Op, a: Tensor, blocks: Tensor, kind: str, prefix: str = 
         of_op.reject(f"{prefix}blocks", f"of shape {list(blocks.shape)}", "at least one expert")
 
 
-def _check_rows(of_op: Op, a: Tensor, num_tokens: int, top_k: int) -> None:
+def check_rows(of_op: Op, a: Tensor, num_tokens: int, top_k: int) -> None:
+    """Reject activations that are neither a row a token nor a row a pair."""
     if a.shape[:-1] not in ((num_tokens,), (num_tokens, top_k)):
         allowed = f"[{num_tokens}, k] or [{num_tokens}, {top_k}, k]"
         of_op.reject("a", f"of shape {list(a.shape)}", allowed)
@@ -130,7 +131,7 @@ def gemv_quant_moe_id(a: Tensor, blocks: Tensor, ids: Tensor, kind: str) -> Tens
 @gemv_quant_moe_id.rule
 def _(a, blocks, ids, kind):
     _check_stack(gemv_quant_moe_id, a, blocks, kind)
-    _check_rows(gemv_quant_moe_id, a, *ids.shape)
+    check_rows(gemv_quant_moe_id, a, *ids.shape)
 
 
 @gemv_quant_moe_id.sample
@@ -211,7 +212,7 @@ def gemv_quant_moe_id_gate_up_silu(
 def _(a, gate_blocks, up_blocks, ids, gate_kind, up_kind):
     _check_stack(gemv_quant_moe_id_gate_up_silu, a, gate_blocks, gate_kind, "gate_")
     _check_stack(gemv_quant_moe_id_gate_up_silu, a, up_blocks, up_kind, "up_")
-    _check_rows(gemv_quant_moe_id_gate_up_silu, a, *ids.shape)
+    check_rows(gemv_quant_moe_id_gate_up_silu, a, *ids.shape)
 
 
 @gemv_quant_moe_id_gate_up_silu.sample
@@ -304,7 +305,7 @@ def _check_buckets(of_op: Op, a: Tensor, blocks: Tensor, top_k: int, name: str =
         of_op.reject(name, f"of shape {list(blocks.shape)}", allowed)
     if top_k < 1:
         of_op.reject("top_k", str(top_k), "at least 1")
-    _check_rows(of_op, a, a.shape[0], top_k)
+    check_rows(of_op, a, a.shape[0], top_k)
 
 
 @gemm_quant_moe_id.rule
