@@ -102,7 +102,7 @@ def _expert_tiles_kernel(
     row = tl.minimum(n, num_rows - 1)
     weights = weights_ptr + expert * stride_weights_expert
     w_at = weights + row[:, None] * stride_weights_row + k[None, :]
-    up_at = w_at + num_rows.to(tl.int64) * stride_weights_row
+    up_at = weights + (row + num_rows)[:, None] * stride_weights_row + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for column in range(0, end, BLOCK_K):
