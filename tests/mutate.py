@@ -78,6 +78,7 @@ FAMILIES = {
     K + "quant/plane_rows": ("", "test_quant_planes test_quant_mma"),
     K + "quant/add_norm": ("interpret and add_rms_norm_quant", "test_add_norm"),
     K + "quant/open_norm": ("interpret and open_norm", "test_open_norm"),
+    K + "open_norm": ("interpret and (open_norm or linear_add)", "test_linear_norm"),
     K + "quant/gemv_plan": ("interpret and quant and not moe", "test_gemv_repacked test_open_norm"),
     K + "quant/float_groups": ("interpret and quant", "test_ptx_only"),
     K + "quant/ptx": ("interpret and quant", "test_quant_sass test_ptx_only"),

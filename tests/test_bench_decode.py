@@ -88,9 +88,9 @@ def test_half_of_the_layers_have_more_bits():
         ("decode/qwen3-8b/q4_K/b1/ctx1024", 36, 6),
         ("decode/qwen3-8b/q4_K/b8/ctx1024", 36, 9),
         ("decode/qwen3-8b/q4_K/b32/ctx1024", 36, 9.5),
-        ("decode/qwen3-8b/bf16/b1/ctx1024", 36, 9),
-        ("decode/qwen3-8b/bf16/b8/ctx1024", 36, 8),
-        ("decode/qwen3-8b/bf16/b32/ctx1024", 36, 10),
+        ("decode/qwen3-8b/bf16/b1/ctx1024", 36, 7),
+        ("decode/qwen3-8b/bf16/b8/ctx1024", 36, 7),
+        ("decode/qwen3-8b/bf16/b32/ctx1024", 36, 8),
         ("decode/qwen3-30b-a3b/q4_K/b1/ctx1024", 48, 11),
     ],
 )

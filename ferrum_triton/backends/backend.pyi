@@ -416,6 +416,105 @@ class Backend:
 
         Source: Shazeer, "GLU Variants Improve Transformer", 2020.
         """
+    def linear_open_norm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        *,
+        out: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """r = residual + a · bᵀ, h = r · norm_weight, and sums of r² by eight columns.
+
+        The product is that of :func:`gemm`; r is float32 until each result is rounded. With the
+        squares, h is the norm that ``open_norm_linear`` and ``open_norm_gate_up_silu`` close. Of up to
+        MOST_TOKENS tokens it is one launch where a kernel is faster than cuBLAS.
+
+        Args:
+            a: [m, k].
+            b: [n, k], same dtype.
+            residual: [m, n], of a's dtype or float32.
+            norm_weight: [n], any float dtype.
+
+        Returns:
+            r, [m, n] in residual's dtype; h, [m, n] in a's dtype, infinite beyond float16's 65504; the
+            sums of squares, float32 [m, ceil(n / 8)].
+        """
+    def open_norm_linear(
+        self,
+        h: Tensor,
+        squares: Tensor,
+        eps: float,
+        b: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = (h / sqrt(Σ squares / k + eps)) · bᵀ: a product with a norm that another opened.
+
+        One or two rows are one launch where a kernel is faster than cuBLAS; else h is divided and
+        rounded to its dtype first.
+
+        Args:
+            h: [m, k], of ``linear_open_norm``; finite.
+            squares: float32 [m, ceil(k / 8)], of the same.
+            eps: added to the mean square.
+            b: [n, k], of h's dtype.
+
+        Returns:
+            [m, n] in h's dtype.
+        """
+    def open_norm_gate_up_silu(
+        self,
+        h: Tensor,
+        squares: Tensor,
+        eps: float,
+        b: Tensor,
+        activation: str = 'silu',
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = silu(n · Gᵀ) · (n · Uᵀ), n = h / sqrt(Σ squares / k + eps), b = [G; U].
+
+        As :func:`gemm_gate_up_silu` behind a norm that another product opened. One or two rows are one
+        launch where a kernel is faster than cuBLAS; else the launch that gates divides too.
+
+        Args:
+            h: [m, k], of ``linear_open_norm``; finite.
+            squares: float32 [m, ceil(k / 8)], of the same.
+            eps: added to the mean square.
+            b: [2 n, k], G's rows and then U's; of h's dtype.
+            activation: ``"silu"``, or ``"gelu_tanh"`` in its place.
+
+        Returns:
+            [m, n] in h's dtype.
+        """
+    def linear_add_rms_norm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float = 1e-06,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """residual ← residual + a · bᵀ, then y = rms_norm(residual) · norm_weight.
+
+        As :func:`gemm` and :func:`fused_add_rms_norm` behind it, but that the product is not rounded
+        before it is added. Where K is split among programs, the launch that adds up their sums is the
+        norm's.
+
+        Args:
+            a: [m, k].
+            b: [n, k], same dtype.
+            residual: [m, n], updated in place; of a's dtype, or float32.
+            norm_weight: [n], any float dtype.
+            eps: added to the mean square.
+
+        Returns:
+            [m, n] in a's dtype.
+        """
     def dequantize(
         self,
         blocks: Tensor,

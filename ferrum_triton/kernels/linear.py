@@ -215,32 +215,38 @@ def _add_columns(sums, columns, GROUPS: tl.constexpr, DTYPE: tl.constexpr, PTX: 
     return added
 
 
-@kernel(dynamic=("num_rows", "num_tokens"))
-def _mma_kernel(
-    y_ptr,  # [m, n]
-    a_ptr,  # [m, k]
-    b_ptr,  # [n, k]
-    stride_y_token,
+@triton.jit
+def totals_of_rows(
+    a_ptr,
+    b_ptr,
     stride_a_token,
     stride_b_row,
-    num_cols,  # a multiple of 8
-    num_rows,  # of y; of b twice as many with ACTIVATION
-    num_tokens,  # at most 8
-    ACTIVATION: tl.constexpr,  # y = activation(gate) * up, of b's first rows and second; or ""
-    BLOCK_N: tl.constexpr,  # rows of b, a multiple of 8; of 16 with ACTIVATION
-    DEPTH: tl.constexpr,  # loads of each row in flight
+    first,
+    num_cols,
+    num_rows,
+    num_tokens,
+    HALVES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPTH: tl.constexpr,
     LINES: tl.constexpr,
     PER_LINE: tl.constexpr,
-    MASKED: tl.constexpr,  # whether the last step has columns past the end
+    MASKED: tl.constexpr,
     PTX: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Products of a program's BLOCK_N rows of b and up to eight tokens, added up over warps.
+
+    Of two HALVES the program has the same rows of each, ``num_rows`` apart. It waits for the launch
+    before, once the first lines of b were asked for.
+
+    Returns:
+        float32 [32 · BLOCK_N / 4], the sums of a lane beside each other: of each eight rows that of
+        lane // 4, tokens lane % 4 · 2 and the next.
+    """
     GROUPS: tl.constexpr = BLOCK_N // 8
-    HALVES: tl.constexpr = 1 if ACTIVATION == "" else 2
     ROWS: tl.constexpr = BLOCK_N // HALVES
     DTYPE: tl.constexpr = b_ptr.dtype.element_ty
-    first = tl.program_id(0).to(tl.int64) * ROWS
     last = num_rows - 1
     if LINES > 0:
         i = tl.arange(0, BLOCK_N)
@@ -280,17 +286,71 @@ def _mma_kernel(
     for group in tl.static_range(GROUPS):
         of_row = sums[group]
         totals += (of_row[0] + of_row[6], of_row[1] + of_row[7])
-    y = summed_over_warps(totals, 2 * GROUPS)
-    PER_LANE: tl.constexpr = 2 * GROUPS // HALVES
-    if ACTIVATION != "":
-        halves = tl.reshape(y, [32, 2, PER_LANE])
-        gate, up = tl.split(tl.permute(halves, [0, 2, 1]))
-        y = tl.reshape(activated(gate, ACTIVATION) * up, [32 * PER_LANE])
+    return summed_over_warps(totals, 2 * GROUPS)
 
+
+@triton.jit
+def activated_halves(y, ACTIVATION: tl.constexpr):
+    """activation(gate) · up of :func:`totals_of_rows` of two halves: half the sums of each lane."""
+    PER_LANE: tl.constexpr = y.shape[0] // 64
+    halves = tl.reshape(y, [32, 2, PER_LANE])
+    gate, up = tl.split(tl.permute(halves, [0, 2, 1]))
+    return tl.reshape(activated(gate, ACTIVATION) * up, [32 * PER_LANE])
+
+
+@triton.jit
+def tokens_and_rows(first, PER_LANE: tl.constexpr):
+    """What each of a lane's PER_LANE sums is of: a token, and a row of ``first`` on."""
     j = tl.arange(0, 32 * PER_LANE)
     lane, j = j // PER_LANE, j % PER_LANE
-    token = lane % 4 * 2 + j % 2
-    n = first + j // 2 * 8 + lane // 4
+    return lane % 4 * 2 + j % 2, first + j // 2 * 8 + lane // 4
+
+
+@kernel(dynamic=("num_rows", "num_tokens"))
+def _mma_kernel(
+    y_ptr,  # [m, n]
+    a_ptr,  # [m, k]
+    b_ptr,  # [n, k]
+    stride_y_token,
+    stride_a_token,
+    stride_b_row,
+    num_cols,  # a multiple of 8
+    num_rows,  # of y; of b twice as many with ACTIVATION
+    num_tokens,  # at most 8
+    ACTIVATION: tl.constexpr,  # y = activation(gate) * up, of b's first rows and second; or ""
+    BLOCK_N: tl.constexpr,  # rows of b, a multiple of 8; of 16 with ACTIVATION
+    DEPTH: tl.constexpr,  # loads of each row in flight
+    LINES: tl.constexpr,
+    PER_LINE: tl.constexpr,
+    MASKED: tl.constexpr,  # whether the last step has columns past the end
+    PTX: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    HALVES: tl.constexpr = 1 if ACTIVATION == "" else 2
+    first = tl.program_id(0).to(tl.int64) * (BLOCK_N // HALVES)
+    y = totals_of_rows(
+        a_ptr,
+        b_ptr,
+        stride_a_token,
+        stride_b_row,
+        first,
+        num_cols,
+        num_rows,
+        num_tokens,
+        HALVES,
+        BLOCK_N,
+        DEPTH,
+        LINES,
+        PER_LINE,
+        MASKED,
+        PTX,
+        WARPS,
+        PDL,
+    )
+    if ACTIVATION != "":
+        y = activated_halves(y, ACTIVATION)
+    token, n = tokens_and_rows(first, BLOCK_N // HALVES // 4)
     y_at = y_ptr + token.to(tl.int64) * stride_y_token + n
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=(token < num_tokens) & (n < num_rows))
 
@@ -309,9 +369,7 @@ def product(a: Tensor, b: Tensor, config: Config, y: Tensor, activation: str = "
         product_of_tiles(a, b, config, y)
         return
     (num_tokens, num_cols), num_rows = a.shape, y.shape[1]
-    options = {name: value for name, value in config.items() if name != "path"}
-    if not can_overlap(a.device):
-        options["LINES"] = 0
+    grid = (cdiv(b.shape[0], config["BLOCK_N"]),)
     arguments = {
         "y_ptr": y,
         "a_ptr": a,
@@ -321,23 +379,44 @@ def product(a: Tensor, b: Tensor, config: Config, y: Tensor, activation: str = "
         "stride_b_row": b.stride(0),
         "num_cols": num_cols,
         "num_rows": num_rows,
-        "PER_LINE": LINE // b.element_size(),
     }
-    grid = (cdiv(b.shape[0], config["BLOCK_N"]),)
     if config["path"] == "mma":
-        span = config["num_warps"] * config["DEPTH"] * QUAD.value
         _mma_kernel.launch(
             grid,
             ACTIVATION=activation,
-            **arguments,
-            **options,
             num_tokens=num_tokens,
-            MASKED=num_cols % span != 0,
-            PTX=uses_ptx(a),
-            WARPS=config["num_warps"],
+            **arguments,
+            **mma_options(config, a, b),
         )
     else:
-        _matvec_kernel.launch(grid, **arguments, TOKENS=num_tokens, **options)
+        _matvec_kernel.launch(grid, **arguments, TOKENS=num_tokens, **_options(config, b))
+
+
+def _options(config: Config, b: Tensor) -> Config:
+    """What a launch choice says to a kernel that asks for lines of b ahead."""
+    options = {name: value for name, value in config.items() if name != "path"}
+    if not can_overlap(b.device):
+        options["LINES"] = 0
+    return options | {"PER_LINE": LINE // b.element_size()}
+
+
+def mma_options(config: Config, a: Tensor, b: Tensor) -> Config:
+    """What a launch choice of path ``"mma"`` says to a kernel over :func:`totals_of_rows`."""
+    span = config["num_warps"] * config["DEPTH"] * QUAD.value
+    return _options(config, b) | {
+        "MASKED": a.shape[1] % span != 0,
+        "PTX": uses_ptx(a),
+        "WARPS": config["num_warps"],
+    }
+
+
+def mma_choice(a: Tensor, b: Tensor) -> Config | None:
+    """The launch of a product of few tokens that multiplies from memory; None of another path."""
+    (num_tokens, num_cols), num_rows = a.shape, b.shape[0]
+    if not 0 < num_tokens <= MOST_TOKENS or a.dtype == torch.float32 or 0 in (num_cols, num_rows):
+        return None
+    config = gemm_config.pick(a.device, is_in_units(a, b), num_tokens, num_rows, num_cols)
+    return config if config["path"] == "mma" else None
 
 
 @ops.gemm.impl("triton")
@@ -359,11 +438,9 @@ def gemm(a: Tensor, b: Tensor, wide: bool = False, *, out: Tensor | None = None)
 def gemm_gate_up_silu(
     a: Tensor, b: Tensor, activation: str = "silu", *, out: Tensor | None = None
 ) -> Tensor:
-    (num_tokens, num_cols), num_rows = a.shape, b.shape[0] // 2
-    y = a.new_empty((num_tokens, num_rows)) if out is None else out
-    if 0 < num_tokens <= MOST_TOKENS and a.dtype != torch.float32 and num_cols and num_rows:
-        config = gemm_config.pick(a.device, is_in_units(a, b), num_tokens, 2 * num_rows, num_cols)
-        if config["path"] == "mma" and config["BLOCK_N"] % 16 == 0:
-            product(a, b, config, y, activation)
-            return y
+    y = a.new_empty((a.shape[0], b.shape[0] // 2)) if out is None else out
+    config = mma_choice(a, b)
+    if config is not None and config["BLOCK_N"] % 16 == 0:
+        product(a, b, config, y, activation)
+        return y
     return gated_split(gemm(a, b, wide=True), activation, y)

@@ -67,18 +67,31 @@ def _tiles_kernel(
 
 def product_of_tiles(a: Tensor, b: Tensor, config: Config, y: Tensor) -> None:
     """y ← a · bᵀ of 16 bits."""
+    if config["SPLITS"] == 1:
+        _launch(a, b, config, y[None])
+    else:
+        add_partials(y, partial_products(a, b, config))
+
+
+def partial_products(a: Tensor, b: Tensor, config: Config) -> Tensor:
+    """a · bᵀ of 16 bits in parts that are yet to be added: float32 [splits, m, n]."""
+    shape = config["SPLITS"], a.shape[0], b.shape[0]
+    partial = a.new_empty(shape, dtype=torch.float32)
+    _launch(a, b, config, partial)
+    return partial
+
+
+def _launch(a: Tensor, b: Tensor, config: Config, y: Tensor) -> None:
+    """y[s] ← a · bᵀ over the columns of split s."""
     (num_tokens, num_cols), num_rows = a.shape, b.shape[0]
     splits, columns = config["SPLITS"], config["BLOCK_K"]
-    to = y
-    if splits > 1:
-        to = a.new_empty((splits, num_tokens, num_rows), dtype=torch.float32)
     _tiles_kernel.launch(
         (cdiv(num_rows, config["BLOCK_N"]), splits),
-        y_ptr=to,
+        y_ptr=y,
         a_ptr=a,
         b_ptr=b,
-        stride_y_split=to.stride(0) if splits > 1 else 0,
-        stride_y_token=to.stride(-2),
+        stride_y_split=y.stride(0) if splits > 1 else 0,
+        stride_y_token=y.stride(1),
         stride_a_token=a.stride(0),
         stride_b_row=b.stride(0),
         num_cols=num_cols,
@@ -92,5 +105,3 @@ def product_of_tiles(a: Tensor, b: Tensor, config: Config, y: Tensor) -> None:
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
     )
-    if splits > 1:
-        add_partials(y, to)

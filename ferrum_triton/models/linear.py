@@ -118,6 +118,24 @@ class OpenNorm(NamedTuple):
         return backend.open_norm_quant_gate_up_silu(self.like, self.squares, self.eps, *matrices)
 
 
+class ReadyNorm(NamedTuple):
+    """The same norm, computed with the product that gave x.
+
+    Attributes:
+        residual: [m, k], to which x was added.
+        like: h, [m, k].
+    """
+
+    residual: Tensor
+    like: Tensor
+
+    def values(self, backend: Backend) -> Tensor:
+        return self.like
+
+
+AnyNorm: TypeAlias = Norm | OpenNorm | ReadyNorm
+
+
 def norm_after(
     backend: Backend,
     x: Tensor,
@@ -126,38 +144,56 @@ def norm_after(
     weight: Tensor,
     eps: float,
     then: Linear | None,
-) -> Norm | OpenNorm:
-    """The norm over residual + x Wᵀ + bias, open where the product and ``then`` can share it.
+) -> AnyNorm:
+    """The norm over residual + x Wᵀ + bias: open or ready where that saves a launch.
 
     Args:
         then: the product that the norm is for; None if there is another use of it.
     """
-    packed = _few_in_planes(x, linear.weight) if linear.bias is None else ()
-    if then is not None and len(packed) == 1 and _shares_a_norm(backend, x, then):
-        opened = backend.linear_quant_open_norm(
-            x, packed[0].blocks, packed[0].kind, residual, weight
-        )
-        return OpenNorm(*opened, eps)
+    if linear.bias is None and then is not None:
+        packed = _few_in_planes(x, linear.weight)
+        if len(packed) == 1 and _shares_a_norm(backend, x, _few_in_planes(x, then.weight)):
+            opened = backend.linear_quant_open_norm(
+                x, packed[0].blocks, packed[0].kind, residual, weight
+            )
+            return OpenNorm(*opened, eps)
+        if _is_dense(linear) and _is_dense(then) and _is_one(backend, x, "linear_open_norm"):
+            return OpenNorm(*backend.linear_open_norm(x, linear.weight, residual, weight), eps)
+    if _is_dense(linear) and _are_few(backend, x, "linear_add_rms_norm"):
+        h = backend.linear_add_rms_norm(x, linear.weight, residual, weight, eps)
+        return ReadyNorm(residual, h)
     return Norm(residual, apply(backend, x, linear), weight, eps)
 
 
-def _shares_a_norm(backend: Backend, x: Tensor, then: Linear) -> bool:
-    """Whether an open norm saves a launch: of one token, before packed products.
+def _shares_a_norm(backend: Backend, x: Tensor, then: tuple[QuantizedTensor, ...]) -> bool:
+    """Whether an open norm saves a launch before packed products, all of ``then``."""
+    return len(then) in (1, 2, 3) and _is_one(backend, x, "linear_quant_open_norm")
+
+
+def _is_one(backend: Backend, x: Tensor, op: str) -> bool:
+    """Whether x is one token, whose norm can be open.
 
     bfloat16 has room for what is not divided yet; float16 would end at 65504.
     """
-    return (
-        x.shape[0] == 1
-        and x.dtype == torch.bfloat16
-        and len(_few_in_planes(x, then.weight)) in (1, 2, 3)
-        and backend.has_kernel("linear_quant_open_norm")
-    )
+    return x.shape[0] == 1 and x.dtype == torch.bfloat16 and backend.has_kernel(op)
 
 
-def apply_to_norm(backend: Backend, norm: Norm | OpenNorm, linear: Linear) -> Tensor:
+def _are_few(backend: Backend, x: Tensor, op: str) -> bool:
+    """Whether a product of x by dense weights has a kernel of the project's own."""
+    return x.shape[0] <= MAX_ROWS and x.dtype != torch.float32 and backend.has_kernel(op)
+
+
+def _is_dense(linear: Linear) -> bool:
+    """Whether a linear layer is one dense matrix without a bias."""
+    return isinstance(linear.weight, Tensor) and linear.bias is None
+
+
+def apply_to_norm(backend: Backend, norm: AnyNorm, linear: Linear) -> Tensor:
     """h Wᵀ + bias, [m, n]."""
+    if isinstance(norm, OpenNorm) and isinstance(linear.weight, Tensor):
+        return backend.open_norm_linear(norm.like, norm.squares, norm.eps, linear.weight)
     packed = _few_in_planes(norm.like, linear.weight)
-    if isinstance(norm, Norm) and len(packed) not in (1, 2, 3):
+    if isinstance(norm, ReadyNorm) or (isinstance(norm, Norm) and len(packed) not in (1, 2, 3)):
         return apply(backend, norm.values(backend), linear)
     missing = 3 - len(packed)
     blocks = [part.blocks for part in packed] + [None] * missing
@@ -168,16 +204,19 @@ def apply_to_norm(backend: Backend, norm: Norm | OpenNorm, linear: Linear) -> Te
     return y
 
 
-def gated_norm(backend: Backend, norm: Norm | OpenNorm, linear: Linear) -> Tensor:
+def gated_norm(backend: Backend, norm: AnyNorm, linear: Linear) -> Tensor:
     """silu(gate) · up, [m, n / 2], which are the halves of h Wᵀ + bias."""
-    packed = _few_in_planes(norm.like, linear.weight) if linear.bias is None else ()
-    if len(packed) == 2 and packed[0].shape == packed[1].shape:
+    weight, few = linear.weight, norm.like.shape[0] <= MOST_TOKENS
+    packed = _few_in_planes(norm.like, weight) if linear.bias is None else ()
+    is_pair = len(packed) == 2 and packed[0].shape == packed[1].shape
+    if is_pair and not isinstance(norm, ReadyNorm):
         gate, up = packed
         return norm.gate_up(backend, gate.blocks, up.blocks, gate.kind, up.kind)
-    weight, few = linear.weight, norm.like.shape[0] <= MOST_TOKENS
+    if isinstance(norm, OpenNorm) and isinstance(weight, Tensor):
+        return backend.open_norm_gate_up_silu(norm.like, norm.squares, norm.eps, weight)
     # Without a kernel the op widens the weights at each call.
     if (
-        isinstance(norm, Norm)
+        not isinstance(norm, OpenNorm)
         and isinstance(weight, Tensor)
         and linear.bias is None
         and few

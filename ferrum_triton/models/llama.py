@@ -12,9 +12,9 @@ from torch import Tensor
 from ferrum_triton.models.decoder import Decoder, predicted_rows
 from ferrum_triton.models.experts import Experts, mixture
 from ferrum_triton.models.linear import (
+    AnyNorm,
     Norm,
     OpenNorm,
-    apply,
     apply_to_norm,
     gated_norm,
     norm_after,
@@ -32,7 +32,7 @@ class Llama(Decoder):
         # The residual stream stays in float32 whatever the activations are: rounding it to bfloat16
         # alone changes the likeliest token at one position in a hundred.
         residual = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        norm: Norm | OpenNorm = Norm(residual, x, weights.layers[0].attn_norm, eps)
+        norm: AnyNorm = Norm(residual, x, weights.layers[0].attn_norm, eps)
         for index, layer in enumerate(weights.layers):
             attended = self._attention(
                 apply_to_norm(backend, norm, layer.qkv),
@@ -48,9 +48,11 @@ class Llama(Decoder):
             weight = after.attn_norm if after else weights.final_norm
             mlp = layer.mlp
             if isinstance(mlp, Experts):
-                x = apply(backend, attended, layer.attn_out)
-                h = backend.fused_add_rms_norm(residual, x, layer.mlp_norm, eps)
-                norm = Norm(residual, mixture(backend, h, mlp), weight, eps)
+                norm = norm_after(
+                    backend, attended, layer.attn_out, residual, layer.mlp_norm, eps, None
+                )
+                assert not isinstance(norm, OpenNorm)  # routing wants it whole
+                norm = Norm(residual, mixture(backend, norm.values(backend), mlp), weight, eps)
                 continue
             norm = norm_after(
                 backend, attended, layer.attn_out, residual, layer.mlp_norm, eps, mlp.gate_up
@@ -58,5 +60,5 @@ class Llama(Decoder):
             gated, residual = gated_norm(backend, norm, mlp.gate_up), norm.residual
             then = after.qkv if after else None
             norm = norm_after(backend, gated, mlp.down, residual, weight, eps, then)
-        assert isinstance(norm, Norm)  # nothing follows the last product
+        assert not isinstance(norm, OpenNorm)  # nothing follows the last product
         return norm.values(backend)

@@ -8,6 +8,7 @@ FAMILIES = (
     "elementwise",
     "embedding",
     "linear",
+    "open_norm",
     "quant",
     "quant_fused",
     "quant_open_norm",

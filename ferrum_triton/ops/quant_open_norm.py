@@ -1,17 +1,16 @@
-"""A norm shared by packed products: opened by the one before it, closed by the ones after it.
-
-The product before it adds itself to the residual stream, multiplies the sums by the norm's weight
-and leaves the sums of their squares. The products after it divide by the root of their mean, which
-commutes with them. So a norm between products of a token or two takes no launch of its own.
-"""
-
-from typing import Any
+"""Norms shared by packed products, opened and closed as :mod:`ferrum_triton.ops.open_norm` says."""
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.ops.elementwise import GATES, check_gate, gated
-from ferrum_triton.ops.precision import widen
+from ferrum_triton.ops.open_norm import (
+    OPEN_TENSORS,
+    check_squares,
+    closed,
+    open_sample,
+    opened,
+)
 from ferrum_triton.ops.quant import check_product, pack_sample, product_case, wide_product
 from ferrum_triton.ops.quant_fused import (
     GATE_UP_TENSORS,
@@ -25,17 +24,7 @@ from ferrum_triton.ops.quant_fused import (
     products_side_by_side,
 )
 from ferrum_triton.quant.kinds import KINDS, format_of
-from ferrum_triton.registry import Case, Op, op
-
-# Columns of the residual stream whose squares are summed together.
-PART = 8
-
-OPEN_TENSORS = {"h": "T[m, k]", "squares": "float32[m, k_parts]"}
-
-
-def num_parts(num_columns: int) -> int:
-    """Sums of squares of a row."""
-    return -(-num_columns // PART)
+from ferrum_triton.registry import Case, op
 
 
 def _opening_case(kind: str, m: int, n: int, k: int) -> Case:
@@ -84,10 +73,7 @@ def linear_quant_open_norm(
         r, [m, n] in residual's dtype; h, [m, n] in a's dtype, infinite beyond float16's 65504; the
         sums of squares, float32 [m, ceil(n / 8)].
     """
-    r = widen(residual) + wide_product(a, blocks, kind)
-    columns = torch.nn.functional.pad(r.square(), (0, -r.shape[1] % PART))
-    squares = columns.unflatten(1, (-1, PART)).sum(dim=2)
-    return r.to(residual.dtype), (r * widen(norm_weight)).to(a.dtype), squares
+    return opened(wide_product(a, blocks, kind), residual, norm_weight, a.dtype)
 
 
 @linear_quant_open_norm.rule
@@ -110,25 +96,6 @@ def _(make, kind, m, n, num_blocks, wide_residual):
         "residual": residual.float() if wide_residual else residual,
         "norm_weight": make.weight(n, dtype=torch.float32),
     }
-
-
-def closed(h: Tensor, squares: Tensor, eps: float) -> Tensor:
-    """h / sqrt(mean of the squares + eps), wide."""
-    mean = widen(squares).sum(dim=1, keepdim=True) / max(h.shape[1], 1)
-    return widen(h) * torch.rsqrt(mean + eps)
-
-
-def _check_squares(op: Op, h: Tensor, squares: Tensor) -> None:
-    if squares.shape[1] != num_parts(h.shape[1]):
-        allowed = f"[m, {num_parts(h.shape[1])}], a sum for each {PART} columns of h"
-        op.reject("squares", f"of shape {list(squares.shape)}", allowed)
-
-
-def _open_sample(make, m: int, k: int) -> dict[str, Any]:
-    r = make.randn(m, k)
-    weight = make.weight(k, dtype=torch.float32)
-    squares = r.float().square().unflatten(1, (-1, PART)).sum(dim=2)
-    return {"h": (r * weight).to(r.dtype), "squares": squares, "eps": 1e-6}
 
 
 def _qkv_case(v_kind: str | None, m: int, k: int) -> Case:
@@ -194,14 +161,14 @@ def open_norm_quant_qkv(
 def _(h, squares, eps, q_blocks, k_blocks, v_blocks, q_kind, k_kind, v_kind):
     parts = (("q_", q_blocks, q_kind), ("k_", k_blocks, k_kind), ("v_", v_blocks, v_kind))
     check_products(open_norm_quant_qkv, h, parts, "h")
-    _check_squares(open_norm_quant_qkv, h, squares)
+    check_squares(open_norm_quant_qkv, h, squares)
 
 
 @open_norm_quant_qkv.sample
 def _(make, q_kind, k_kind, v_kind, m, nq, nkv, num_blocks):
     sizes = ((q_kind, nq), (k_kind, nkv), (v_kind, nkv))
     q, key, v = (packed_units(make, kind, n, num_blocks) for kind, n in sizes)
-    return _open_sample(make, m, 256 * num_blocks) | {
+    return open_sample(make, m, 256 * num_blocks) | {
         "q_blocks": q,
         "k_blocks": key,
         "v_blocks": v,
@@ -265,14 +232,14 @@ def _(h, squares, eps, gate_blocks, up_blocks, gate_kind, up_kind, activation):
     this = open_norm_quant_gate_up_silu
     parts = (("gate_", gate_blocks, gate_kind), ("up_", up_blocks, up_kind))
     check_products(this, h, parts, "h")
-    _check_squares(this, h, squares)
+    check_squares(this, h, squares)
     check_gate(this, activation)
 
 
 @open_norm_quant_gate_up_silu.sample
 def _(make, gate_kind, up_kind, m, n, num_blocks, activation):
     gate, up = (packed_units(make, kind, n, num_blocks) for kind in (gate_kind, up_kind))
-    return _open_sample(make, m, 256 * num_blocks) | {
+    return open_sample(make, m, 256 * num_blocks) | {
         "gate_blocks": gate,
         "up_blocks": up,
         "gate_kind": gate_kind,

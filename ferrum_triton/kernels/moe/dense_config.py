@@ -87,15 +87,15 @@ def candidates(
     """Launches worth timing: tiles of about what an expert has, with longer and shorter steps."""
     average = next_power_of_2(cdiv(num_pairs, num_experts))
     found = [
-        tiles("per_pair", LEAST_PAIRS, rows, columns, 4, stages)
-        for rows in (32, 64)
-        for columns, stages in ((64, 4), (128, 3), (128, 4))
+        tiles("per_pair", LEAST_PAIRS, rows, columns, warps, stages)
+        for rows, warps in ((64, 4), (128, 8))
+        for columns, stages in ((64, 4), (128, 3), (128, 4), (256, 3))
         if num_pairs <= 4 * num_experts
     ]
     found += [
         tiles("sorted", pairs, rows, columns, warps, stages)
         for pairs in sorted({min(max(p, LEAST_PAIRS), MOST_PAIRS) for p in (average, 2 * average)})
-        for rows, warps in ((64, 4), (128, 8))
+        for rows, warps in ((64, 4), (128, 8), (256, 8))
         for columns, stages in ((64, 3), (64, 4), (128, 3))
         if num_experts <= MAX_EXPERTS
     ]

@@ -13,7 +13,7 @@ from ferrum_triton.kernels.jit import processors
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.quant.planes import Layout, is_aligned, uses_ptx
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
-from ferrum_triton.ops.quant_open_norm import PART
+from ferrum_triton.ops.open_norm import PART
 
 # Sums of a persistent program that are reduced together at most: more find no registers.
 MOST_SUMS = 32

@@ -34,6 +34,7 @@ from ferrum_triton.kernels.quant.products import (
 from ferrum_triton.kernels.quant.thread_sums import PART, OpenNorm, closed
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops import quant_open_norm as ops
+from ferrum_triton.ops.open_norm import num_parts
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
 # Columns of a program that opens or closes a norm by itself.
@@ -98,7 +99,7 @@ def _close_norm_kernel(
     mask = column < num_columns
     h = tl.load(h_ptr + token * stride_h_token + column, mask=mask, other=0.0).to(tl.float32)
     opened = OpenNorm(squares_ptr + token * stride_squares_token, 0, eps)
-    y = closed(h, column * 0, opened, PARTS, 1)
+    y = closed(h, column * 0, opened, PARTS, 1, num_columns)
     tl.store(y_ptr + token * stride_y_token + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -115,11 +116,36 @@ class OpenTokens(Tokens):
 
     def values(self) -> Tensor:
         if self._closed is None:
-            self._closed = _close(self.like, self._opened)
+            self._closed = close_norm(self.like, self._opened)
         return self._closed
 
 
-def _close(h: Tensor, opened: Squares) -> Tensor:
+def open_norm_of(
+    sums: Tensor, residual: Tensor, norm_weight: Tensor, out: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """y ← residual + sums, h ← y · norm_weight and the sums of y², by a launch of its own."""
+    y, h, squares = out
+    num_tokens, num_rows = y.shape
+    _open_norm_kernel.launch(
+        (num_tokens, cdiv(num_rows, BLOCK)),
+        y_ptr=y,
+        h_ptr=h,
+        squares_ptr=squares,
+        sums_ptr=sums,
+        residual_ptr=residual,
+        weight_ptr=norm_weight,
+        stride_y_token=y.stride(0),
+        stride_h_token=h.stride(0),
+        stride_squares_token=squares.stride(0),
+        stride_sums_token=sums.stride(0),
+        stride_residual_token=residual.stride(0),
+        num_columns=num_rows,
+        num_parts=squares.shape[1],
+        BLOCK=BLOCK,
+    )
+
+
+def close_norm(h: Tensor, opened: Squares) -> Tensor:
     """h / sqrt(mean of the squares + eps), rounded to h's dtype."""
     y = torch.empty_like(h, memory_format=torch.contiguous_format)
     num_tokens, num_columns = h.shape
@@ -174,7 +200,7 @@ def linear_quant_open_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = num_tokens, num_rows = residual.shape
     if out is None:
-        squares = a.new_empty((num_tokens, ops.num_parts(num_rows)), dtype=torch.float32)
+        squares = a.new_empty((num_tokens, num_parts(num_rows)), dtype=torch.float32)
         y, h = residual.new_empty(shape), a.new_empty(shape)
     else:
         y, h, squares = out
@@ -185,24 +211,7 @@ def linear_quant_open_norm(
         opens = NormOpening(h, squares, norm_weight)
         launch_gemv(a, blocks, kind, config, y, residual=residual, opens=opens)
         return y, h, squares
-    sums = gemm_quant(a, blocks, kind, wide=True)
-    _open_norm_kernel.launch(
-        (num_tokens, cdiv(num_rows, BLOCK)),
-        y_ptr=y,
-        h_ptr=h,
-        squares_ptr=squares,
-        sums_ptr=sums,
-        residual_ptr=residual,
-        weight_ptr=norm_weight,
-        stride_y_token=y.stride(0),
-        stride_h_token=h.stride(0),
-        stride_squares_token=squares.stride(0),
-        stride_sums_token=sums.stride(0),
-        stride_residual_token=residual.stride(0),
-        num_columns=num_rows,
-        num_parts=squares.shape[1],
-        BLOCK=BLOCK,
-    )
+    open_norm_of(gemm_quant(a, blocks, kind, wide=True), residual, norm_weight, (y, h, squares))
     return y, h, squares
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ferrum_triton.ops import quant_open_norm as ops
+from ferrum_triton.ops import open_norm as ops
 
 # Columns whose squares are summed together where a norm is open.
 PART = tl.constexpr(ops.PART)
@@ -153,15 +153,18 @@ def store_rows(totals, out, first, PARTS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def closed(y, token, opened, PARTS: tl.constexpr, M: tl.constexpr):
+def closed(y, token, opened, PARTS: tl.constexpr, M: tl.constexpr, num_columns=None):
     """y[i] divided by the root mean square of token[i]'s activations, whose norm is open.
 
     Args:
         opened: OpenNorm.
         PARTS: its sums of squares, of PART columns each; 0 where activations are what they are.
         M: tokens.
+        num_columns: of a row of activations; None where they are whole parts.
     """
     if PARTS > 0:
+        if num_columns is None:
+            num_columns = PART * PARTS
         BLOCK: tl.constexpr = min(triton.next_power_of_2(PARTS), 1024)
         part = tl.arange(0, BLOCK)
         for m in tl.static_range(M):
@@ -169,7 +172,7 @@ def closed(y, token, opened, PARTS: tl.constexpr, M: tl.constexpr):
             squares = tl.load(at, mask=part < PARTS, other=0.0)
             for first in tl.static_range(BLOCK, PARTS, BLOCK):
                 squares += tl.load(at + first, mask=first + part < PARTS, other=0.0)
-            mean = tl.sum(squares, axis=0) / (PART * PARTS)
+            mean = tl.sum(squares, axis=0) / num_columns
             y = tl.where(token == m, y * tl.rsqrt(mean + opened.eps), y)
     return y
 
