@@ -58,20 +58,26 @@ def heuristic(
     if gpu.arch == INTERPRETER:
         path = "per_pair" if num_pairs <= num_experts else "sorted"
         return tiles(path, LEAST_PAIRS, 32, 64, 4, 2)
-    few = num_pairs <= max(num_experts, FEW_PAIRS) or num_experts > MAX_EXPERTS
+    few = num_pairs <= max(num_experts // 2, FEW_PAIRS) or num_experts > MAX_EXPERTS
     average = 1 if few else cdiv(num_pairs, num_experts)
     if element_size == 4:  # multiply-adds of threads, whose operands are in registers
         return tiles("per_pair" if few else "sorted", LEAST_PAIRS, 32, 32, 4, 2)
     pairs = min(max(next_power_of_2(average), LEAST_PAIRS), MOST_PAIRS)
-    rows = 128 if pairs == MOST_PAIRS and not is_gated else 64
-    columns = 128 if pairs == LEAST_PAIRS else 64
-    warps = 8 if pairs == MOST_PAIRS else 4
     path = "per_pair" if few else "sorted"
-    for stages in range(MOST_STAGES, 1, -1):
-        config = tiles(path, pairs, rows, columns, warps, stages)
-        if not _refusal(gpu, config, element_size, is_gated):
-            return config
+    for rows, columns in _sizes(few, pairs, is_gated):
+        for stages in range(MOST_STAGES, 1, -1):
+            config = tiles(path, pairs, rows, columns, 8 if rows > 64 else 4, stages)
+            if not _refusal(gpu, config, element_size, is_gated):
+                return config
     return tiles(path, min(pairs, 64), 32, 32, 4, 2)
+
+
+def _sizes(few: bool, pairs: int, is_gated: bool) -> list[tuple[int, int]]:
+    """Rows and columns of a step, the best first, by ``bench.tune`` on an H200."""
+    if is_gated:
+        wide = (128, 128 if pairs <= 32 else 64)
+        return [(64, 128), (64, 64)] if few else [wide, (64, 64)]
+    return [(128, 128), (64, 64)] if few else [(256 if pairs > 16 else 128, 64), (64, 64)]
 
 
 def candidates(
