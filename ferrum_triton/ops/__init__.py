@@ -8,6 +8,7 @@ FAMILIES = (
     "elementwise",
     "embedding",
     "linear",
+    "fp8",
     "quant",
     "quant_fused",
     "quant_open_norm",

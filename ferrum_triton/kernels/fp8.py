@@ -1,0 +1,234 @@
+"""Products with weights in FP8: a launch that makes activations codes, and one of tiles.
+
+Rows of weights are the tall operand of the tensor cores, and tokens the narrow one, so that few
+tokens need little padding. A step of the loop is a block of weights wide: its sums have one scale
+of weights and one for each token, by which they are multiplied as they are added to those before.
+
+From sm_89 on tensor cores multiply codes as they are. Elsewhere, and for activations in float32,
+both become float16, which holds every code. K is split among programs where there are fewer tiles
+than SMs: the parts, in float32, are added by the launch behind.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.attention.mla_tiles import widen_e4m3
+from ferrum_triton.kernels.fp8_config import QUANTISING, TILES
+from ferrum_triton.kernels.jit import can_overlap, capability, kernel
+from ferrum_triton.kernels.kv_pool import e4m3_bits, magnitude_bits
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
+from ferrum_triton.kernels.quant.partials import add_partials
+from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.ops import fp8 as ops
+
+BLOCK = tl.constexpr(ops.BLOCK)
+LARGEST = tl.constexpr(ops.LARGEST)
+LEAST = tl.constexpr(ops.LEAST)
+# The bits of infinity, above which are those of NaN.
+INFINITY = tl.constexpr(0x7F800000)
+# Codes of what L2 is asked for at a time.
+LINE = tl.constexpr(128)
+
+
+@kernel(dynamic=("stride_scales_token", "stride_scales_group"))
+def _quantise_kernel(
+    codes_ptr,  # uint8 [m, k]
+    scales_ptr,  # float32 [m, groups], of any strides
+    x_ptr,  # [m, k]
+    stride_codes_token,
+    stride_x_token,
+    num_cols,
+    stride_scales_token,
+    stride_scales_group,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Codes and scales of some groups of a token."""
+    pdl_trigger(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    col = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = col < num_cols
+    pdl_wait(PDL)
+    x = tl.load(x_ptr + token * stride_x_token + col, mask=mask, other=0.0).to(tl.float32)
+    bits = tl.max(magnitude_bits(x), axis=1)
+    is_finite = bits < INFINITY
+    largest = bits.to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, tl.full([GROUPS], LARGEST, tl.float32))
+    scale = tl.where(largest >= LEAST, scale, 1.0)
+    y = tl.div_rn(x, tl.broadcast_to(scale[:, None], [GROUPS, BLOCK]))
+    codes = e4m3_bits(tl.where(is_finite[:, None], y, 0.0))
+    tl.store(codes_ptr + token * stride_codes_token + col, codes, mask=mask)
+    scale = tl.where(is_finite, scale, float("nan"))
+    scale_at = scales_ptr + token * stride_scales_token + group.to(tl.int64) * stride_scales_group
+    tl.store(scale_at, scale, mask=group * BLOCK < num_cols)
+
+
+@triton.jit
+def _operand(codes, NATIVE: tl.constexpr):
+    """Codes as tensor cores take them."""
+    if NATIVE:
+        x = codes.to(tl.float8e4nv, bitcast=True)
+    else:
+        x = widen_e4m3(codes).to(tl.float16)
+    return x
+
+
+@kernel(dynamic=("num_rows", "num_tokens"))
+def _fp8_tiles_kernel(
+    y_ptr,  # [m, n], or float32 [splits, m, n]
+    codes_ptr,  # uint8 [m, k]
+    steps_ptr,  # float32 [groups, m], scales of codes
+    weight_ptr,  # uint8 [n, k]
+    scales_ptr,  # float32 [row_blocks, groups], scales of weights
+    stride_y_split,
+    stride_y_token,
+    stride_codes_token,
+    stride_weight_row,
+    stride_scales_row,
+    num_cols,
+    part_groups,  # groups of a split
+    num_rows,
+    num_tokens,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # at most a block of weights
+    GROUP_M: tl.constexpr,  # tiles of tokens side by side
+    LINES: tl.constexpr,
+    MASKED: tl.constexpr,  # whether the last group has columns past the end
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y[s] = Σ_g step[g] · scale[g] · (codes · weightᵀ)[g] over the groups g of split s."""
+    tiles_n = tl.cdiv(num_rows, BLOCK_N)
+    first = tl.program_id(0) // (GROUP_M * tiles_n) * GROUP_M
+    tile = tl.program_id(0) % (GROUP_M * tiles_n)
+    beside = tl.minimum(tl.cdiv(num_tokens, BLOCK_M) - first, GROUP_M)
+    split = tl.program_id(1)
+    token = (first + tile % beside).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_row = (tile // beside).to(tl.int64) * BLOCK_N
+    n = first_row + tl.arange(0, BLOCK_N)
+    # Rows and tokens past the last are its again: neither is stored.
+    row = tl.minimum(n, num_rows - 1)
+    known = tl.minimum(token, num_tokens - 1)
+    groups = tl.cdiv(num_cols, BLOCK)
+    begin = split * part_groups
+    end = tl.minimum(begin + part_groups, groups)
+    if LINES > 0:
+        ahead = tl.minimum(begin * BLOCK + tl.arange(0, LINES) * LINE, num_cols - 1)
+        prefetch_l2(weight_ptr + row[:, None] * stride_weight_row + ahead[None, :])
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
+
+    k = tl.arange(0, BLOCK)
+    w_at = weight_ptr + row[:, None] * stride_weight_row + k[None, :]
+    a_at = codes_ptr + known[None, :] * stride_codes_token + k[:, None]
+    scale_at = scales_ptr + first_row // BLOCK * stride_scales_row
+    step_at = steps_ptr + known
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    factor = tl.load(scale_at + begin) * tl.load(step_at + begin.to(tl.int64) * num_tokens)
+    for group in range(begin, end):
+        column = group * BLOCK
+        if MASKED:
+            inside = column + k < num_cols
+            w = tl.load(w_at + column, mask=inside[None, :], other=0)
+            a = tl.load(a_at + column, mask=inside[:, None], other=0)
+        else:
+            w = tl.load(w_at + column)
+            a = tl.load(a_at + column)
+        # Asked for a step ahead, so that no product waits for its scales.
+        later = tl.minimum(group + 1, groups - 1)
+        factor_later = tl.load(scale_at + later)
+        factor_later *= tl.load(step_at + later.to(tl.int64) * num_tokens)
+        sums = tl.dot(_operand(w, NATIVE), _operand(a, NATIVE), out_dtype=tl.float32)
+        acc += sums * factor[None, :]
+        factor = factor_later
+    y_at = y_ptr + split.to(tl.int64) * stride_y_split
+    y_at += token[None, :] * stride_y_token + n[:, None]
+    mask = (n < num_rows)[:, None] & (token < num_tokens)[None, :]
+    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def _quantise(
+    x: Tensor, codes: Tensor, scales: Tensor, stride_token: int, stride_group: int
+) -> None:
+    """codes, uint8 [m, k], and scales ← the groups of x, which is not empty."""
+    num_tokens, num_cols = x.shape
+    config = QUANTISING.pick(x.device, num_tokens, num_cols)
+    _quantise_kernel.launch(
+        (num_tokens, cdiv(ops.num_blocks(num_cols), config["GROUPS"])),
+        codes_ptr=codes,
+        scales_ptr=scales,
+        x_ptr=x,
+        stride_codes_token=codes.stride(0),
+        stride_x_token=x.stride(0),
+        num_cols=num_cols,
+        stride_scales_token=stride_token,
+        stride_scales_group=stride_group,
+        **config,
+    )
+
+
+@ops.quantize_fp8_groups.impl("triton")
+def quantize_fp8_groups(
+    x: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    if out is None:
+        codes = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+        scales = x.new_empty((x.shape[0], ops.num_blocks(x.shape[1])), dtype=torch.float32)
+    else:
+        codes, scales = out
+    if x.numel():
+        _quantise(x, codes.view(torch.uint8), scales, *scales.stride())
+    return codes, scales
+
+
+@ops.gemm_fp8_128x128.impl("triton")
+def gemm_fp8_128x128(
+    a: Tensor, weight: Tensor, scales: Tensor, *, out: Tensor | None = None
+) -> Tensor:
+    (num_tokens, num_cols), num_rows = a.shape, weight.shape[0]
+    y = a.new_empty((num_tokens, num_rows)) if out is None else out
+    if y.numel() == 0:
+        return y
+    if num_cols == 0:
+        return y.zero_()
+    groups = ops.num_blocks(num_cols)
+    native = capability(a.device) >= (8, 9) and a.dtype != torch.float32
+    config = TILES.pick(a.device, native, num_tokens, num_rows, num_cols)
+    codes = a.new_empty((num_tokens, num_cols), dtype=torch.uint8)
+    steps = a.new_empty((groups, num_tokens), dtype=torch.float32)
+    _quantise(a, codes, steps, 1, num_tokens)
+    part = cdiv(groups, config["SPLITS"])
+    splits, to = cdiv(groups, part), y
+    if splits > 1:
+        to = a.new_empty((splits, num_tokens, num_rows), dtype=torch.float32)
+    _fp8_tiles_kernel.launch(
+        (cdiv(num_tokens, config["BLOCK_M"]) * cdiv(num_rows, config["BLOCK_N"]), splits),
+        y_ptr=to,
+        codes_ptr=codes,
+        steps_ptr=steps,
+        weight_ptr=weight.view(torch.uint8),
+        scales_ptr=scales,
+        stride_y_split=to.stride(0) if splits > 1 else 0,
+        stride_y_token=to.stride(-2),
+        stride_codes_token=codes.stride(0),
+        stride_weight_row=weight.stride(0),
+        stride_scales_row=scales.stride(0),
+        num_cols=num_cols,
+        part_groups=part,
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        BLOCK_M=config["BLOCK_M"],
+        BLOCK_N=config["BLOCK_N"],
+        GROUP_M=config["GROUP_M"],
+        LINES=config["LINES"] if can_overlap(a.device) else 0,
+        MASKED=num_cols % ops.BLOCK != 0,
+        NATIVE=native,
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+    )
+    if splits > 1:
+        add_partials(y, to)
+    return y
