@@ -57,6 +57,12 @@ ASKED: dict[str, list[tuple]] = {
         (True, (32, 64), STAR, 4096),
         (True, 32, 2048, STAR),
     ],
+    "gemm_fp8_128x128": [
+        (BOOL, STAR, 28672, 4096),
+        (True, (1, 64), STAR, 4096),
+        (True, 16, 4096, STAR),
+    ],
+    "quantize_fp8_groups": [(STAR, 4096), ((1, 4096), STAR)],
     "gemm_quant": [
         (KINDS, STAR, STAR, 4096, 128),
         ("Q4_K", STAR, STAR, 28672, 128),
@@ -100,6 +106,8 @@ TRIED: dict[str, list[tuple]] = {
     **{op: [(1, 4096)] for op, asked in ASKED.items() if asked is BLOCKS},
     "embedding_lookup_dev": [(1, (256, 4096))],
     "gemm": [(BOOL, (1, 2, 8, 9), 4096, 4096)],
+    "gemm_fp8_128x128": [(BOOL, (1, 64, 4096), 4096, 4096)],
+    "quantize_fp8_groups": [(1, 4096)],
     "gemm_quant": [
         (KINDS, STAR, (1, 2), 4096, (128, 384)),
         ("Q4_K", STAR, (1, 2), 16384, 128),

@@ -1,8 +1,9 @@
 """Products with weights in FP8: a launch that makes activations codes, and one of tiles.
 
-Rows of weights are the tall operand of the tensor cores, and tokens the narrow one, so that few
-tokens need little padding. A step of the loop is a block of weights wide: its sums have one scale
-of weights and one for each token, by which they are multiplied as they are added to those before.
+Of few tokens, rows of weights are the tall operand of the tensor cores and tokens the narrow one,
+which needs little padding. Of many, tokens are the tall one: a thread then has sums of few tokens,
+and so few scales. A step of the loop is a block of weights wide: its sums have one scale of weights
+and one for each token, by which they are multiplied as they are added to those before.
 
 From sm_89 on tensor cores multiply codes as they are. Elsewhere, and for activations in float32,
 both become float16, which holds every code. K is split among programs where there are fewer tiles
@@ -95,6 +96,7 @@ def _fp8_tiles_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # at most a block of weights
     GROUP_M: tl.constexpr,  # tiles of tokens side by side
+    TOKENS_TALL: tl.constexpr,  # whether tokens are the tall operand
     LINES: tl.constexpr,
     MASKED: tl.constexpr,  # whether the last group has columns past the end
     NATIVE: tl.constexpr,
@@ -126,7 +128,10 @@ def _fp8_tiles_kernel(
     a_at = codes_ptr + known[None, :] * stride_codes_token + k[:, None]
     scale_at = scales_ptr + first_row // BLOCK * stride_scales_row
     step_at = steps_ptr + known
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if TOKENS_TALL:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     factor = tl.load(scale_at + begin) * tl.load(step_at + begin.to(tl.int64) * num_tokens)
     for group in range(begin, end):
         column = group * BLOCK
@@ -141,12 +146,19 @@ def _fp8_tiles_kernel(
         later = tl.minimum(group + 1, groups - 1)
         factor_later = tl.load(scale_at + later)
         factor_later *= tl.load(step_at + later.to(tl.int64) * num_tokens)
-        sums = tl.dot(_operand(w, NATIVE), _operand(a, NATIVE), out_dtype=tl.float32)
-        acc += sums * factor[None, :]
+        w, a = _operand(w, NATIVE), _operand(a, NATIVE)
+        if TOKENS_TALL:
+            acc += tl.dot(tl.trans(a), tl.trans(w), out_dtype=tl.float32) * factor[:, None]
+        else:
+            acc += tl.dot(w, a, out_dtype=tl.float32) * factor[None, :]
         factor = factor_later
     y_at = y_ptr + split.to(tl.int64) * stride_y_split
-    y_at += token[None, :] * stride_y_token + n[:, None]
-    mask = (n < num_rows)[:, None] & (token < num_tokens)[None, :]
+    if TOKENS_TALL:
+        y_at += token[:, None] * stride_y_token + n[None, :]
+        mask = (token < num_tokens)[:, None] & (n < num_rows)[None, :]
+    else:
+        y_at += token[None, :] * stride_y_token + n[:, None]
+        mask = (n < num_rows)[:, None] & (token < num_tokens)[None, :]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -223,6 +235,7 @@ def gemm_fp8_128x128(
         BLOCK_M=config["BLOCK_M"],
         BLOCK_N=config["BLOCK_N"],
         GROUP_M=config["GROUP_M"],
+        TOKENS_TALL=config["TOKENS_TALL"],
         LINES=config["LINES"] if can_overlap(a.device) else 0,
         MASKED=num_cols % ops.BLOCK != 0,
         NATIVE=native,

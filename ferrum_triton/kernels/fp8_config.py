@@ -16,10 +16,13 @@ from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_
 from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops.fp8 import BLOCK, num_blocks
 
-# Tokens of a tile, the tensor cores' narrow side, at least and where there are many.
+# Tokens of a tile at least, and where there are many.
 LEAST_TOKENS, MOST_TOKENS = 16, 128
 # Tokens up to which a product takes as long as its weights are read.
 FEW_TOKENS = 64
+# Tokens up to which they are the narrow operand: of more a thread would have a scale for each of
+# many columns of its sums, and spill.
+MOST_NARROW = 32
 # Columns that a split of K is worth a program for.
 LEAST_OF_SPLIT = 1024
 # Stages of a pipeline at most: steps of a loop in flight.
@@ -58,6 +61,7 @@ def tiles(tokens: int, rows: int, splits: int, lines: int, warps: int, stages: i
         "BLOCK_N": rows,
         "SPLITS": splits,
         "GROUP_M": TOKENS_TOGETHER,
+        "TOKENS_TALL": tokens > MOST_NARROW,
         "LINES": lines,
         "num_warps": warps,
         "num_stages": stages,
@@ -65,18 +69,20 @@ def tiles(tokens: int, rows: int, splits: int, lines: int, warps: int, stages: i
 
 
 def shared_bytes(config: Config, native: bool) -> int:
-    """What a program keeps in shared memory: the pipeline's codes, and a step's as float16."""
-    values = (config["BLOCK_N"] + config["BLOCK_M"]) * BLOCK
-    return values * config["num_stages"] + (0 if native else 2 * values)
+    """What a program keeps in shared memory: codes in flight, and an operand as float16."""
+    sides = config["BLOCK_N"], config["BLOCK_M"]
+    return BLOCK * (sum(sides) * config["num_stages"] + (0 if native else 2 * min(sides)))
 
 
 def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: int) -> Config:
     """Of few tokens 64 rows a tile and K in parts, so that all SMs read; of many square tiles."""
     if gpu.arch == INTERPRETER:
         return tiles(LEAST_TOKENS, 32, 2 if num_cols > BLOCK else 1, 0, 4, 2)
-    tokens = min(max(next_power_of_2(num_tokens), LEAST_TOKENS), MOST_TOKENS)
     few = num_tokens <= FEW_TOKENS
-    rows, warps, lines = (64, 4, 4) if few else (128, 8, 0)
+    # Codes that become float16 take registers: larger tiles spill on sm_80.
+    most_tokens = MOST_TOKENS if native else FEW_TOKENS
+    tokens = min(max(next_power_of_2(num_tokens), LEAST_TOKENS), most_tokens)
+    rows, warps, lines = (64, 4, 4) if few or not native else (128, 8, 0)
     num_tiles = cdiv(num_rows, rows) * cdiv(num_tokens, tokens)
     most = min(max(num_cols // LEAST_OF_SPLIT, 1), 16)
     splits = min(max(gpu.num_sms // num_tiles, 1), most)
@@ -146,6 +152,7 @@ TILES = Tunable(
         "BLOCK_N": power_of_two(16, BLOCK),  # the rows of a tile share a block's scale
         "SPLITS": integer(1, 16),
         "GROUP_M": power_of_two(1, 64),
+        "TOKENS_TALL": one_of(False, True),
         "LINES": one_of(0, 4, 16),
     },
 )

@@ -79,9 +79,7 @@ def _(make, m, k):
 
 
 def _product_cases(n: int, k: int, *tokens: int) -> list[Case]:
-    return [
-        Case(f"n{n}k{k}/m{m}", torch.bfloat16, {"m": m, "n": n, "k": k}) for m in tokens
-    ]
+    return [Case(f"n{n}k{k}/m{m}", torch.bfloat16, {"m": m, "n": n, "k": k}) for m in tokens]
 
 
 @op(
