@@ -23,9 +23,10 @@ from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops import fp8 as ops
+from ferrum_triton.quant import fp8
 
-BLOCK = tl.constexpr(ops.BLOCK)
-LARGEST = tl.constexpr(ops.LARGEST)
+BLOCK = tl.constexpr(fp8.BLOCK)
+LARGEST = tl.constexpr(fp8.LARGEST)
 LEAST = tl.constexpr(ops.LEAST)
 # The bits of infinity, above which are those of NaN.
 INFINITY = tl.constexpr(0x7F800000)
@@ -169,7 +170,7 @@ def _quantise(
     num_tokens, num_cols = x.shape
     config = QUANTISING.pick(x.device, num_tokens, num_cols)
     _quantise_kernel.launch(
-        (num_tokens, cdiv(ops.num_blocks(num_cols), config["GROUPS"])),
+        (num_tokens, cdiv(fp8.num_blocks(num_cols), config["GROUPS"])),
         codes_ptr=codes,
         scales_ptr=scales,
         x_ptr=x,
@@ -188,7 +189,7 @@ def quantize_fp8_groups(
 ) -> tuple[Tensor, Tensor]:
     if out is None:
         codes = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-        scales = x.new_empty((x.shape[0], ops.num_blocks(x.shape[1])), dtype=torch.float32)
+        scales = x.new_empty((x.shape[0], fp8.num_blocks(x.shape[1])), dtype=torch.float32)
     else:
         codes, scales = out
     if x.numel():
@@ -206,7 +207,7 @@ def gemm_fp8_128x128(
         return y
     if num_cols == 0:
         return y.zero_()
-    groups = ops.num_blocks(num_cols)
+    groups = fp8.num_blocks(num_cols)
     native = capability(a.device) >= (8, 9) and a.dtype != torch.float32
     config = TILES.pick(a.device, native, num_tokens, num_rows, num_cols)
     codes = a.new_empty((num_tokens, num_cols), dtype=torch.uint8)
@@ -237,7 +238,7 @@ def gemm_fp8_128x128(
         GROUP_M=config["GROUP_M"],
         TOKENS_TALL=config["TOKENS_TALL"],
         LINES=config["LINES"] if can_overlap(a.device) else 0,
-        MASKED=num_cols % ops.BLOCK != 0,
+        MASKED=num_cols % fp8.BLOCK != 0,
         NATIVE=native,
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],

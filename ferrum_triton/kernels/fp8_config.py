@@ -14,7 +14,7 @@ from ferrum_triton.kernels.parameters import (
 )
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 from ferrum_triton.kernels.tuning import Tunable
-from ferrum_triton.ops.fp8 import BLOCK, num_blocks
+from ferrum_triton.quant.fp8 import BLOCK, num_blocks
 
 # Tokens of a tile at least, and where there are many.
 LEAST_TOKENS, MOST_TOKENS = 16, 128

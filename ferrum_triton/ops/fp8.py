@@ -10,21 +10,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ferrum_triton.contract import DTYPES
+from ferrum_triton.quant.fp8 import BLOCK, LARGEST, num_blocks
 from ferrum_triton.registry import Case, op
 
-BLOCK = 128
-"""Rows and columns of a block of weights, and columns of a group of activations."""
-LARGEST = 448.0
-"""The largest number of float8_e4m3fn."""
 LEAST = 2.0**-100
 """The least maximum that a scale is made of: it and its quotients are normal numbers."""
 
 DTYPES["fp8"] = (torch.float8_e4m3fn,)
-
-
-def num_blocks(size: int) -> int:
-    """Blocks that many rows or columns are in, of which the last may be a part."""
-    return -(-size // BLOCK)
 
 
 def _row_cases() -> list[Case]:
