@@ -55,7 +55,7 @@ TRACED = {
 # What torch checks of an op, but that inputs are left as they are, which it compares by arithmetic:
 # of float8 it has none, and test_matches_reference looks at their bits.
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-OF_FLOAT8 = {name: {"test_utils": CHECKS} for name in ("gemm_fp8_128x128", "quantize_fp8_groups")}
+OF_FLOAT8 = {name: {"test_utils": CHECKS} for name in OPS if "fp8" in name}
 
 
 def traced_sample(op, seed):

@@ -1678,6 +1678,55 @@ class Backend:
 
         Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, sections 2.1.2 and 4.2.
         """
+    def gemm_moe_id_fp8_128x128(
+        self,
+        a: Tensor,
+        weights: Tensor,
+        scales: Tensor,
+        ids: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t, s] = gemm_fp8_128x128(a[t, s], weights[e], scales[e]), with e = ids[t, s].
+
+        Args:
+            a: [num_tokens, k], a token's row for all its slots; or [num_tokens, top_k, k].
+            weights: float8_e4m3fn [num_experts, n, k].
+            scales: float32 [num_experts, ceil(n / 128), ceil(k / 128)].
+            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) gives a row of
+                zeros.
+
+        Returns:
+            [num_tokens, top_k, n] in a's dtype, rounded once.
+        """
+    def gemm_moe_id_gate_up_fp8_128x128(
+        self,
+        a: Tensor,
+        gate_weights: Tensor,
+        gate_scales: Tensor,
+        up_weights: Tensor,
+        up_scales: Tensor,
+        ids: Tensor,
+        activation: str = 'silu',
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t, s] = act(a[t, s] · Gᵀ) · (a[t, s] · Uᵀ), G and U of the expert ids[t, s].
+
+        Products are those of :func:`gemm_moe_id_fp8_128x128`, in float32 until the one rounding at the
+        end.
+
+        Args:
+            a: [num_tokens, k] or [num_tokens, top_k, k].
+            gate_weights, up_weights: float8_e4m3fn [num_experts, n, k].
+            gate_scales, up_scales: float32 [num_experts, ceil(n / 128), ceil(k / 128)].
+            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) gives a row of
+                zeros.
+            activation: ``"silu"``, or ``"gelu_tanh"`` in its place.
+
+        Returns:
+            [num_tokens, top_k, n] in a's dtype.
+        """
     def argmax_rows(
         self,
         logits: Tensor,

@@ -34,27 +34,30 @@ INFINITY = tl.constexpr(0x7F800000)
 LINE = tl.constexpr(128)
 
 
-@kernel(dynamic=("stride_scales_token", "stride_scales_group"))
+@kernel(dynamic=("stride_scales_row", "stride_scales_group"))
 def _quantise_kernel(
     codes_ptr,  # uint8 [m, k]
     scales_ptr,  # float32 [m, groups], of any strides
-    x_ptr,  # [m, k]
-    stride_codes_token,
+    x_ptr,  # [m, k], or [m / SLOTS, SLOTS, k]
+    stride_codes_row,
     stride_x_token,
+    stride_x_slot,
     num_cols,
-    stride_scales_token,
+    stride_scales_row,
     stride_scales_group,
+    SLOTS: tl.constexpr,
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Codes and scales of some groups of a token."""
+    """Codes and scales of some groups of a row."""
     pdl_trigger(PDL)
-    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row // SLOTS * stride_x_token + row % SLOTS * stride_x_slot
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     col = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = col < num_cols
     pdl_wait(PDL)
-    x = tl.load(x_ptr + token * stride_x_token + col, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
     bits = tl.max(magnitude_bits(x), axis=1)
     is_finite = bits < INFINITY
     largest = bits.to(tl.float32, bitcast=True)
@@ -62,9 +65,9 @@ def _quantise_kernel(
     scale = tl.where(largest >= LEAST, scale, 1.0)
     y = tl.div_rn(x, tl.broadcast_to(scale[:, None], [GROUPS, BLOCK]))
     codes = e4m3_bits(tl.where(is_finite[:, None], y, 0.0))
-    tl.store(codes_ptr + token * stride_codes_token + col, codes, mask=mask)
+    tl.store(codes_ptr + row * stride_codes_row + col, codes, mask=mask)
     scale = tl.where(is_finite, scale, float("nan"))
-    scale_at = scales_ptr + token * stride_scales_token + group.to(tl.int64) * stride_scales_group
+    scale_at = scales_ptr + row * stride_scales_row + group.to(tl.int64) * stride_scales_group
     tl.store(scale_at, scale, mask=group * BLOCK < num_cols)
 
 
@@ -76,6 +79,36 @@ def _operand(codes, NATIVE: tl.constexpr):
     else:
         x = widen_e4m3(codes).to(tl.float16)
     return x
+
+
+@triton.jit
+def scaled_sums(w, a, factor, TOKENS_TALL: tl.constexpr, NATIVE: tl.constexpr):
+    """Products of a group's codes by their scales.
+
+    Args:
+        w: bytes [rows, BLOCK], of weights.
+        a: bytes [BLOCK, tokens].
+        factor: float32 [tokens], what the sums of each are multiplied by.
+
+    Returns:
+        float32 [rows, tokens]; with TOKENS_TALL [tokens, rows].
+    """
+    w, a = _operand(w, NATIVE), _operand(a, NATIVE)
+    if TOKENS_TALL:
+        sums = tl.dot(tl.trans(a), tl.trans(w), out_dtype=tl.float32) * factor[:, None]
+    else:
+        sums = tl.dot(w, a, out_dtype=tl.float32) * factor[None, :]
+    return sums
+
+
+@triton.jit
+def placed(token, row, TOKENS_TALL: tl.constexpr):
+    """What there is of each token, and of each row, as the sums of a tile lie."""
+    if TOKENS_TALL:
+        both = token[:, None], row[None, :]
+    else:
+        both = token[None, :], row[:, None]
+    return both
 
 
 @kernel(dynamic=("num_rows", "num_tokens"))
@@ -147,40 +180,51 @@ def _fp8_tiles_kernel(
         later = tl.minimum(group + 1, groups - 1)
         factor_later = tl.load(scale_at + later)
         factor_later *= tl.load(step_at + later.to(tl.int64) * num_tokens)
-        w, a = _operand(w, NATIVE), _operand(a, NATIVE)
-        if TOKENS_TALL:
-            acc += tl.dot(tl.trans(a), tl.trans(w), out_dtype=tl.float32) * factor[:, None]
-        else:
-            acc += tl.dot(w, a, out_dtype=tl.float32) * factor[None, :]
+        acc += scaled_sums(w, a, factor, TOKENS_TALL, NATIVE)
         factor = factor_later
     y_at = y_ptr + split.to(tl.int64) * stride_y_split
-    if TOKENS_TALL:
-        y_at += token[:, None] * stride_y_token + n[None, :]
-        mask = (token < num_tokens)[:, None] & (n < num_rows)[None, :]
-    else:
-        y_at += token[None, :] * stride_y_token + n[:, None]
-        mask = (n < num_rows)[:, None] & (token < num_tokens)[None, :]
-    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    token, n = placed(token, n, TOKENS_TALL)
+    mask = (token < num_tokens) & (n < num_rows)
+    tl.store(y_at + token * stride_y_token + n, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _quantise(
-    x: Tensor, codes: Tensor, scales: Tensor, stride_token: int, stride_group: int
-) -> None:
-    """codes, uint8 [m, k], and scales ← the groups of x, which is not empty."""
-    num_tokens, num_cols = x.shape
-    config = QUANTISING.pick(x.device, num_tokens, num_cols)
+def _quantise(x: Tensor, codes: Tensor, scales: Tensor, stride_row: int, stride_group: int) -> None:
+    """codes, uint8 [rows, k], and scales ← the groups of x, which is not empty."""
+    num_rows, num_cols = codes.shape
+    config = QUANTISING.pick(x.device, num_rows, num_cols)
     _quantise_kernel.launch(
-        (num_tokens, cdiv(fp8.num_blocks(num_cols), config["GROUPS"])),
+        (num_rows, cdiv(fp8.num_blocks(num_cols), config["GROUPS"])),
         codes_ptr=codes,
         scales_ptr=scales,
         x_ptr=x,
-        stride_codes_token=codes.stride(0),
+        stride_codes_row=codes.stride(0),
         stride_x_token=x.stride(0),
+        stride_x_slot=x.stride(1) if x.dim() == 3 else 0,
         num_cols=num_cols,
-        stride_scales_token=stride_token,
+        stride_scales_row=stride_row,
         stride_scales_group=stride_group,
+        SLOTS=x.shape[1] if x.dim() == 3 else 1,
         **config,
     )
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, uint8 [rows, k], and scales, float32 [groups, rows], of x, which is not empty.
+
+    Args:
+        x: [rows, k], or [num_tokens, top_k, k] of as many rows.
+    """
+    num_cols = x.shape[-1]
+    num_rows = x.numel() // num_cols
+    codes = x.new_empty((num_rows, num_cols), dtype=torch.uint8)
+    steps = x.new_empty((fp8.num_blocks(num_cols), num_rows), dtype=torch.float32)
+    _quantise(x, codes, steps, 1, num_rows)
+    return codes, steps
+
+
+def multiplies_codes(a: Tensor) -> bool:
+    """Whether tensor cores multiply codes as they are, for activations of a's dtype."""
+    return capability(a.device) >= (8, 9) and a.dtype != torch.float32
 
 
 @ops.quantize_fp8_groups.impl("triton")
@@ -208,11 +252,9 @@ def gemm_fp8_128x128(
     if num_cols == 0:
         return y.zero_()
     groups = fp8.num_blocks(num_cols)
-    native = capability(a.device) >= (8, 9) and a.dtype != torch.float32
+    native = multiplies_codes(a)
     config = TILES.pick(a.device, native, num_tokens, num_rows, num_cols)
-    codes = a.new_empty((num_tokens, num_cols), dtype=torch.uint8)
-    steps = a.new_empty((groups, num_tokens), dtype=torch.float32)
-    _quantise(a, codes, steps, 1, num_tokens)
+    codes, steps = quantised(a)
     part = cdiv(groups, config["SPLITS"])
     splits, to = cdiv(groups, part), y
     if splits > 1:

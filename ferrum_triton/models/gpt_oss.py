@@ -17,7 +17,7 @@ from ferrum_triton.models.config_keys import Keys
 from ferrum_triton.models.config_rope import RopeConfig, hf_rope
 from ferrum_triton.models.decoder import Decoder, predicted_rows
 from ferrum_triton.models.experts import PackedExperts
-from ferrum_triton.models.linear import Matrix, Table, apply
+from ferrum_triton.models.linear import Matrix, apply
 from ferrum_triton.models.step import Step
 from ferrum_triton.models.weights import HF_NAMES as LLAMA_NAMES
 from ferrum_triton.models.weights import HfSource, LayerWeights, LlamaLoader
@@ -171,7 +171,7 @@ class GptOssLoader(LlamaLoader):
             sinks=self.vector(f"{prefix}attn_sinks.weight", config.num_heads),
         )
 
-    def stack(self, name: str, shape: tuple[int, int, int]) -> Table:
+    def stack(self, name: str, shape: tuple[int, int, int]) -> Matrix:
         stored = super().stack(name, shape)
         if isinstance(stored, Tensor):
             reason = "holds experts that are not packed, which are not supported of gpt-oss"

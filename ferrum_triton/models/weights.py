@@ -26,7 +26,7 @@ from ferrum_triton.files.gguf import GgufFile
 from ferrum_triton.files.int_weights import IntFiles
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
-from ferrum_triton.models.experts import DenseExperts, Experts, PackedExperts
+from ferrum_triton.models.experts import DenseExperts, Experts, Fp8Experts, PackedExperts
 from ferrum_triton.models.linear import Linear, Matrix, Table, keeps_packed
 from ferrum_triton.quant import FORMATS, Fp8Blocks, FusedTensor, QuantizedTensor
 from ferrum_triton.quant.finite import count_out_of_range
@@ -454,33 +454,38 @@ class LlamaLoader(Loader):
         )
 
     def experts(self, prefix: str) -> Experts:
-        """The experts of a layer, packed if all of them are, and their router."""
+        """The experts of a layer, packed or in FP8 if all of them are, and their router."""
         config = self.config
         count, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
         router = self.matrix(f"{prefix}ffn_gate_inp.weight", (count, hidden))
-        gate, up, down = (
+        stacks: list[Any] = [
             self.stack(f"{prefix}ffn_{part}_exps.weight", shape)
             for part, shape in (
                 ("gate", (count, inner, hidden)),
                 ("up", (count, inner, hidden)),
                 ("down", (count, hidden, inner)),
             )
-        )
+        ]
+        gate, up, down = stacks
         common = {
             "router": self.decoded(router),
             "top_k": config.experts_per_token,
             "norm_topk_prob": config.norm_topk_prob,
         }
-        if all(isinstance(part, QuantizedTensor) for part in (gate, up, down)):
+        if all(isinstance(part, QuantizedTensor) for part in stacks):
             return PackedExperts(**common, gate=gate, up=up, down=down)
+        if all(isinstance(part, Fp8Blocks) for part in stacks):
+            return Fp8Experts(**common, gate=gate, up=up, down=down)
         gate_up = torch.cat((self.decoded(gate), self.decoded(up)), dim=1)
         return DenseExperts(**common, gate_up=gate_up, down=self.decoded(down))
 
-    def stack(self, name: str, shape: tuple[int, int, int]) -> Table:
+    def stack(self, name: str, shape: tuple[int, int, int]) -> Matrix:
         """The matrices of all experts on the device, packed as they are stored."""
         stored = self.fetch(name, shape, self.dtype)
-        if not isinstance(stored, QuantizedTensor):
-            return self.decoded(stored).to(self.device, self.dtype)
+        if isinstance(stored, Fp8Blocks) and not keeps_packed(self.backend, stored.kind):
+            stored = stored.dequantize(self.dtype)
+        if isinstance(stored, Tensor):
+            return stored.to(self.device, self.dtype)
         stored = stored.to(self.device)
         return stored.in_planes() if self.in_planes else stored
 

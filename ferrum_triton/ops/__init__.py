@@ -17,6 +17,7 @@ FAMILIES = (
     "paged_cache",
     "attention",
     "moe",
+    "fp8_experts",
     "sampling",
     "advance",
 )

@@ -28,11 +28,11 @@ def num_blocks(size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Fp8Blocks:
-    """A matrix whose weights are code · scale, the scale that of the code's block.
+    """A matrix, or a stack of them, of weights code · scale, the scale that of the code's block.
 
     Attributes:
-        weight: float8_e4m3fn [rows, K], the codes.
-        scales: float32 [ceil(rows / 128), ceil(K / 128)].
+        weight: float8_e4m3fn [rows, K] or [experts, rows, K], the codes.
+        scales: float32 [ceil(rows / 128), ceil(K / 128)]; of a stack [experts, ...].
 
     Raises:
         InputError: one has another dtype or shape.
@@ -42,9 +42,10 @@ class Fp8Blocks:
     scales: Tensor
 
     def __post_init__(self) -> None:
-        if self.weight.dtype != torch.float8_e4m3fn or self.weight.dim() != 2:
-            _reject("weight", self.weight, "float8_e4m3fn [rows, K]")
-        want = [num_blocks(size) for size in self.weight.shape]
+        if self.weight.dtype != torch.float8_e4m3fn or self.weight.dim() not in (2, 3):
+            _reject("weight", self.weight, "float8_e4m3fn [rows, K] or [experts, rows, K]")
+        *experts, rows, k = self.weight.shape
+        want = [*experts, num_blocks(rows), num_blocks(k)]
         if self.scales.dtype != torch.float32 or list(self.scales.shape) != want:
             _reject("scales", self.scales, f"float32 {want}, one for each block of 128 x 128")
 
@@ -54,7 +55,7 @@ class Fp8Blocks:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(rows, K)."""
+        """([experts,] rows, K)."""
         return tuple(self.weight.shape)
 
     @property
@@ -84,7 +85,10 @@ class Fp8Blocks:
         return Fp8Blocks(codes.view(torch.float8_e4m3fn), torch.cat((self.scales, below.scales)))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[rows, K], products of float32 rounded to ``dtype``."""
+        """[[experts,] rows, K], products of float32 rounded to ``dtype``."""
+        if self.weight.dim() == 3:
+            matrices = zip(self.weight, self.scales, strict=True)
+            return torch.stack([Fp8Blocks(*parts).dequantize(dtype) for parts in matrices])
         rows, k = self.shape
         decoded = torch.empty(rows, k, dtype=dtype, device=self.device)
         for block, scales in enumerate(self.scales):
