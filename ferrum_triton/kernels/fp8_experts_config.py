@@ -20,7 +20,8 @@ from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS
 from ferrum_triton.quant.fp8 import BLOCK
 
-# Pairs of a tile at most: of one matrix that is multiplied as it is, and of others.
+# Pairs of a tile at most, and where gate and up are one launch, or codes become float16. Both at
+# once leave registers for half of the latter: more spill on sm_80.
 MOST_PAIRS, MOST_OF_OTHERS = 128, 64
 # Stages of a pipeline at most: steps of a loop in flight.
 MOST_STAGES = 4
@@ -54,7 +55,10 @@ def heuristic(
         return tiles(path, LEAST_PAIRS, 32, 4, 2)
     few = num_pairs <= max(num_experts, FEW_PAIRS) or num_experts > MAX_EXPERTS
     average = 1 if few else cdiv(num_pairs, num_experts)
-    most = MOST_PAIRS if native and not is_gated else MOST_OF_OTHERS
+    if native:
+        most = MOST_OF_OTHERS if is_gated else MOST_PAIRS
+    else:
+        most = MOST_OF_OTHERS // 2 if is_gated else MOST_OF_OTHERS
     pairs = min(max(next_power_of_2(average), LEAST_PAIRS), most)
     rows, warps = (128, 8) if pairs == MOST_PAIRS else (64, 4)
     path = "per_pair" if few else "sorted"
