@@ -57,6 +57,12 @@ ASKED: dict[str, list[tuple]] = {
         (True, (32, 64), STAR, 4096),
         (True, 32, 2048, STAR),
     ],
+    "gemm_fp8_128x128": [
+        (BOOL, STAR, 28672, 4096),
+        (True, (1, 64), STAR, 4096),
+        (True, 16, 4096, STAR),
+    ],
+    "quantize_fp8_groups": [(STAR, 4096), ((1, 4096), STAR)],
     "gemm_quant": [
         (KINDS, STAR, STAR, 4096, 128),
         ("Q4_K", STAR, STAR, 28672, 128),
@@ -87,6 +93,11 @@ ASKED: dict[str, list[tuple]] = {
     "paged_varlen_attention": [(STAR, BOOL, BOOL)],
     "gemv_quant_moe_id": PAIRS,
     "gemv_quant_moe_id_gate_up_silu": PAIRS,
+    "gemm_moe_id_fp8_128x128": [(BOOL, STAR, 128, 2048, 768), (True, (8, 2048), STAR, 2048, 768)],
+    "gemm_moe_id_gate_up_fp8_128x128": [
+        (BOOL, STAR, 128, 768, 2048),
+        (True, (8, 2048), STAR, 768, 2048),
+    ],
     "gemm_moe_id": [(STAR, 128, 2048, 768, (2, 4)), ((8, 2048), STAR, 2048, 768, 2)],
     "gemm_moe_id_gate_up": [(STAR, 128, 768, 2048, (2, 4)), ((8, 2048), STAR, 768, 2048, 2)],
     "gemm_quant_moe_id": TILES,
@@ -100,6 +111,8 @@ TRIED: dict[str, list[tuple]] = {
     **{op: [(1, 4096)] for op, asked in ASKED.items() if asked is BLOCKS},
     "embedding_lookup_dev": [(1, (256, 4096))],
     "gemm": [(BOOL, (1, 2, 8, 9), 4096, 4096)],
+    "gemm_fp8_128x128": [(BOOL, (1, 64, 4096), 4096, 4096)],
+    "quantize_fp8_groups": [(1, 4096)],
     "gemm_quant": [
         (KINDS, STAR, (1, 2), 4096, (128, 384)),
         ("Q4_K", STAR, (1, 2), 16384, 128),
@@ -115,6 +128,8 @@ TRIED: dict[str, list[tuple]] = {
     "paged_varlen_attention": [(128, False, True)],
     "gemv_quant_moe_id": [(8, (128, 2048), BOOL)],
     "gemv_quant_moe_id_gate_up_silu": [(8, (128, 2048), BOOL)],
+    "gemm_moe_id_fp8_128x128": [(BOOL, (8, 2048), 128, 2048, 768)],
+    "gemm_moe_id_gate_up_fp8_128x128": [(BOOL, (8, 2048), 128, 768, 2048)],
     "gemm_moe_id": [((8, 2048), 128, 2048, 768, (2, 4))],
     "gemm_moe_id_gate_up": [((8, 2048), 128, 768, 2048, 2)],
     "gemm_quant_moe_id": [(512, 128, ("Q4_K:planes", "Q3_K:planes", "Q8_0:planes", "Q4_K"))],

@@ -209,7 +209,7 @@ def test_settings_are_read():
     ("found", "message"),
     [
         ([1], "quantisation None is not supported"),
-        ({"quant_method": "fp8"}, "'fp8' is not supported; known: gptq, awq, compressed-tensors"),
+        ({"quant_method": "hqq"}, "'hqq' is not supported; known: gptq, awq, compressed-tensors"),
         (GPTQ | {"bits": 3}, "bits of its quantisation is 3; known: 4, 8"),
         (GPTQ | {"bits": 4.0}, "bits of its quantisation is 4.0"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format .* 'marlin'"),

@@ -44,6 +44,8 @@ ALSO = {
     "add_rms_norm_quant_gate_up_silu/q4_K_q4_K/n12288k4096/m32": ("gfx942",),
     "add_rms_norm_quant_qkv/q4_K_q6_K/n6144k4096/m32": ("sm_80", "sm_100"),
     "add_rms_norm_quant_qkv/q4_K/n6144k5120/m8": ("sm_80",),
+    "gemm_fp8_128x128/n4096k4096/m1": ("sm_80", "sm_100", "gfx942"),
+    "gemm_moe_id_fp8_128x128/e128k8n2048k768/m16": ("sm_80", "sm_100", "gfx942"),
     "gemm_quant/q4_0/n4096k14336/m2": ("sm_80", "sm_100"),
     "gemm_quant/q4_K/n4096k14336/m16": ("gfx942",),
     "gemm_quant_moe_id/q4_k:planes/e128k8n768k2048/m4096": ("sm_100",),

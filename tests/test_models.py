@@ -267,7 +267,7 @@ def test_ids_out_of_range_read_nothing_foreign(tiny):
         ({"rope_parameters": {"partial_rotary_factor": float("nan")}}, "factor is nan"),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "factor is 1.5"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "'fp8' is not supported; known: gptq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' is not supported; known: gptq"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"max_position_embeddings": 1 << 23}, "positions are over"),
         ({"attention_bias": True}, r"model\.layers\.0\.self_attn\.q_proj\.bias, .* are missing"),

@@ -88,7 +88,8 @@ def _describe_gguf(path: Path) -> dict[str, Any]:
 
 
 def _describe_safetensors(path: Path) -> dict[str, Any]:
-    from ferrum_triton.files.int_weights import IntFiles, packing_of
+    from ferrum_triton.files.fp8_weights import open_packed
+    from ferrum_triton.files.int_weights import packing_of
     from ferrum_triton.files.json_file import is_directory, read_json
     from ferrum_triton.files.safetensors import open_safetensors
     from ferrum_triton.models.families import family_of_hf
@@ -104,7 +105,7 @@ def _describe_safetensors(path: Path) -> dict[str, Any]:
             family.config.from_hf(config, path / "config.json")
             problem = None
             if family.packs_integers and (packing := packing_of(config, path)):
-                parts = IntFiles(files, packing).parts
+                parts = open_packed(files, packing).parts
         except FileError as error:
             problem = str(error)
     tensors = []

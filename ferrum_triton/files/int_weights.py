@@ -24,9 +24,10 @@ from ferrum_triton.quant import (
     load_compressed_tensors,
     load_gptq,
 )
+from ferrum_triton.quant.fp8 import BLOCK
 from ferrum_triton.quant.integers import TARGETS, rooms
 
-METHODS = ("gptq", "awq", "compressed-tensors")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 # The tensors of a module in integers, GPTQ's and AWQ's and then those of compressed-tensors.
 PARTS = (
     *("qweight", "qzeros", "scales", "g_idx"),
@@ -36,11 +37,11 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Packing:
-    """What ``quantization_config`` says of a directory's integers.
+    """What ``quantization_config`` says of a directory's integers, or codes in FP8.
 
     Attributes:
         method: one of METHODS.
-        bits: bits of an integer, 4 or 8.
+        bits: bits of an integer or a code, 4 or 8.
         symmetric: whether every zero is the middle of the integers' range.
         has_zeros_less_one: GPTQ's first form, whose zeros are stored as one less.
     """
@@ -67,6 +68,8 @@ def packing_of(config: Mapping[str, Any], path: Path) -> Packing | None:
         return _awq(found, path)
     if method == "compressed-tensors":
         return _compressed_tensors(found, path)
+    if method == "fp8":
+        return _fp8(found, path)
     known = ", ".join(METHODS)
     raise FileError(path, f"quantisation {method!r:.80} is not supported; known: {known}")
 
@@ -108,6 +111,13 @@ def _compressed_tensors(found: Mapping[str, Any], path: Path) -> Packing:
         raise FileError(path, "activations in few bits are not supported")
     symmetric = first.get("symmetric", True) is True
     return Packing("compressed-tensors", first["num_bits"], symmetric)
+
+
+def _fp8(found: Mapping[str, Any], path: Path) -> Packing:
+    blocks, schemes = ([BLOCK, BLOCK],), (None, "dynamic")
+    _expect(found, path, fmt=(None, "e4m3"), weight_block_size=blocks, activation_scheme=schemes)
+    _expect(found, path, scale_fmt=(None,))
+    return Packing("fp8", 8, symmetric=True)
 
 
 class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):

@@ -146,13 +146,22 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def encode(x, factor, FORMAT: tl.constexpr):
-    """Codes of x · factor: signed bytes ("int8") or the bits of E4M3 ("fp8").
+def e4m3_bits(y):
+    """The bits of E4M3 that are nearest to y, float32 from -448 to 448, as bytes.
 
-    E4M3 in integers, since no GPU before sm_89 converts to it and AMD's have another format: scaled
-    by 2^-120, a value's exponent is E4M3's and its subnormals are E4M3's, so that rounding away the
+    In integers, since no GPU before sm_89 converts to it and AMD's have another format: scaled by
+    2^-120, a value's exponent is E4M3's and its subnormals are E4M3's, so that rounding away the
     low 20 bits of the mantissa leaves the code.
     """
+    bits = (y * 7.52316384526264e-37).to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+    return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def encode(x, factor, FORMAT: tl.constexpr):
+    """Codes of x · factor: signed bytes ("int8") or the bits of E4M3 ("fp8")."""
     y = x * factor
     y = tl.where(y == y, y, 0.0)
     if FORMAT.codes == "int8":
@@ -160,11 +169,7 @@ def encode(x, factor, FORMAT: tl.constexpr):
         # At 1.5 * 2^23 the unit in the last place is one: the sum rounds to the nearest even.
         code = ((y + 12582912.0) - 12582912.0).to(tl.int8)
     else:
-        y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-        bits = (y * 7.52316384526264e-37).to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-        code = (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+        code = e4m3_bits(tl.minimum(tl.maximum(y, -448.0), 448.0))
     return code
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from ferrum_triton.backends import Backend, get_backend
+from ferrum_triton.files.fp8_weights import open_packed
 from ferrum_triton.files.gguf import open_gguf
-from ferrum_triton.files.int_weights import IntFiles, packing_of
+from ferrum_triton.files.int_weights import packing_of
 from ferrum_triton.files.json_file import is_directory, read_json
 from ferrum_triton.files.safetensors import open_safetensors
 from ferrum_triton.files.tokenizer import load_tokenizer
@@ -90,7 +91,7 @@ def load_model(
         config = family.config.from_hf(values, path / "config.json")
         stored = open_safetensors(path)
         packing = packing_of(values, path / "config.json") if family.packs_integers else None
-        files = IntFiles(stored, packing) if packing else stored
+        files = open_packed(stored, packing) if packing else stored
         source = family.hf_source(files, family.hf_names, family.hf_norm_offset)
         return assemble(family, source, config)
     with open_gguf(path) as file:

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of an MLP: packed ones, or such in the activations' dtype."""
+"""A mixture of experts in the place of an MLP: packed, in FP8, or in the activations' dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ferrum_triton.backends import Backend
-from ferrum_triton.quant import QuantizedTensor
+from ferrum_triton.quant import Fp8Blocks, QuantizedTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Experts(ABC):
 
     @property
     @abstractmethod
-    def matrices(self) -> tuple[Tensor | QuantizedTensor, ...]:
+    def matrices(self) -> tuple[Tensor | QuantizedTensor | Fp8Blocks, ...]:
         """The stacks of matrices, an expert each along their first dimension."""
 
     @abstractmethod
@@ -82,6 +82,26 @@ class DenseExperts(Experts):
     def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
         middle = backend.gemm_moe_id_gate_up(h, self.gate_up, ids)
         return backend.gemm_moe_id(middle, self.down, ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Experts(Experts):
+    """Experts in FP8 by blocks."""
+
+    gate: Fp8Blocks  # [num_experts, intermediate_size, hidden_size]
+    up: Fp8Blocks  # as gate
+    down: Fp8Blocks  # [num_experts, hidden_size, intermediate_size]
+
+    @property
+    def matrices(self) -> tuple[Fp8Blocks, ...]:
+        return self.gate, self.up, self.down
+
+    def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
+        gate, up, down = self.matrices
+        middle = backend.gemm_moe_id_gate_up_fp8_128x128(
+            h, gate.weight, gate.scales, up.weight, up.scales, ids
+        )
+        return backend.gemm_moe_id_fp8_128x128(middle, down.weight, down.scales, ids)
 
 
 def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:

@@ -14,10 +14,12 @@ from torch import Tensor
 from ferrum_triton.backends import Backend
 from ferrum_triton.ops.linear import MOST_TOKENS
 from ferrum_triton.ops.quant_fused import MAX_ROWS
-from ferrum_triton.quant import FusedTensor, QuantizedTensor
+from ferrum_triton.quant import Fp8Blocks, FusedTensor, QuantizedTensor
+from ferrum_triton.quant.fp8 import KIND as FP8
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
-Matrix: TypeAlias = Tensor | QuantizedTensor
+Table: TypeAlias = Tensor | QuantizedTensor
+Matrix: TypeAlias = Table | Fp8Blocks
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,16 @@ def matmul(
         return y
     if isinstance(weight, Tensor):
         return backend.gemm(x, weight, out=out)
+    if isinstance(weight, Fp8Blocks):
+        return backend.gemm_fp8_128x128(x, weight.weight, weight.scales, out=out)
     return backend.gemm_quant(x, weight.blocks, weight.kind, out=out)
+
+
+def keeps_packed(backend: Backend, kind: str) -> bool:
+    """Whether a kernel multiplies by packed matrices of ``kind``, so that they stay packed."""
+    if kind == FP8:
+        return backend.has_kernel("gemm_fp8_128x128")
+    return backend.has_kernel("gemm_quant", kind)
 
 
 def apply(backend: Backend, x: Tensor, linear: Linear) -> Tensor:

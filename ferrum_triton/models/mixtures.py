@@ -13,7 +13,7 @@ from torch import Tensor
 from ferrum_triton.errors import FileError
 from ferrum_triton.models.linear import Matrix
 from ferrum_triton.models.weights import HF_NAMES, HfSource
-from ferrum_triton.quant import QuantizedTensor
+from ferrum_triton.quant import Fp8Blocks, QuantizedTensor
 
 QWEN3_MOE_NAMES = HF_NAMES | {
     "ffn_gate_inp": "mlp.gate",
@@ -47,6 +47,10 @@ class MixtureSource(HfSource):
         if len(kinds) == 1 and "" not in kinds:
             blocks = [part.blocks for part in parts if isinstance(part, QuantizedTensor)]
             return QuantizedTensor(self._stacked(blocks, names), *kinds)
+        if all(isinstance(part, Fp8Blocks) for part in parts):
+            codes = self._stacked([part.weight.view(torch.uint8) for part in parts], names)
+            scales = self._stacked([part.scales for part in parts], names)
+            return Fp8Blocks(codes.view(parts[0].weight.dtype), scales)
         plain = [part if isinstance(part, Tensor) else part.dequantize() for part in parts]
         return self._stacked(plain, names)
 

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from ferrum_triton.backends import Backend
 from ferrum_triton.errors import FileError
+from ferrum_triton.files.fp8_weights import Fp8Files
 from ferrum_triton.files.gguf import GgufFile
 from ferrum_triton.files.int_weights import IntFiles
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
-from ferrum_triton.models.experts import DenseExperts, Experts, PackedExperts
-from ferrum_triton.models.linear import Linear, Matrix
-from ferrum_triton.quant import FORMATS, FusedTensor, QuantizedTensor
+from ferrum_triton.models.experts import DenseExperts, Experts, Fp8Experts, PackedExperts
+from ferrum_triton.models.linear import Linear, Matrix, Table, keeps_packed
+from ferrum_triton.quant import FORMATS, Fp8Blocks, FusedTensor, QuantizedTensor
 from ferrum_triton.quant.finite import count_out_of_range
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -67,10 +68,10 @@ class LayerWeights:
 class LlamaWeights:
     """All weights of a model; ``head`` may share its memory with ``embedding``."""
 
-    embedding: Matrix  # [vocab_size, hidden_size]
+    embedding: Table  # [vocab_size, hidden_size]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden_size]
-    head: Matrix  # [vocab_size, hidden_size]
+    head: Table  # [vocab_size, hidden_size]
     freq_factors: Tensor | None = None  # [rope.dim / 2]
 
 
@@ -177,7 +178,7 @@ class HfSource(Source):
 
     def __init__(
         self,
-        files: SafetensorsFiles | IntFiles,
+        files: SafetensorsFiles | IntFiles | Fp8Files,
         names: Mapping[str, str] = HF_NAMES,
         norm_offset: float = 0.0,
         layers: str = "model.layers.",
@@ -199,7 +200,7 @@ class HfSource(Source):
         return self._files[self.spelled(name)]
 
     def packed(self) -> list[Packed]:
-        found = self._files.sizes() if isinstance(self._files, IntFiles) else []
+        found = self._files.sizes() if isinstance(self._files, IntFiles | Fp8Files) else []
         return [Packed(*sizes) for sizes in found]
 
     def unread(self) -> list[str]:
@@ -259,7 +260,7 @@ def load_weights(
 def tell_what_decoding_takes(source: Source, backend: Backend, dtype: torch.dtype) -> None:
     """Log what weights that cannot stay packed take, before any is read."""
     matrices = [p for p in source.packed() if not p.is_stack]  # experts stay packed everywhere
-    decoded = [p for p in matrices if not backend.has_kernel("gemm_quant", p.kind)]
+    decoded = [p for p in matrices if not keeps_packed(backend, p.kind)]
     if not decoded:
         return
     needed = sum(p.numel for p in decoded) * dtype.itemsize
@@ -337,17 +338,19 @@ class Loader:
             fused = fused.in_planes()
         return Linear(fused if len(fused.parts) > 1 else fused.parts[0], bias)
 
-    def table(self, name: str, shape: tuple[int, int]) -> Matrix:
+    def table(self, name: str, shape: tuple[int, int]) -> Table:
         """A matrix that no other is stacked on."""
         matrix = self.matrix(name, shape)
+        if isinstance(matrix, Fp8Blocks):
+            return matrix.dequantize(self.dtype)  # rows are looked up of other weights only
         lay_out = self.in_planes and isinstance(matrix, QuantizedTensor)
         return matrix.in_planes() if lay_out else matrix
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """As it is stored, on the device, or decoded where packed weights are not kept."""
         stored = self.fetch(name, shape, self.dtype)
-        if isinstance(stored, QuantizedTensor):
-            if self.backend.has_kernel("gemm_quant", stored.kind):
+        if not isinstance(stored, Tensor):
+            if keeps_packed(self.backend, stored.kind):
                 return stored.to(self.device)
             return stored.dequantize(self.dtype).to(self.device)
         return stored.to(self.device, self.dtype)
@@ -359,7 +362,7 @@ class Loader:
     def plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor that may not be packed, on the device in float32."""
         stored = self.fetch(name, shape, torch.float32)
-        if isinstance(stored, QuantizedTensor):
+        if not isinstance(stored, Tensor):
             raise self.error(name, "is packed; expected plain numbers")
         return stored.to(self.device, torch.float32)
 
@@ -451,31 +454,36 @@ class LlamaLoader(Loader):
         )
 
     def experts(self, prefix: str) -> Experts:
-        """The experts of a layer, packed if all of them are, and their router."""
+        """The experts of a layer, packed or in FP8 if all of them are, and their router."""
         config = self.config
         count, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
         router = self.matrix(f"{prefix}ffn_gate_inp.weight", (count, hidden))
-        gate, up, down = (
+        stacks: list[Any] = [
             self.stack(f"{prefix}ffn_{part}_exps.weight", shape)
             for part, shape in (
                 ("gate", (count, inner, hidden)),
                 ("up", (count, inner, hidden)),
                 ("down", (count, hidden, inner)),
             )
-        )
+        ]
+        gate, up, down = stacks
         common = {
             "router": self.decoded(router),
             "top_k": config.experts_per_token,
             "norm_topk_prob": config.norm_topk_prob,
         }
-        if all(isinstance(part, QuantizedTensor) for part in (gate, up, down)):
+        if all(isinstance(part, QuantizedTensor) for part in stacks):
             return PackedExperts(**common, gate=gate, up=up, down=down)
+        if all(isinstance(part, Fp8Blocks) for part in stacks):
+            return Fp8Experts(**common, gate=gate, up=up, down=down)
         gate_up = torch.cat((self.decoded(gate), self.decoded(up)), dim=1)
         return DenseExperts(**common, gate_up=gate_up, down=self.decoded(down))
 
     def stack(self, name: str, shape: tuple[int, int, int]) -> Matrix:
         """The matrices of all experts on the device, packed as they are stored."""
         stored = self.fetch(name, shape, self.dtype)
+        if isinstance(stored, Fp8Blocks) and not keeps_packed(self.backend, stored.kind):
+            stored = stored.dequantize(self.dtype)
         if isinstance(stored, Tensor):
             return stored.to(self.device, self.dtype)
         stored = stored.to(self.device)

@@ -9,6 +9,7 @@ FAMILIES = (
     "embedding",
     "linear",
     "open_norm",
+    "fp8",
     "quant",
     "quant_fused",
     "quant_open_norm",
@@ -17,6 +18,7 @@ FAMILIES = (
     "paged_cache",
     "attention",
     "moe",
+    "fp8_experts",
     "sampling",
     "advance",
 )

@@ -1,10 +1,12 @@
 """Block-quantised weights as GGUF files store them: layouts, decoding, encoding. torch only.
 
-Integers of GPTQ, AWQ and compressed-tensors become such blocks, exactly.
+Integers of GPTQ, AWQ and compressed-tensors become such blocks, exactly. :class:`Fp8Blocks` are
+weights in FP8 with a scale for every block of 128 x 128.
 """
 
 from ferrum_triton.quant.encode import quantize_blocks
 from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
+from ferrum_triton.quant.fp8 import Fp8Blocks
 from ferrum_triton.quant.integers import load_awq, load_compressed_tensors, load_gptq
 from ferrum_triton.quant.kinds import dequantize_rows, quantize_rows
 from ferrum_triton.quant.load import load_quant, load_quant_experts, load_quant_fused
@@ -14,6 +16,7 @@ from ferrum_triton.quant.tensor import FusedTensor, QuantizedTensor
 __all__ = [
     "FORMATS",
     "BlockFormat",
+    "Fp8Blocks",
     "FusedTensor",
     "QuantizedTensor",
     "dequantize_blocks",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
+from ferrum_triton.quant.fp8 import LARGEST, Fp8Blocks
 from ferrum_triton.quant.layout import HalvedExponent
 from ferrum_triton.quant.tensor import QuantizedTensor
 
@@ -19,7 +20,7 @@ _MAX_MULTIPLE = 2**14
 _TILE = 1 << 20
 
 
-def count_out_of_range(weight: Tensor | QuantizedTensor, dtype: torch.dtype) -> int:
+def count_out_of_range(weight: Tensor | QuantizedTensor | Fp8Blocks, dtype: torch.dtype) -> int:
     """Number of weights that are NaN, infinite, or too large for ``dtype``.
 
     Of packed weights the scales are read, and only blocks with one out of the ordinary decoded; of
@@ -35,6 +36,9 @@ def count_out_of_range(weight: Tensor | QuantizedTensor, dtype: torch.dtype) -> 
         if len(odd):
             parts = odd.split(_TILE // fmt.block_size)
             tiles = (dequantize_blocks(part, fmt) for part in parts)
+    elif isinstance(weight, Fp8Blocks):
+        if weight.has_nan or not _within(weight.scales, limit / LARGEST):
+            tiles = (weight.dequantize(),)
     elif not _within(weight, limit):
         tiles = weight.reshape(-1).split(_TILE)
     # In float64, where the limit is itself: rounded to bfloat16 it would let more pass.

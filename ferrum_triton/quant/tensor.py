@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.quant.formats import BlockFormat
+from ferrum_triton.quant.fp8 import Fp8Blocks
 from ferrum_triton.quant.kinds import KINDS, dequantize_rows, file_kind, format_of, is_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS, SUFFIX, PlaneFormat, from_planes, to_planes
 
@@ -97,13 +98,13 @@ class FusedTensor:
     fills that part's columns of the whole.
 
     Attributes:
-        parts: matrices [rows_i, K], packed or dense.
+        parts: matrices [rows_i, K], packed, in FP8 or dense.
 
     Raises:
         InputError: there are no parts, one is no matrix, or their K differ.
     """
 
-    parts: tuple[Tensor | QuantizedTensor, ...]
+    parts: tuple[Tensor | QuantizedTensor | Fp8Blocks, ...]
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -114,12 +115,12 @@ class FusedTensor:
             _reject_parts(f"of shapes {[list(s) for s in shapes]}", "[rows_i, K] each", advice)
 
     @classmethod
-    def of(cls, parts: Sequence[Tensor | QuantizedTensor]) -> FusedTensor:
+    def of(cls, parts: Sequence[Tensor | QuantizedTensor | Fp8Blocks]) -> FusedTensor:
         """Stack ``parts``, copying neighbours of one format into one, which is one product.
 
         Parts in planes stay apart: join them as the file has them.
         """
-        joined: list[Tensor | QuantizedTensor] = []
+        joined: list[Tensor | QuantizedTensor | Fp8Blocks] = []
         for part in cls(tuple(parts)).parts:
             both = _joined(joined[-1], part) if joined else None
             if both is None:
@@ -160,9 +161,11 @@ class FusedTensor:
 
 
 def _joined(
-    above: Tensor | QuantizedTensor, below: Tensor | QuantizedTensor
-) -> Tensor | QuantizedTensor | None:
+    above: Tensor | QuantizedTensor | Fp8Blocks, below: Tensor | QuantizedTensor | Fp8Blocks
+) -> Tensor | QuantizedTensor | Fp8Blocks | None:
     """The two as one matrix, or None where their formats differ."""
+    if isinstance(above, Fp8Blocks) and isinstance(below, Fp8Blocks):
+        return above.above(below)
     if isinstance(above, QuantizedTensor) and isinstance(below, QuantizedTensor):
         if above.kind == below.kind and above.kind not in PLANE_FORMATS:
             return QuantizedTensor(torch.cat((above.blocks, below.blocks)), above.kind)

@@ -1,0 +1,158 @@
+"""Launch choices of products with weights in FP8, and of the launch that makes activations codes.
+
+The functions are pure: they take a GPU's facts and a product's sizes, and ask no device.
+"""
+
+from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
+from ferrum_triton.kernels.parameters import (
+    Config,
+    integer,
+    one_of,
+    power_of_two,
+    shared_refusal,
+    tile_refusal,
+)
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
+from ferrum_triton.kernels.tuning import Tunable
+from ferrum_triton.quant.fp8 import BLOCK, num_blocks
+
+# Tokens of a tile at least, and where there are many.
+LEAST_TOKENS, MOST_TOKENS = 16, 128
+# Tokens up to which a product takes as long as its weights are read.
+FEW_TOKENS = 64
+# Tokens up to which they are the narrow operand: of more a thread would have a scale for each of
+# many columns of its sums, and spill.
+MOST_NARROW = 32
+# Columns that a split of K is worth a program for.
+LEAST_OF_SPLIT = 1024
+# Stages of a pipeline at most: steps of a loop in flight.
+MOST_STAGES = 5
+# Tiles of tokens that programs side by side take with the same rows of weights: what they read of
+# activations should stay in L2.
+TOKENS_TOGETHER = 16
+# Groups that a program of the quantising launch takes at most.
+MOST_GROUPS = 32
+
+
+def groups_of(groups: int) -> Config:
+    """A quantising launch: a program's groups, with eight values or four for a thread."""
+    return {"GROUPS": groups, "num_warps": min(max(groups // 2, 1), 8)}
+
+
+def quantising_heuristic(gpu: Gpu, num_tokens: int, num_cols: int) -> Config:
+    """As many groups a program as leave every SM some programs."""
+    groups = next_power_of_2(max(num_blocks(num_cols), 1))
+    if gpu.arch != INTERPRETER:
+        share = num_tokens * groups // (4 * gpu.num_sms)
+        groups = min(groups, previous_power_of_2(max(share, 1)))
+    return groups_of(min(groups, MOST_GROUPS))
+
+
+def quantising_candidates(gpu: Gpu, num_tokens: int, num_cols: int) -> list[Config]:
+    """Launches worth timing."""
+    most = next_power_of_2(max(num_blocks(num_cols), 1))
+    return [groups_of(groups) for groups in (1, 2, 4, 8, 16, 32) if groups <= most]
+
+
+def tiles(tokens: int, rows: int, splits: int, lines: int, warps: int, stages: int) -> Config:
+    """A product: a tile's tokens and rows of weights, splits of K, lines asked for ahead."""
+    return {
+        "BLOCK_M": tokens,
+        "BLOCK_N": rows,
+        "SPLITS": splits,
+        "GROUP_M": TOKENS_TOGETHER,
+        "TOKENS_TALL": tokens > MOST_NARROW,
+        "LINES": lines,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+def shared_bytes(config: Config, native: bool) -> int:
+    """What a program keeps in shared memory: codes in flight, and an operand as float16."""
+    sides = config["BLOCK_N"], config["BLOCK_M"]
+    return BLOCK * (sum(sides) * config["num_stages"] + (0 if native else 2 * min(sides)))
+
+
+def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: int) -> Config:
+    """Of few tokens 64 rows a tile and K in parts, so that all SMs read; of many square tiles."""
+    if gpu.arch == INTERPRETER:
+        return tiles(LEAST_TOKENS, 32, 2 if num_cols > BLOCK else 1, 0, 4, 2)
+    few = num_tokens <= FEW_TOKENS
+    # Codes that become float16 take registers: larger tiles spill on sm_80.
+    most_tokens = MOST_TOKENS if native else FEW_TOKENS
+    tokens = min(max(next_power_of_2(num_tokens), LEAST_TOKENS), most_tokens)
+    rows, warps, lines = (64, 4, 4) if few or not native else (128, 8, 0)
+    num_tiles = cdiv(num_rows, rows) * cdiv(num_tokens, tokens)
+    most = min(max(num_cols // LEAST_OF_SPLIT, 1), 16)
+    splits = min(max(gpu.num_sms // num_tiles, 1), most)
+    shape = (native, num_tokens, num_rows, num_cols)
+    for stages in range(MOST_STAGES, 1, -1):
+        config = tiles(tokens, rows, splits, lines, warps, stages)
+        if not fits(gpu, config, *shape):
+            return config
+    return tiles(min(tokens, 32), 64, splits, lines, 4, 2)
+
+
+def candidates(
+    gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: int
+) -> list[Config]:
+    """Launches worth timing: tiles of these tokens, or of many, with more or fewer rows."""
+    tokens = max(next_power_of_2(num_tokens), LEAST_TOKENS)
+    found = []
+    if num_tokens <= MOST_TOKENS:
+        found += [
+            tiles(tokens, rows, splits, lines, 4, stages)
+            for rows in (64, 128)
+            for splits in (1, 2, 4)
+            for lines, stages in ((0, 4), (4, 4), (4, 6), (16, 4))
+        ]
+    if num_tokens > FEW_TOKENS:
+        found += [
+            tiles(64, 128, 1, 0, 4, 4),
+            tiles(64, 64, 1, 0, 4, 4),
+            tiles(128, 64, 1, 0, 4, 4),
+            tiles(128, 128, 1, 0, 8, 3),
+            tiles(128, 128, 1, 0, 8, 4),
+            tiles(128, 128, 1, 0, 8, 5),
+            tiles(256, 64, 1, 0, 8, 3),
+        ]
+    shape = (native, num_tokens, num_rows, num_cols)
+    return [config for config in found if not fits(gpu, config, *shape)]
+
+
+def fits(
+    gpu: Gpu, config: Config, native: bool, num_tokens: int, num_rows: int, num_cols: int
+) -> str:
+    """Why a launch cannot take a shape; "" if it can."""
+    if config["SPLITS"] > (steps := num_blocks(num_cols)):
+        return f"SPLITS is {config['SPLITS']}, of {steps} steps"
+    shared = shared_bytes(config, native) + 1024  # barriers take a few bytes
+    # Sums of a group stand beside those of all.
+    sums = 2 * config["BLOCK_N"] * config["BLOCK_M"]
+    return shared_refusal(gpu, shared) or tile_refusal(gpu, config, sums)
+
+
+QUANTISING = Tunable(
+    "quantize_fp8_groups",
+    ("num_tokens", "num_cols"),
+    quantising_heuristic,
+    quantising_candidates,
+    parameters={"GROUPS": power_of_two(1, MOST_GROUPS)},
+)
+
+TILES = Tunable(
+    "gemm_fp8_128x128",
+    ("native", "num_tokens", "num_rows", "num_cols"),
+    heuristic,
+    candidates,
+    fits,
+    parameters={
+        "BLOCK_M": power_of_two(LEAST_TOKENS, 256),
+        "BLOCK_N": power_of_two(16, BLOCK),  # the rows of a tile share a block's scale
+        "SPLITS": integer(1, 16),
+        "GROUP_M": power_of_two(1, 64),
+        "TOKENS_TALL": one_of(False, True),
+        "LINES": one_of(0, 4, 16),
+    },
+)

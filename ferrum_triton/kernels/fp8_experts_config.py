@@ -1,0 +1,145 @@
+"""Launch choices of experts' products in FP8: per pair or sorted, and tiles.
+
+The functions are pure: they take a GPU's facts and a product's sizes, and ask no device.
+"""
+
+from functools import partial
+
+from ferrum_triton.kernels.fp8_config import MOST_NARROW, shared_bytes
+from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
+from ferrum_triton.kernels.moe.dense_config import FEW_PAIRS, LEAST_PAIRS
+from ferrum_triton.kernels.parameters import (
+    Config,
+    one_of,
+    power_of_two,
+    shared_refusal,
+    tile_refusal,
+)
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
+from ferrum_triton.kernels.tuning import Tunable
+from ferrum_triton.ops.moe.pairs import MAX_EXPERTS
+from ferrum_triton.quant.fp8 import BLOCK
+
+# Pairs of a tile at most, and where gate and up are one launch, or codes become float16. Both at
+# once leave registers for half of the latter: more spill on sm_80.
+MOST_PAIRS, MOST_OF_OTHERS = 128, 64
+# Stages of a pipeline at most: steps of a loop in flight.
+MOST_STAGES = 4
+
+
+def tiles(path: str, pairs: int, rows: int, warps: int, stages: int) -> Config:
+    """A launch choice: a tile's pairs, and its rows of an expert's matrix."""
+    return {
+        "path": path,
+        "BLOCK_M": pairs,
+        "BLOCK_N": rows,
+        "TOKENS_TALL": pairs > MOST_NARROW,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+def heuristic(
+    gpu: Gpu,
+    native: bool,
+    num_pairs: int,
+    num_experts: int,
+    num_rows: int,
+    num_cols: int,
+    *,
+    is_gated: bool,
+) -> Config:
+    """Pairs by themselves while an expert is read about once; then tiles of what one has."""
+    if gpu.arch == INTERPRETER:
+        path = "per_pair" if num_pairs <= num_experts else "sorted"
+        return tiles(path, LEAST_PAIRS, 32, 4, 2)
+    few = num_pairs <= max(num_experts, FEW_PAIRS) or num_experts > MAX_EXPERTS
+    average = 1 if few else cdiv(num_pairs, num_experts)
+    if native:
+        most = MOST_OF_OTHERS if is_gated else MOST_PAIRS
+    else:
+        most = MOST_OF_OTHERS // 2 if is_gated else MOST_OF_OTHERS
+    pairs = min(max(next_power_of_2(average), LEAST_PAIRS), most)
+    rows, warps = (128, 8) if pairs == MOST_PAIRS else (64, 4)
+    path = "per_pair" if few else "sorted"
+    for stages in range(MOST_STAGES, 1, -1):
+        config = tiles(path, pairs, rows, warps, stages)
+        if not _refusal(gpu, config, native, is_gated):
+            return config
+    return tiles(path, min(pairs, 32), 32, 4, 2)
+
+
+def candidates(
+    gpu: Gpu,
+    native: bool,
+    num_pairs: int,
+    num_experts: int,
+    num_rows: int,
+    num_cols: int,
+    *,
+    is_gated: bool,
+) -> list[Config]:
+    """Launches worth timing: tiles of about what an expert has, of more rows or fewer."""
+    average = next_power_of_2(cdiv(num_pairs, num_experts))
+    found = [
+        tiles("per_pair", LEAST_PAIRS, rows, 4, stages)
+        for rows in (32, 64, 128)
+        for stages in (3, 4, 5)
+        if num_pairs <= 4 * num_experts
+    ]
+    found += [
+        tiles("sorted", pairs, rows, warps, stages)
+        for pairs in sorted({min(max(p, LEAST_PAIRS), MOST_PAIRS) for p in (average, 2 * average)})
+        for rows, warps in ((64, 4), (128, 8))
+        for stages in (3, 4)
+        if num_experts <= MAX_EXPERTS
+    ]
+    shape = (native, num_pairs, num_experts, num_rows, num_cols)
+    return [config for config in found if not fits(gpu, config, *shape, is_gated=is_gated)]
+
+
+def fits(
+    gpu: Gpu,
+    config: Config,
+    native: bool,
+    num_pairs: int,
+    num_experts: int,
+    num_rows: int,
+    num_cols: int,
+    *,
+    is_gated: bool,
+) -> str:
+    """Why a launch cannot take a shape; "" if it can."""
+    if config.get("path") == "sorted" and num_experts > MAX_EXPERTS:
+        return f"pairs of {MAX_EXPERTS} experts at most are sorted"
+    if config.get("path") == "per_pair" and config["BLOCK_M"] != LEAST_PAIRS:
+        return f"a pair by itself has a tile of {LEAST_PAIRS}"
+    return _refusal(gpu, config, native, is_gated)
+
+
+def _refusal(gpu: Gpu, config: Config, native: bool, is_gated: bool) -> str:
+    more = config["BLOCK_N"] * BLOCK * config["num_stages"] if is_gated else 0
+    shared = shared_bytes(config, native) + more + 1024  # barriers take a few bytes
+    # Sums of a group stand beside those of all.
+    sums = config["BLOCK_N"] * config["BLOCK_M"] * (3 if is_gated else 2)
+    return shared_refusal(gpu, shared) or tile_refusal(gpu, config, sums)
+
+
+def _tunable(op: str, is_gated: bool) -> Tunable:
+    return Tunable(
+        op,
+        ("native", "num_pairs", "num_experts", "num_rows", "num_cols"),
+        partial(heuristic, is_gated=is_gated),
+        partial(candidates, is_gated=is_gated),
+        partial(fits, is_gated=is_gated),
+        parameters={
+            "path": one_of("per_pair", "sorted"),
+            "BLOCK_M": power_of_two(LEAST_PAIRS, MOST_PAIRS),
+            "BLOCK_N": power_of_two(16, BLOCK),  # the rows of a tile share a block's scale
+            "TOKENS_TALL": one_of(False, True),
+        },
+    )
+
+
+TILES = _tunable("gemm_moe_id_fp8_128x128", False)
+GATE_UP_TILES = _tunable("gemm_moe_id_gate_up_fp8_128x128", True)
