@@ -177,6 +177,16 @@ def typical_axes(op: Op) -> dict[str, Any]:
     return axes
 
 
+def smallest_axes(op: Op) -> dict[str, Any]:
+    """One of everything, as far as the op takes one: sizes of 0 are drawn elsewhere."""
+    axes = typical_axes(op)
+    for name, values in op.axes.items():
+        sizes = [v for v in values if type(v) is int and v > 0]
+        if sizes and not any(type(v) is bool for v in values):
+            axes[name] = min(sizes)
+    return axes
+
+
 def sample(op: Op, dtype: torch.dtype, device: Any, seed: int, **axes: Any) -> dict[str, Any]:
     return op.make_sample(TensorFactory(dtype, device, seed), **axes)
 

@@ -11,11 +11,14 @@ import pytest
 
 from bench.shipped import picks_of
 from ferrum_triton.backends.triton_provider import load_kernels
+from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.linear_config import BLAS
-from ferrum_triton.kernels.resources import TARGETS
+from ferrum_triton.kernels.resources import TARGETS, translate_launch
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.registry import OPS
+from ferrum_triton.testing import TensorFactory
 from tests.compiling import compiled, launches_of
+from tests.harness import smallest_axes
 
 load_kernels("interpret")
 
@@ -145,6 +148,19 @@ def test_compiles_within_limits(op, case, target_name):
         asm = compiled(launch, target_name).asm
         if "wgmma" in asm.get("ptx", ""):
             assert not overwritten_operands(instructions(asm["cubin"])), launch.kernel.name
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in OPS.values() if "triton" in op.impls], ids=lambda op: op.name
+)
+def test_sizes_of_one_are_translated(op):
+    """Triton makes a constant of an argument that is 1, which has no methods of a tensor."""
+    for dtype in op.dtypes:
+        arguments = op.make_sample(TensorFactory(dtype, "meta"), **smallest_axes(op))
+        with record_launches(TARGETS[MEASURED].capability) as launches:
+            op.impls["triton"](**arguments)
+        for launch in launches:
+            translate_launch(launch, TARGETS[MEASURED])
 
 
 @pytest.mark.parametrize("target_name", TARGETS)

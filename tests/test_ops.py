@@ -22,6 +22,7 @@ from tests.harness import (
     in_planes,
     place_far_apart,
     sample,
+    smallest_axes,
     tensors,
     typical_axes,
 )
@@ -82,16 +83,6 @@ def test_matches_reference(op, backend_name, data, seed):
 def test_edge_values(op, backend_name, data, seed):
     """Infinities, NaN, denormals and the largest values come out where the reference has them."""
     check_edge_values(get_backend(backend_name), op, data, seed)
-
-
-def smallest_axes(op):
-    """One of everything, as far as the op takes one: sizes of 0 are drawn elsewhere."""
-    axes = typical_axes(op)
-    for name, values in op.axes.items():
-        sizes = [v for v in values if type(v) is int and v > 0]
-        if sizes and not any(type(v) is bool for v in values):
-            axes[name] = min(sizes)
-    return axes
 
 
 @EACH

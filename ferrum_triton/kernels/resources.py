@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import mangle_type
 
 from ferrum_triton.kernels.jit import OPTIONS, Launch
@@ -81,6 +82,18 @@ def compile_launch(launch: Launch, target: Target) -> Resources:
         usage = cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
         registers, spilled = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     return Resources(registers, spilled, compiled.metadata.shared, dict(compiled.asm))
+
+
+def translate_launch(launch: Launch, target: Target) -> None:
+    """Translate what a launcher asked for to Triton's IR, without the passes that take the time."""
+    source, options = _source(launch)
+    backend = make_backend(target.gpu)
+    parsed = backend.parse_options(options)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    source.make_ir(target.gpu, parsed, functions, modules, context)
 
 
 def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
