@@ -9,7 +9,13 @@ import torch
 
 from ferrum_triton import FileError, InputError, get_backend
 from ferrum_triton.models import load_model
-from ferrum_triton.models.gpt_oss import HF_NAMES, GptOss, GptOssConfig, mxfp4_of_gguf
+from ferrum_triton.models.gpt_oss import (
+    HF_NAMES,
+    DenseBiasedExperts,
+    GptOss,
+    GptOssConfig,
+    mxfp4_of_gguf,
+)
 from ferrum_triton.quant import QuantizedTensor
 from ferrum_triton.testing import assert_close
 from tests.test_models import run, tokens
@@ -310,17 +316,46 @@ def test_bad_tensors_are_refused(tiny, tmp_path, name, tensor, message):
         load_model(tiny.save(tmp_path, **{name: tensor}), get_backend("cpu"))
 
 
-def test_experts_that_are_not_packed_are_refused(tiny, tmp_path):
-    dense = tiny.theirs.model.layers[1].mlp.experts.gate_up_proj.detach().bfloat16()
-    changed = {f"{EXPERTS}gate_up_proj_blocks": None, f"{EXPERTS}gate_up_proj_scales": None}
-    path = tiny.save(tmp_path, **changed, **{f"{EXPERTS}gate_up_proj": dense})
-    with pytest.raises(FileError, match=r"gate_up_proj' holds experts that are not packed"):
-        load_model(path, get_backend("cpu"))
+def plain(tiny):
+    """Tensors of a directory whose experts are not packed."""
+    changed = {}
+    for name in tiny.hf:
+        if name.endswith(("_blocks", "_scales")):
+            changed[name] = None
+            stem = name.rpartition("_")[0]
+            changed[stem] = tiny.theirs.get_parameter(stem).detach().clone()
+    return changed
+
+
+@pytest.mark.parametrize(
+    "backend_name", ["cpu", "interpret", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_experts_need_not_be_packed(tmp_path, backend_name):
+    """Those of transformers' directories and of GGUF files; few tokens and many."""
+    tiny, backend, ids = make(1), get_backend(backend_name), tokens(9, seed=5)
+    want = logits_of(tiny.theirs, ids)
+    path = tiny.save(tmp_path, **plain(tiny))
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    stored = {
+        name: held.dequantize() if isinstance(held, QuantizedTensor) else held
+        for name, held in tiny.gguf.items()
+    }
     file = tmp_path / "model.gguf"
-    name = "blk.0.ffn_up_exps.weight"
-    write_gguf(file, "gpt-oss", METADATA, tiny.gguf | {name: tiny.gguf[name].dequantize()})
-    with pytest.raises(FileError, match="holds experts that are not packed"):
-        load_model(file, get_backend("cpu"))
+    write_gguf(file, "gpt-oss", METADATA | {"block_count": 1}, stored)
+    for place in (path, file):
+        model = load_model(place, backend)
+        assert isinstance(model.weights.layers[0].mlp, DenseBiasedExperts)
+        got = run(model, *ids.to(backend.device).split([7, 2]))
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(NUM_EXPERTS, HIDDEN, 3), (NUM_EXPERTS, HIDDEN)])
+def test_plain_experts_of_another_shape_are_refused(tiny, tmp_path, shape):
+    path = tiny.save(tmp_path, **plain(tiny) | {f"{EXPERTS}down_proj": torch.ones(shape)})
+    with pytest.raises(FileError, match="has shape"):
+        load_model(path, get_backend("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""gpt-oss: attention with sinks, windows on every other layer, and biased experts in MXFP4."""
+"""gpt-oss: attention with sinks, windows on every other layer, and experts with biases.
+
+Experts are packed, in MXFP4 as a rule, or in the activations' dtype.
+"""
 
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +15,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ferrum_triton.backends import Backend
 from ferrum_triton.errors import FileError
 from ferrum_triton.models.config import LlamaConfig, windows_of
 from ferrum_triton.models.config_keys import Keys
 from ferrum_triton.models.config_rope import RopeConfig, hf_rope
 from ferrum_triton.models.decoder import Decoder, predicted_rows
-from ferrum_triton.models.experts import PackedExperts
+from ferrum_triton.models.experts import DenseExperts, Experts, PackedExperts
 from ferrum_triton.models.linear import Matrix, apply
 from ferrum_triton.models.step import Step
 from ferrum_triton.models.weights import HF_NAMES as LLAMA_NAMES
@@ -144,13 +149,73 @@ class GptOssConfig(LlamaConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BiasedExperts(PackedExperts):
+class BiasedExperts(Experts):
     """The experts of one layer, each of whose products has a bias in float32, as the router has."""
 
     router_bias: Tensor  # [num_experts]
+    down_bias: Tensor  # [num_experts, hidden_size]
+
+    @abstractmethod
+    def slots(
+        self, backend: Backend, h: Tensor, ids: Tensor, config: GptOssConfig
+    ) -> tuple[Tensor, bool]:
+        """What each token's experts give, [num_tokens, top_k, hidden_size].
+
+        Returns:
+            It, and whether the last product's bias is in it.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBiasedExperts(BiasedExperts, PackedExperts):
+    """Packed experts, whose biases are added by the activation and by the sum over experts."""
+
     gate_bias: Tensor  # [num_experts, intermediate_size]
     up_bias: Tensor  # as gate_bias
-    down_bias: Tensor  # [num_experts, hidden_size]
+
+    def slots(
+        self, backend: Backend, h: Tensor, ids: Tensor, config: GptOssConfig
+    ) -> tuple[Tensor, bool]:
+        gate, up, down = self.matrices
+        num_experts, inner, hidden = gate.shape
+        if ids.numel() <= num_experts:  # each pair reads its expert by itself
+            product = functools.partial(backend.gemv_quant_moe_id, ids=ids)
+        else:
+            bucket_ids, tpe, _ = backend.compute_ids_tpe(ids, num_experts, inner, hidden)
+            product = functools.partial(
+                backend.gemm_quant_moe_id, bucket_ids=bucket_ids, tpe=tpe, top_k=self.top_k
+            )
+        middle = backend.clamped_swiglu_moe_id(
+            product(h, gate.blocks, kind=gate.kind),
+            product(h, up.blocks, kind=up.kind),
+            self.gate_bias,
+            self.up_bias,
+            ids,
+            config.swiglu_alpha,
+            config.swiglu_limit,
+        )
+        return product(middle, down.blocks, kind=down.kind), False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseBiasedExperts(BiasedExperts, DenseExperts):
+    """Experts in the activations' dtype, whose products add their biases."""
+
+    gate_up_bias: Tensor  # [num_experts, 2 * intermediate_size]
+
+    def slots(
+        self, backend: Backend, h: Tensor, ids: Tensor, config: GptOssConfig
+    ) -> tuple[Tensor, bool]:
+        middle = backend.gemm_moe_id_gate_up(
+            h,
+            self.gate_up,
+            ids,
+            self.gate_up_bias,
+            "clamped_swiglu",
+            config.swiglu_alpha,
+            config.swiglu_limit,
+        )
+        return backend.gemm_moe_id(middle, self.down, ids, self.down_bias), True
 
 
 class GptOssLoader(LlamaLoader):
@@ -171,25 +236,19 @@ class GptOssLoader(LlamaLoader):
             sinks=self.vector(f"{prefix}attn_sinks.weight", config.num_heads),
         )
 
-    def stack(self, name: str, shape: tuple[int, int, int]) -> Matrix:
-        stored = super().stack(name, shape)
-        if isinstance(stored, Tensor):
-            reason = "holds experts that are not packed, which are not supported of gpt-oss"
-            raise self.error(name, reason)
-        return stored
-
     def experts(self, prefix: str) -> BiasedExperts:
         config, experts = self.config, super().experts(prefix)
-        inner = config.num_experts, config.intermediate_size
-        return BiasedExperts(
-            **vars(experts),
-            router_bias=self.vector(f"{prefix}ffn_gate_inp.bias", config.num_experts),
-            gate_bias=self.plain(f"{prefix}ffn_gate_exps.bias", inner),
-            up_bias=self.plain(f"{prefix}ffn_up_exps.bias", inner),
-            down_bias=self.plain(
-                f"{prefix}ffn_down_exps.bias", (config.num_experts, config.hidden_size)
-            ),
+        count, inner, hidden = config.num_experts, config.intermediate_size, config.hidden_size
+        common = vars(experts) | {
+            "router_bias": self.vector(f"{prefix}ffn_gate_inp.bias", count),
+            "down_bias": self.plain(f"{prefix}ffn_down_exps.bias", (count, hidden)),
+        }
+        gate_bias, up_bias = (
+            self.plain(f"{prefix}ffn_{part}_exps.bias", (count, inner)) for part in ("gate", "up")
         )
+        if isinstance(experts, PackedExperts):
+            return PackedBiasedExperts(**common, gate_bias=gate_bias, up_bias=up_bias)
+        return DenseBiasedExperts(**common, gate_up_bias=torch.cat((gate_bias, up_bias), dim=1))
 
 
 # The rows of Hugging Face's tensors of experts by GGUF's names: those of gate and up take turns.
@@ -201,7 +260,7 @@ _ROWS = {
 
 
 class GptOssSource(HfSource):
-    """A Hugging Face directory, whose packed experts are laid out as GGUF files have them."""
+    """A Hugging Face directory, whose experts are laid out as GGUF files have them."""
 
     def spelled(self, name: str) -> str:
         spelled = super().spelled(name)
@@ -225,11 +284,15 @@ class GptOssSource(HfSource):
         assert isinstance(bias, Tensor)
         return bias[:, rows].contiguous() if bias.dim() == 2 else bias
 
-    def _experts(self, stem: str, rows: slice) -> QuantizedTensor:
+    def _experts(self, stem: str, rows: slice) -> Matrix:
         names = [f"{stem}_blocks", f"{stem}_scales"]
-        if stem in self._files:
-            reason = "holds experts that are not packed; known: MXFP4, in blocks and scales"
-            raise FileError(self.path, f"tensor {stem!r} {reason}")
+        if stem in self._files:  # not packed, with a row for each column of the product
+            self._read.add(stem)
+            plain = self._files[stem]
+            if plain.dim() != 3:
+                reason = f"has shape {list(plain.shape)}; allowed: [experts, columns, rows]"
+                raise FileError(self.path, f"tensor {stem!r} {reason}")
+            return plain.transpose(1, 2)[:, rows].contiguous()
         for name in names:
             if name not in self._files:
                 raise FileError(self.path, f"tensor {name!r} is missing")
@@ -312,29 +375,12 @@ class GptOss(Decoder):
             As h.
         """
         backend, config = self.backend, self.config
-        num_experts, inner, hidden = experts.gate.shape
         scores = backend.gemm(h, experts.router, wide=True)
         backend.add_bias(scores, experts.router_bias)
         ids, weights, _ = backend.route_topk_softmax(scores, experts.top_k)
-        if ids.numel() <= num_experts:  # each pair reads its expert by itself
-            product = functools.partial(backend.gemv_quant_moe_id, ids=ids)
-        else:
-            bucket_ids, tpe, _ = backend.compute_ids_tpe(ids, num_experts, inner, hidden)
-            product = functools.partial(
-                backend.gemm_quant_moe_id, bucket_ids=bucket_ids, tpe=tpe, top_k=experts.top_k
-            )
-        gate, up, down = experts.gate, experts.up, experts.down
-        middle = backend.clamped_swiglu_moe_id(
-            product(h, gate.blocks, kind=gate.kind),
-            product(h, up.blocks, kind=up.kind),
-            experts.gate_bias,
-            experts.up_bias,
-            ids,
-            config.swiglu_alpha,
-            config.swiglu_limit,
-        )
-        slots = product(middle, down.blocks, kind=down.kind)
-        backend.add_inplace(residual, backend.moe_combine(experts.down_bias, ids, weights))
+        slots, are_biased = experts.slots(backend, h, ids, config)
+        if not are_biased:
+            backend.add_inplace(residual, backend.moe_combine(experts.down_bias, ids, weights))
         return backend.weighted_sum_residual_norm(
             slots, weights, residual, norm_weight, config.rms_norm_eps
         )
