@@ -366,3 +366,46 @@ def test_models_equal_transformers(tmp_path, family, method, backend_name):
     with torch.inference_mode():
         want = theirs(ids[None]).logits[0]
     torch.testing.assert_close(run(ours, ids[:9], ids[9:]), want, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_are_stacked_and_sliced():
+    """A stack multiplies as its matrices do, and gives each back without a copy."""
+    parts = []
+    for expert in range(3):
+        drawn_of = drawn(4, 8, 64, 32, True, seed=expert)
+        stored = gptq("m", *drawn_of, 4)
+        parts.append(load_gptq(*(stored[f"m.{p}"] for p in ("qweight", "scales", "qzeros"))))
+    stack = QuantizedTensor.stack(parts)
+    assert (stack.kind, stack.shape) == ("Q4_0", (3, 8, 64))
+    backend, a = get_backend("cpu"), torch.randn(2, 64)
+    ids = torch.tensor([[2, 0], [1, 2]], dtype=torch.int32)
+    slots = backend.gemv_quant_moe_id(a, stack.blocks, ids, stack.kind)
+    for token, chosen in enumerate(ids.tolist()):
+        for slot, expert in enumerate(chosen):
+            one = stack.expert(expert)
+            assert one.blocks.data_ptr() == stack.blocks[expert].data_ptr()
+            assert torch.equal(one.blocks, parts[expert].blocks)
+            want = backend.gemm_quant(a[token : token + 1], one.blocks, one.kind)[0]
+            assert_close(slots[token, slot], want)
+
+
+def test_what_is_no_stack_is_refused():
+    one = QuantizedTensor(torch.zeros(4, 18, dtype=torch.uint8), "Q4_0")
+    other = QuantizedTensor(torch.zeros(4, 34, dtype=torch.uint8), "Q8_0")
+    less = QuantizedTensor(torch.zeros(3, 18, dtype=torch.uint8), "Q4_0")
+    stack = QuantizedTensor.stack([one, one])
+    for wrong, message in (
+        ([], "at least one"),
+        ([one, other], "Q8_0 of .* at 1"),
+        ([one, less], r"\[3, 32\] at 1"),
+        ([stack, stack], r"\[2, 4, 32\] at 0"),
+        ([one, one.to("meta")], "meta at 1"),
+    ):
+        with pytest.raises(InputError, match=message) as error:
+            QuantizedTensor.stack(wrong)
+        assert error.value.argument == "matrices"
+    for index in (-1, 2):
+        with pytest.raises(InputError, match="0 to 1"):
+            stack.expert(index)
+    with pytest.raises(InputError, match="one matrix"):
+        one.expert(0)

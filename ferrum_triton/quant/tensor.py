@@ -50,6 +50,42 @@ class QuantizedTensor:
             advice = "The tensor is truncated, or of another format."
             _reject("blocks", f"of shape {list(blocks.shape)}", allowed, advice)
 
+    @classmethod
+    def stack(cls, matrices: Sequence[QuantizedTensor]) -> QuantizedTensor:
+        """Experts' matrices of one kind and shape as one stack, an expert each.
+
+        Raises:
+            InputError: there is none, or one has another kind, shape or device than the first.
+        """
+        if not matrices:
+            _reject("matrices", "none", "at least one", "Name the matrices of all experts.")
+        first = matrices[0]
+        for number, matrix in enumerate(matrices):
+            if matrix.blocks.dim() != 2:
+                got = f"{list(matrix.shape)} at {number}"
+                _reject("matrices", got, "matrices [rows, K]", "Stack experts one by one.")
+            if (matrix.kind, matrix.shape) != (first.kind, first.shape):
+                got = f"{matrix.kind} of {list(matrix.shape)} at {number}"
+                allowed = f"{first.kind} of {list(first.shape)}, as the first is"
+                _reject("matrices", got, allowed, "Decode those of other kinds: dequantize().")
+            if matrix.device != first.device:
+                got, advice = f"{matrix.device} at {number}", "Move them to one device: to(device)."
+                _reject("matrices", got, f"{first.device}, as the first is", advice)
+        return cls(torch.stack([matrix.blocks for matrix in matrices]), first.kind)
+
+    def expert(self, index: int) -> QuantizedTensor:
+        """The matrix of one expert of a stack: a view of its memory.
+
+        Raises:
+            InputError: this is no stack, or has no such expert.
+        """
+        if self.blocks.dim() != 3:
+            _reject("blocks", f"of shape {list(self.blocks.shape)}", "a stack", "It is one matrix.")
+        if not 0 <= index < len(self.blocks):
+            allowed = f"0 to {len(self.blocks) - 1}, of {len(self.blocks)} experts"
+            _reject("index", str(index), allowed, "Count experts from 0.")
+        return replace(self, blocks=self.blocks[index])
+
     @property
     def format(self) -> BlockFormat | PlaneFormat:
         return format_of(self.kind)
