@@ -131,6 +131,8 @@ FAMILIES = {
         "test_limits test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer "
         "test_tokenizer_directory test_chat test_chat_hostile",
     ),
+    "ferrum_triton/files/quantise": ("", "test_quantize"),
+    "ferrum_triton/quant/rounding": ("", "test_quantize"),
     "ferrum_triton/models/": (
         "",
         "test_limits test_engine test_models test_mixtures test_gemma3 test_gpt_oss test_bert "
@@ -140,7 +142,10 @@ FAMILIES = {
     "ferrum_triton/models/experts": ("", "test_mixtures"),
     "ferrum_triton/models/gemma3": ("", "test_gemma3"),
     "ferrum_triton/models/gpt_oss": ("", "test_gpt_oss"),
-    "ferrum_triton/models/linear": ("", "test_open_norm test_models test_add_norm"),
+    "ferrum_triton/models/linear": (
+        "",
+        "test_open_norm test_linear_norm test_models test_add_norm",
+    ),
     "ferrum_triton/integrations/": (
         "",
         "test_convert test_transformers_attention test_flash_attn_door",

@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     from ferrum_triton import __version__
-    from ferrum_triton.cli import doctor, generate, inspect, ops
+    from ferrum_triton.cli import doctor, generate, inspect, ops, quantize
 
     parser = _Parser(
         prog="ferrum-triton",
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ferrum-triton {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (generate, inspect, doctor, ops):
+    for command in (generate, inspect, quantize, doctor, ops):
         name = command.__name__.rpartition(".")[2]
         summary = command.SUMMARY
         sub = commands.add_parser(name, help=summary, description=summary)
