@@ -131,7 +131,7 @@ FAMILIES = {
         "test_limits test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer "
         "test_tokenizer_directory test_chat test_chat_hostile",
     ),
-    "ferrum_triton/files/quantise": ("", "test_quantize"),
+    "ferrum_triton/files/quantize": ("", "test_quantize"),
     "ferrum_triton/quant/rounding": ("", "test_quantize"),
     "ferrum_triton/models/": (
         "",

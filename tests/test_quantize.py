@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from ferrum_triton import FileError, get_backend
 from ferrum_triton.cli import main
-from ferrum_triton.files import quantise
-from ferrum_triton.files.quantise import quantise_directory
+from ferrum_triton.files import quantize
+from ferrum_triton.files.quantize import quantize_directory
 from ferrum_triton.models import load_model
 from ferrum_triton.quant import QuantizedTensor, load_compressed_tensors
 from ferrum_triton.quant.integers import unpacked
@@ -81,7 +81,7 @@ def test_a_model_runs_on_what_was_written(source, tmp_path, bits, capsys):
 def test_every_matrix_is_what_rounding_gives(source, tmp_path):
     target = tmp_path / "target"
     before = load_file(source / "model.safetensors")
-    count = quantise_directory(source, target, 4, 32)
+    count = quantize_directory(source, target, 4, 32)
     after = load_file(target / "model.safetensors")
     rounded = [name for name in before if name not in after]
     assert len(rounded) == count > 7
@@ -97,11 +97,11 @@ def test_every_matrix_is_what_rounding_gives(source, tmp_path):
 
 
 def test_large_models_are_several_files(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantise, "MAX_SHARD_BYTES", 9000)
+    monkeypatch.setattr(quantize, "MAX_SHARD_BYTES", 9000)
     one, several = tmp_path / "one", tmp_path / "several"
-    quantise_directory(source, several, 4, 32)
+    quantize_directory(source, several, 4, 32)
     monkeypatch.undo()
-    quantise_directory(source, one, 4, 32)
+    quantize_directory(source, one, 4, 32)
     index = json.loads((several / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     models = [load_model(path, get_backend("cpu")) for path in (one, several)]
@@ -141,7 +141,7 @@ def test_what_is_not_quantised_leaves_nothing_behind(source, tmp_path, break_it,
     target = tmp_path / "target"
     before = sorted(tmp_path.iterdir())
     with pytest.raises(FileError, match=message):
-        quantise_directory(source, target, 4, size)
+        quantize_directory(source, target, 4, size)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -152,4 +152,4 @@ def test_the_command_says_in_one_line_what_is_wrong(tmp_path, capsys):
         place = tmp_path / "source"
         place.mkdir()
         save_tiny(place, "qwen3")
-        quantise_directory(place, tmp_path / "none" / "to", 4, 32)
+        quantize_directory(place, tmp_path / "none" / "to", 4, 32)

@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the directory, and say what was written."""
     from ferrum_triton.cli.terminal import printable
-    from ferrum_triton.files.quantise import quantise_directory
+    from ferrum_triton.files.quantize import quantize_directory
 
-    count = quantise_directory(options.source, options.target, options.bits, options.group_size)
+    count = quantize_directory(options.source, options.target, options.bits, options.group_size)
     written = sum(path.stat().st_size for path in options.target.iterdir())
     where, size = printable(str(options.target)), f"{written:,} bytes"
     print(f"{where}: {count} matrices of {options.bits} bits, {size}")

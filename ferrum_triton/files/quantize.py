@@ -36,7 +36,7 @@ MAX_SHARD_BYTES = 4 << 30
 _KEPT = ("lm_head.weight", "embed_tokens.weight")
 
 
-def quantise_directory(source: Path, target: Path, bits: int = 4, group_size: int = 128) -> int:
+def quantize_directory(source: Path, target: Path, bits: int = 4, group_size: int = 128) -> int:
     """Write a copy of a model whose linear layers are rounded to integers.
 
     Args:
