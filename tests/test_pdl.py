@@ -24,7 +24,11 @@ WITHOUT_PDL = frozenset({"dequantize", "embedding_lookup_quant"})
 READ_WEIGHTS = ("ferrum_triton.kernels.quant.", "ferrum_triton.kernels.moe.")
 
 # Modules whose kernels ask L2 for lines before they wait, which changes no byte, whoever writes it.
-PREFETCH = ("ferrum_triton.kernels.linear", "ferrum_triton.kernels.fp8")
+PREFETCH = (
+    "ferrum_triton.kernels.linear",
+    "ferrum_triton.kernels.open_norm",
+    "ferrum_triton.kernels.fp8",
+)
 PREFETCHED = re.compile(r"prefetch\.global\.L2 \[[^]]*\];")
 
 # Modules whose kernels read, past L1 alone, what leads them to such lines, and branch on their way.

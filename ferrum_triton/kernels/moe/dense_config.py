@@ -64,7 +64,7 @@ def heuristic(
         return tiles("per_pair" if few else "sorted", LEAST_PAIRS, 32, 32, 4, 2)
     pairs = min(max(next_power_of_2(average), LEAST_PAIRS), MOST_PAIRS)
     path = "per_pair" if few else "sorted"
-    for rows, columns in _sizes(few, pairs, is_gated):
+    for rows, columns in _sizes(gpu, few, pairs, is_gated):
         for stages in range(MOST_STAGES, 1, -1):
             config = tiles(path, pairs, rows, columns, 8 if rows > 64 else 4, stages)
             if not _refusal(gpu, config, element_size, is_gated):
@@ -72,12 +72,16 @@ def heuristic(
     return tiles(path, min(pairs, 64), 32, 32, 4, 2)
 
 
-def _sizes(few: bool, pairs: int, is_gated: bool) -> list[tuple[int, int]]:
-    """Rows and columns of a step, the best first, by ``bench.tune`` on an H200."""
+def _sizes(gpu: Gpu, few: bool, pairs: int, is_gated: bool) -> list[tuple[int, int]]:
+    """Rows and columns of a step, the best first, by ``bench.tune`` on an H200.
+
+    Tiles of 256 rows by 128 pairs spill where tensor cores take operands from registers (sm_80).
+    """
     if is_gated:
         wide = (128, 128 if pairs <= 32 else 64)
         return [(64, 128), (64, 64)] if few else [wide, (64, 64)]
-    return [(128, 128), (64, 64)] if few else [(256 if pairs > 16 else 128, 64), (64, 64)]
+    tall = 256 if pairs > 16 and gpu.capability >= (9, 0) else 128
+    return [(128, 128), (64, 64)] if few else [(tall, 64), (64, 64)]
 
 
 def candidates(
