@@ -15,16 +15,13 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.fp8 import BLOCK, multiplies_codes, placed, quantised, scaled_sums
 from ferrum_triton.kernels.fp8_experts_config import GATE_UP_TILES, TILES
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.moe.pairs import moe_align_block_size
-from ferrum_triton.kernels.moe.prepare import Result, clear_rows
+from ferrum_triton.kernels.moe.dense import blocks_of, clear_pairs, without_expert
+from ferrum_triton.kernels.moe.prepare import Result
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops import fp8_experts as ops
 from ferrum_triton.quant import fp8
-
-# Pairs that a program looks at whose rows may have to be cleared.
-CLEARED_PAIRS = tl.constexpr(64)
 
 
 class StackStrides(NamedTuple):
@@ -34,11 +31,6 @@ class StackStrides(NamedTuple):
     row: Any
     scales_expert: Any
     scales_row: Any
-
-
-@triton.jit
-def _without_expert(expert, num_experts):
-    return (expert < 0) | (expert >= num_experts)
 
 
 @triton.jit
@@ -97,15 +89,14 @@ def _fp8_experts_kernel(
         pair = tl.zeros([BLOCK_M], tl.int64) + block
         known = entry == 0
         expert = tl.load(ids_ptr + (block // TOP_K).to(tl.int64) * stride_ids_token + block % TOP_K)
-        is_lost = _without_expert(expert, num_experts)
+        is_lost = without_expert(expert, num_experts)
     else:
         behind = tl.program_id(0) - num_blocks * tiles_n
         if behind >= 0:
-            pair = behind.to(tl.int64) * CLEARED_PAIRS + tl.arange(0, CLEARED_PAIRS)
-            named = ids_ptr + pair // TOP_K * stride_ids_token + pair % TOP_K
-            expert = tl.load(named, mask=pair < num_pairs, other=0)
             result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
-            clear_rows(result, pair, _without_expert(expert, num_experts), TOP_K, BLOCK_N)
+            clear_pairs(
+                result, ids_ptr, stride_ids_token, behind, num_pairs, num_experts, TOP_K, BLOCK_N
+            )
             return
         expert = tl.load(experts_ptr + block)
         if expert < 0:
@@ -185,14 +176,9 @@ def _launch(
     weights, scales, up, up_scales = stacks if activation else (*stacks, *stacks)
     options = {name: value for name, value in config.items() if name != "path"}
     codes, steps = quantised(a)
-    sorted_ids = block_experts = None
-    num_blocks, clearing = num_pairs, 0
-    if config["path"] == "sorted":
-        sorted_ids, block_experts, _ = moe_align_block_size(ids, len(weights), config["BLOCK_M"])
-        num_blocks = block_experts.shape[0]
-        clearing = cdiv(num_pairs, CLEARED_PAIRS.value)
+    blocks = blocks_of(ids, weights.shape[0], config)
     _fp8_experts_kernel.launch(
-        (num_blocks * cdiv(num_rows, config["BLOCK_N"]) + clearing,),
+        (blocks.count * cdiv(num_rows, config["BLOCK_N"]) + blocks.clearing,),
         y_ptr=y,
         codes_ptr=codes,
         steps_ptr=steps,
@@ -201,8 +187,8 @@ def _launch(
         up_ptr=up.view(codes.dtype) if activation else None,
         up_scales_ptr=up_scales if activation else None,
         ids_ptr=ids,
-        sorted_ptr=sorted_ids,
-        experts_ptr=block_experts,
+        sorted_ptr=blocks.pairs,
+        experts_ptr=blocks.experts,
         stride_y_token=y.stride(0),
         stride_y_slot=y.stride(1),
         stride_codes_row=codes.stride(0),
@@ -213,7 +199,7 @@ def _launch(
         num_rows=num_rows,
         num_cols=num_cols,
         num_pairs=num_pairs,
-        num_blocks=num_blocks,
+        num_blocks=blocks.count,
         TOP_K=ids.shape[1],
         PER_SLOT=a.dim() == 3,
         ACTIVATION=activation,

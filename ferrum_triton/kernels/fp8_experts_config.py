@@ -7,7 +7,7 @@ from functools import partial
 
 from ferrum_triton.kernels.fp8_config import MOST_NARROW, shared_bytes
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
-from ferrum_triton.kernels.moe.dense_config import FEW_PAIRS, LEAST_PAIRS
+from ferrum_triton.kernels.moe.dense_config import FEW_PAIRS, LEAST_PAIRS, path_refusal
 from ferrum_triton.kernels.parameters import (
     Config,
     one_of,
@@ -110,11 +110,7 @@ def fits(
     is_gated: bool,
 ) -> str:
     """Why a launch cannot take a shape; "" if it can."""
-    if config.get("path") == "sorted" and num_experts > MAX_EXPERTS:
-        return f"pairs of {MAX_EXPERTS} experts at most are sorted"
-    if config.get("path") == "per_pair" and config["BLOCK_M"] != LEAST_PAIRS:
-        return f"a pair by itself has a tile of {LEAST_PAIRS}"
-    return _refusal(gpu, config, native, is_gated)
+    return path_refusal(config, num_experts) or _refusal(gpu, config, native, is_gated)
 
 
 def _refusal(gpu: Gpu, config: Config, native: bool, is_gated: bool) -> str:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.ops.precision import widen
-from ferrum_triton.registry import Case, op
+from ferrum_triton.registry import Case, Op, op
 
 ROWS = {
     "num_tokens": (0, 1, 2, 5),
@@ -91,9 +91,13 @@ def _(residual, x, weight, eps):
     if residual.shape != x.shape:
         allowed = f"{list(residual.shape)}, the shape of residual"
         fused_add_rms_norm.reject("x", f"of shape {list(x.shape)}", allowed)
+    check_residual(fused_add_rms_norm, residual, x)
+
+
+def check_residual(op: Op, residual: Tensor, x: Tensor, name: str = "x") -> None:
+    """Refuse a residual that is neither of the dtype of x, an argument ``name``, nor float32."""
     if residual.dtype not in (x.dtype, torch.float32):
-        allowed = f"x's dtype {x.dtype}, or float32"
-        fused_add_rms_norm.reject("residual", str(residual.dtype), allowed)
+        op.reject("residual", str(residual.dtype), f"{name}'s dtype {x.dtype}, or float32")
 
 
 @fused_add_rms_norm.sample

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.ops.elementwise import GATES, check_gate, gated
+from ferrum_triton.ops.norm import check_residual
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, Op, op
 
@@ -34,9 +35,13 @@ def opened(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """r = residual + x, r · norm_weight in ``dtype``, and sums of r² by PART columns; x is wide."""
     r = widen(residual) + x
+    return r.to(residual.dtype), (r * widen(norm_weight)).to(dtype), _squares(r)
+
+
+def _squares(r: Tensor) -> Tensor:
+    """Sums of r² by PART columns."""
     columns = torch.nn.functional.pad(r.square(), (0, -r.shape[1] % PART))
-    squares = columns.unflatten(1, (-1, PART)).sum(dim=2)
-    return r.to(residual.dtype), (r * widen(norm_weight)).to(dtype), squares
+    return columns.unflatten(1, (-1, PART)).sum(dim=2)
 
 
 def closed(h: Tensor, squares: Tensor, eps: float) -> Tensor:
@@ -56,14 +61,7 @@ def open_sample(make, m: int, k: int) -> dict[str, Any]:
     """h and its squares, as a product would leave them."""
     r = make.randn(m, k)
     weight = make.weight(k, dtype=torch.float32)
-    columns = torch.nn.functional.pad(r.float().square(), (0, -k % PART))
-    squares = columns.unflatten(1, (-1, PART)).sum(dim=2)
-    return {"h": (r * weight).to(r.dtype), "squares": squares, "eps": 1e-6}
-
-
-def _check_residual(op: Op, a: Tensor, residual: Tensor) -> None:
-    if residual.dtype not in (a.dtype, torch.float32):
-        op.reject("residual", str(residual.dtype), f"a's dtype {a.dtype}, or float32")
+    return {"h": (r * weight).to(r.dtype), "squares": _squares(r.float()), "eps": 1e-6}
 
 
 def _case(m: int, n: int, k: int) -> Case:
@@ -116,7 +114,7 @@ def linear_open_norm(
 
 @linear_open_norm.rule
 def _(a, b, residual, norm_weight):
-    _check_residual(linear_open_norm, a, residual)
+    check_residual(linear_open_norm, residual, a, "a")
 
 
 linear_open_norm.sample(_product_sample)
@@ -259,7 +257,7 @@ def linear_add_rms_norm(
 
 @linear_add_rms_norm.rule
 def _(a, b, residual, norm_weight, eps):
-    _check_residual(linear_add_rms_norm, a, residual)
+    check_residual(linear_add_rms_norm, residual, a, "a")
 
 
 linear_add_rms_norm.sample(_product_sample)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.ops.elementwise import GATES, check_gate, gated
-from ferrum_triton.ops.norm import fused_add_rms_norm
+from ferrum_triton.ops.norm import check_residual, fused_add_rms_norm
 from ferrum_triton.ops.quant import (
     case_name,
     check_product,
@@ -231,11 +231,6 @@ def _(make, q_kind, k_kind, v_kind, m, nq, nkv, num_blocks):
 
 NORM_TENSORS = {"residual": "float[m, k]", "x": "T[m, k]", "norm_weight": "float[k]"}
 NORM_AXES = {**SIZES, "wide_residual": (False, True)}
-
-
-def check_residual(op: Op, residual: Tensor, x: Tensor) -> None:
-    if residual.dtype not in (x.dtype, torch.float32):
-        op.reject("residual", str(residual.dtype), f"x's dtype {x.dtype}, or float32")
 
 
 def _norm_sample(make, m: int, k: int, wide_residual: bool) -> dict[str, Any]:

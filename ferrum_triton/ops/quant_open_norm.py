@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.ops.elementwise import GATES, check_gate, gated
+from ferrum_triton.ops.norm import check_residual
 from ferrum_triton.ops.open_norm import (
     OPEN_TENSORS,
     check_squares,
@@ -18,7 +19,6 @@ from ferrum_triton.ops.quant_fused import (
     QKV_TENSORS,
     SIZES,
     check_products,
-    check_residual,
     fused_case,
     packed_units,
     products_side_by_side,

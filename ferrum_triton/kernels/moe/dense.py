@@ -8,6 +8,8 @@ room for any routing of that many pairs. Programs without a tile end at once. Pr
 last tile clear the rows of pairs that have no expert.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,9 +30,52 @@ from ferrum_triton.ops.moe import dense as ops
 CLEARED_PAIRS = tl.constexpr(64)
 
 
+class Blocks(NamedTuple):
+    """Tiles' pairs: a pair each, or as many of one expert as a tile has, sorted.
+
+    Attributes:
+        pairs: int32 [num_blocks, BLOCK_M]; None where a tile is a pair.
+        experts: int32 [num_blocks], -1 of a block that is none; None likewise.
+        count: num_blocks.
+        clearing: programs behind those of tiles, which clear rows of pairs without an expert.
+    """
+
+    pairs: Tensor | None
+    experts: Tensor | None
+    count: int
+    clearing: int
+
+
+def blocks_of(ids: Tensor, num_experts: int, config: Config) -> Blocks:
+    """The tiles' pairs of a launch choice, by a launch that sorts them where they are sorted."""
+    num_pairs = ids.numel()
+    if config["path"] == "per_pair":
+        return Blocks(None, None, num_pairs, 0)
+    pairs, experts, _ = moe_align_block_size(ids, num_experts, config["BLOCK_M"])
+    return Blocks(pairs, experts, experts.shape[0], cdiv(num_pairs, CLEARED_PAIRS.value))
+
+
 @triton.jit
-def _without_expert(expert, num_experts):
+def without_expert(expert, num_experts):
     return (expert < 0) | (expert >= num_experts)
+
+
+@triton.jit
+def clear_pairs(
+    result,
+    ids_ptr,
+    stride_ids_token,
+    number,
+    num_pairs,
+    num_experts,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Fill y's rows of pairs without an expert with zeros, of the CLEARED_PAIRS of a number."""
+    pair = number.to(tl.int64) * CLEARED_PAIRS + tl.arange(0, CLEARED_PAIRS)
+    named = ids_ptr + pair // TOP_K * stride_ids_token + pair % TOP_K
+    expert = tl.load(named, mask=pair < num_pairs, other=0)
+    clear_rows(result, pair, without_expert(expert, num_experts), TOP_K, BLOCK_N)
 
 
 @kernel(dynamic=("num_pairs", "num_blocks", "alpha", "limit"))
@@ -76,15 +121,14 @@ def _expert_tiles_kernel(
         pair = tl.zeros([BLOCK_M], tl.int64) + block
         known = entry == 0
         expert = tl.load(ids_ptr + (block // TOP_K).to(tl.int64) * stride_ids_token + block % TOP_K)
-        is_lost = _without_expert(expert, num_experts)
+        is_lost = without_expert(expert, num_experts)
     else:
         behind = tl.program_id(0) - num_blocks * tiles_n
         if behind >= 0:
-            pair = behind.to(tl.int64) * CLEARED_PAIRS + tl.arange(0, CLEARED_PAIRS)
-            named = ids_ptr + pair // TOP_K * stride_ids_token + pair % TOP_K
-            expert = tl.load(named, mask=pair < num_pairs, other=0)
             result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
-            clear_rows(result, pair, _without_expert(expert, num_experts), TOP_K, BLOCK_N)
+            clear_pairs(
+                result, ids_ptr, stride_ids_token, behind, num_pairs, num_experts, TOP_K, BLOCK_N
+            )
             return
         expert = tl.load(experts_ptr + block)
         if expert < 0:
@@ -151,23 +195,16 @@ def _launch(
     """y ← the products of pairs with their experts, or what ``activation`` makes of gate and up."""
     num_pairs, num_rows, num_cols = ids.numel(), y.shape[2], a.shape[-1]
     options = {name: value for name, value in config.items() if name != "path"}
-    sorted_ids = block_experts = None
-    num_blocks, clearing = num_pairs, 0
-    if config["path"] == "sorted":
-        sorted_ids, block_experts, _ = moe_align_block_size(
-            ids, weights.shape[0], config["BLOCK_M"]
-        )
-        num_blocks = block_experts.shape[0]
-        clearing = cdiv(num_pairs, CLEARED_PAIRS.value)
+    blocks = blocks_of(ids, weights.shape[0], config)
     _expert_tiles_kernel.launch(
-        (num_blocks * cdiv(num_rows, config["BLOCK_N"]) + clearing,),
+        (blocks.count * cdiv(num_rows, config["BLOCK_N"]) + blocks.clearing,),
         y_ptr=y,
         a_ptr=a,
         weights_ptr=weights,
         bias_ptr=bias,
         ids_ptr=ids,
-        sorted_ptr=sorted_ids,
-        experts_ptr=block_experts,
+        sorted_ptr=blocks.pairs,
+        experts_ptr=blocks.experts,
         stride_y_token=y.stride(0),
         stride_y_slot=y.stride(1),
         stride_a_token=a.stride(0),
@@ -180,7 +217,7 @@ def _launch(
         num_rows=num_rows,
         num_cols=num_cols,
         num_pairs=num_pairs,
-        num_blocks=num_blocks,
+        num_blocks=blocks.count,
         alpha=alpha,
         limit=limit,
         TOP_K=ids.shape[1],

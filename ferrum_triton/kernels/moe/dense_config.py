@@ -75,7 +75,8 @@ def heuristic(
 def _sizes(gpu: Gpu, few: bool, pairs: int, is_gated: bool) -> list[tuple[int, int]]:
     """Rows and columns of a step, the best first, by ``bench.tune`` on an H200.
 
-    Tiles of 256 rows by 128 pairs spill where tensor cores take operands from registers (sm_80).
+    Tiles of 256 rows by 128 pairs spill more than 64 bytes on sm_80, whose tensor cores take
+    operands from registers: ``pytest tests/test_kernels_compile.py -k gemm_moe_id/bf16``.
     """
     if is_gated:
         wide = (128, 128 if pairs <= 32 else 64)
@@ -125,11 +126,16 @@ def fits(
     is_gated: bool,
 ) -> str:
     """Why a launch cannot take a shape; "" if it can."""
+    return path_refusal(config, num_experts) or _refusal(gpu, config, element_size, is_gated)
+
+
+def path_refusal(config: Config, num_experts: int) -> str:
+    """Why a launch's path cannot take pairs of so many experts; "" if it can."""
     if config.get("path") == "sorted" and num_experts > MAX_EXPERTS:
         return f"pairs of {MAX_EXPERTS} experts at most are sorted"
     if config.get("path") == "per_pair" and config["BLOCK_M"] != LEAST_PAIRS:
         return f"a pair by itself has a tile of {LEAST_PAIRS}"
-    return _refusal(gpu, config, element_size, is_gated)
+    return ""
 
 
 def _refusal(gpu: Gpu, config: Config, element_size: int, is_gated: bool) -> str:

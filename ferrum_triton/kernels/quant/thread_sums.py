@@ -160,7 +160,7 @@ def closed(y, token, opened, PARTS: tl.constexpr, M: tl.constexpr, num_columns=N
         opened: OpenNorm.
         PARTS: its sums of squares, of PART columns each; 0 where activations are what they are.
         M: tokens.
-        num_columns: of a row of activations; None where they are whole parts.
+        num_columns: columns of a row of activations; None where a row is whole parts.
     """
     if PARTS > 0:
         if num_columns is None:
