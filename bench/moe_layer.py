@@ -1,6 +1,6 @@
-"""The experts of one layer, in planes or in bfloat16: gate, up and SiLU, down, the weighted sum.
+"""The experts of one layer, of any of FORMATS: gate, up and SiLU, down, the weighted sum.
 
-    python -m bench.moe_layer [--formats q4_K bf16] [--tokens N ...] [--beside grouped_mm]
+    python -m bench.moe_layer [--formats FORMAT ...] [--tokens N ...] [--beside grouped_mm]
                               [--json FILE]
 
 A token's experts are drawn at random, different ones; those of a single token differ from call to
@@ -28,13 +28,17 @@ from bench.results import Row, add_options, save_rows
 from bench.timing import device_us
 from ferrum_triton import get_backend
 from ferrum_triton.backends.backend import Backend
-from ferrum_triton.models.experts import DenseExperts, Experts, PackedExperts
+from ferrum_triton.models.experts import DenseExperts, Experts, Fp8Experts, PackedExperts
+from ferrum_triton.ops.fp8 import quantize_fp8_groups
 from ferrum_triton.ops.quant import pack_sample
-from ferrum_triton.quant import QuantizedTensor, dequantize_rows
+from ferrum_triton.quant import Fp8Blocks, QuantizedTensor
+from ferrum_triton.quant.fp8 import BLOCK, num_blocks
+from ferrum_triton.quant.kinds import format_of
 from ferrum_triton.testing import TensorFactory, assert_close
 
-KIND = "Q4_K:planes"
-FORMATS = ("q4_K", "bf16")
+# Packed formats by their kinds: int4g128 is what integers of four bits are laid out as.
+PACKED = {"q4_K": "Q4_K:planes", "int4g128": "Q4_0:planes"}
+FORMATS = (*PACKED, "bf16", "fp8_128x128")
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 SHAPE = f"e{NUM_EXPERTS}k{TOP_K}h{HIDDEN}i{INTERMEDIATE}"
 TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096)
@@ -96,37 +100,36 @@ def experts_of(
     intermediate: int = INTERMEDIATE,
 ) -> Experts:
     """Random experts of one of FORMATS, without a router."""
-    if form == "q4_K":
-        return _packed(*stacks(device, num_experts, hidden, intermediate))
     make = TensorFactory(torch.bfloat16, device)
-    return _dense(
-        make.randn(num_experts, 2 * intermediate, hidden, scale=hidden**-0.5),
-        make.randn(num_experts, hidden, intermediate, scale=intermediate**-0.5),
+    common = {"router": torch.empty(0), "top_k": TOP_K}
+    up, down = (intermediate, hidden), (hidden, intermediate)
+    if form in PACKED:
+        gate, up, down = (
+            _packed_stack(make, PACKED[form], num_experts, *shape) for shape in (up, up, down)
+        )
+        return PackedExperts(**common, gate=gate, up=up, down=down)
+    if form == "fp8_128x128":
+        gate, up, down = (_fp8_stack(make, num_experts, *shape) for shape in (up, up, down))
+        return Fp8Experts(**common, gate=gate, up=up, down=down)
+    return DenseExperts(
+        **common,
+        gate_up=make.randn(num_experts, 2 * intermediate, hidden, scale=hidden**-0.5),
+        down=make.randn(num_experts, hidden, intermediate, scale=intermediate**-0.5),
     )
 
 
-def _dense(gate_up: Tensor, down: Tensor) -> DenseExperts:
-    return DenseExperts(router=torch.empty(0), top_k=TOP_K, gate_up=gate_up, down=down)
+def _packed_stack(
+    make: TensorFactory, kind: str, num_experts: int, rows: int, k: int
+) -> QuantizedTensor:
+    num_blocks = k // format_of(kind).block_size
+    matrices = [pack_sample(make, kind, rows, num_blocks) for _ in range(num_experts)]
+    return QuantizedTensor(torch.stack(matrices), kind)
 
 
-def _packed(gate_up: Tensor, down: Tensor) -> PackedExperts:
-    gate, up = (QuantizedTensor(stack, KIND) for stack in gate_up.unbind(1))
-    packed = QuantizedTensor(down, KIND)
-    return PackedExperts(router=torch.empty(0), top_k=TOP_K, gate=gate, up=up, down=packed)
-
-
-def stacks(
-    device: str,
-    num_experts: int = NUM_EXPERTS,
-    hidden: int = HIDDEN,
-    intermediate: int = INTERMEDIATE,
-) -> tuple[Tensor, Tensor]:
-    """Packed experts: gate and up [num_experts, 2, intermediate, ..], and down [.., hidden, ..]."""
-    make = TensorFactory(torch.bfloat16, device)
-    count = 2 * num_experts
-    gate_up = [pack_sample(make, KIND, intermediate, hidden // 256) for _ in range(count)]
-    down = [pack_sample(make, KIND, hidden, intermediate // 256) for _ in range(num_experts)]
-    return torch.stack(gate_up).unflatten(0, (num_experts, 2)), torch.stack(down)
+def _fp8_stack(make: TensorFactory, num_experts: int, rows: int, k: int) -> Fp8Blocks:
+    codes = make.randn(num_experts, rows, k).to(torch.float8_e4m3fn)
+    scales = make.weight(num_experts, num_blocks(rows), num_blocks(k))
+    return Fp8Blocks(codes, scales * k**-0.5)
 
 
 def tokens(
@@ -173,22 +176,34 @@ def by_grouped_mm(experts: DenseExperts, x: Tensor, ids: Tensor, weights: Tensor
 
 
 def defined(experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The layer in float32, an expert at a time."""
+    """The layer in float32, an expert at a time; activations are those that its products take."""
     y = torch.zeros(x.shape, device=x.device)
     for expert in range(experts.matrices[-1].shape[0]):
         token, slot = (ids == expert).nonzero(as_tuple=True)
         if len(token):
             *gate_up, down = (_decoded(stack, expert) for stack in experts.matrices)
-            gate, up = (x[token].float() @ torch.cat(gate_up).T).chunk(2, dim=-1)
-            y.index_add_(0, token, silu(gate) * up @ down.T * weights[token, slot, None])
+            both = _multiplied(experts, x[token]) @ torch.cat(gate_up).T
+            gate, up = both.chunk(2, dim=-1)
+            middle = _multiplied(experts, silu(gate) * up)
+            y.index_add_(0, token, middle @ down.T * weights[token, slot, None])
     return y
 
 
-def _decoded(stack: Tensor | QuantizedTensor, expert: int) -> Tensor:
+def _multiplied(experts: Experts, a: Tensor) -> Tensor:
+    """Activations as products with such weights take them."""
+    if not isinstance(experts, Fp8Experts):
+        return a.float()
+    codes, scales = quantize_fp8_groups.reference(a.to(torch.bfloat16))
+    return codes.float() * scales.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
+
+
+def _decoded(stack: Tensor | QuantizedTensor | Fp8Blocks, expert: int) -> Tensor:
     """The matrix of one expert in float32."""
-    if isinstance(stack, Tensor):
-        return stack[expert].float()
-    return dequantize_rows(stack.blocks[expert], stack.kind)
+    if isinstance(stack, QuantizedTensor):
+        return stack.expert(expert).dequantize()
+    if isinstance(stack, Fp8Blocks):
+        return Fp8Blocks(stack.weight[expert], stack.scales[expert]).dequantize()
+    return stack[expert].float()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """What ops are timed against: torch, torch.compile, Liger and FlashInfer where they are installed,
-and for attention torch's fused backends and FlexAttention.
+for attention torch's fused backends and FlexAttention, and for FP8 torch's product of codes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from bench.attention_peers import ATTENTION_PEERS, attention_call
 from bench.flashinfer_peers import flashinfer_call
+from ferrum_triton.ops.fp8 import quantize_fp8_groups
 from ferrum_triton.registry import Op
 
-PEERS = ("torch", "inductor", "liger", "flashinfer", *ATTENTION_PEERS)
+SCALED_MM = "scaled_mm"
+PEERS = ("torch", "inductor", "liger", "flashinfer", SCALED_MM, *ATTENTION_PEERS)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,10 +71,21 @@ def peer_call(peer: str, op: Op, arguments: dict[str, Any]) -> Callable[..., Any
         return flashinfer_call(op.name, arguments)
     if peer in ATTENTION_PEERS:
         return attention_call(peer, arguments) if op.name == "flash_attention" else None
+    if peer == SCALED_MM:
+        return _scaled_mm(**arguments) if op.name == "gemm_fp8_128x128" else None
     written = TORCH.get(op.name)
     if written is None or peer == "torch":
         return written
     return torch.compile(written, fullgraph=True, dynamic=False)
+
+
+def _scaled_mm(a: Tensor, weight: Tensor, scales: Tensor) -> Callable[..., Any]:
+    """cuBLAS by the codes of ``a``, which are made beforehand: not in its time, though in ours."""
+    codes, steps = quantize_fp8_groups.reference(a)
+    steps = steps.T.contiguous().T  # as cuBLAS takes them
+    return lambda a, weight, scales: torch._scaled_mm(
+        codes, weight.T, steps, scales.T, out_dtype=a.dtype
+    )
 
 
 def _liger(op: Op) -> Callable[..., Any] | None:

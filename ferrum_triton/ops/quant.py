@@ -48,6 +48,12 @@ def product_case(kind: str, m: int, n: int, k: int) -> Case:
     return Case(f"{case_name(kind)}/n{n}k{k}/m{m}", torch.bfloat16, axes)
 
 
+def _gptq_case(m: int, n: int, k: int) -> Case:
+    """A product with integers of four bits in groups of 128, as they are laid out."""
+    case = product_case("Q4_0:planes", m, n, k)
+    return replace(case, id=f"int4g128/n{n}k{k}/m{m}", op="gemm_gptq")
+
+
 def pack_sample(make, kind: str, num_rows: int, num_blocks: int) -> Tensor:
     """Rows of random weights, packed; their products with normal activations are of order 1."""
     k = num_blocks * format_of(kind).block_size
@@ -238,7 +244,8 @@ def _product_fake(a, blocks, kind, wide=False):
         product_case(f"{kind}:planes", m, n, k)
         for n, k in MODEL_SHAPES
         for kind, m in (("Q4_K", 1), ("Q6_K", 1), ("Q4_K", 2), ("Q4_K", 5))
-    ],
+    ]
+    + [_gptq_case(1, 28672, 4096), _gptq_case(1, 4096, 14336)],
     after_norm="a",
 )
 def gemv_quant(a: Tensor, blocks: Tensor, kind: str) -> Tensor:
@@ -297,7 +304,9 @@ def _(make, kind, m, n, num_blocks):
     + [product_case(kind, 2, 4096, 14336) for kind in PLANE_FORMATS]
     + [product_case("Q6_K:planes", m, 28672, 4096) for m in (8, 64, 4096)]
     + [product_case("Q4_K:planes", m, 4096, k) for m in (8, 32) for k in (4096, 12288)]
-    + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)],
+    + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)]
+    + [_gptq_case(m, 28672, 4096) for m in (8, 16, 64, 256, 4096)]
+    + [_gptq_case(m, 4096, 14336) for m in (16, 64)],
     after_norm="a",
 )
 def gemm_quant(a: Tensor, blocks: Tensor, kind: str, wide: bool = False) -> Tensor:
