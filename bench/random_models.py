@@ -1,8 +1,8 @@
 """Models of known shapes with random weights, through the package's own loader.
 
-Formats: ``q4_K`` is what llama.cpp calls Q4_K_M, ``q4_1`` has every matrix in Q4_1, ``bf16`` is
-dense, ``mxfp4`` is dense but for the experts. gpt-oss has its experts in MXFP4 in every format.
-Weights are random bytes under scales that keep activations about as large as they are.
+Formats: ``q4_K`` is what llama.cpp calls Q4_K_M, ``q4_1`` has every matrix in Q4_1, ``int4g128`` in
+Q4_0, as which symmetric integers of four bits are laid out, the head among them; ``bf16`` is dense,
+``mxfp4`` is dense but for the experts. gpt-oss has its experts in MXFP4 in every format. Weights are random bytes under scales that keep activations about as large as they are.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from ferrum_triton.models.gpt_oss import GptOss, GptOssConfig, GptOssLoader
 from ferrum_triton.models.weights import POST_NORMS, Matrix, Source, load_weights
 from ferrum_triton.quant import FORMATS, QuantizedTensor
 
-FORMATS_OF_MODELS = ("q4_K", "q4_1", "bf16", "mxfp4")
+# Formats with one kind for every matrix.
+ALIKE = {"q4_1": "Q4_1", "int4g128": "Q4_0"}
+FORMATS_OF_MODELS = ("q4_K", *ALIKE, "bf16", "mxfp4")
 
 # Root mean square of a weight of random bytes whose block scale is 1.
-SPREAD = {"Q4_K": 310.0, "Q6_K": 1370.0, "Q4_1": 4.6, "Q8_0": 74.0, "MXFP4": 5.85}
+SPREAD = {"Q4_K": 310.0, "Q6_K": 1370.0, "Q4_0": 4.6, "Q4_1": 4.6, "Q8_0": 74.0, "MXFP4": 5.85}
 # What the minimum is in scales, so that the mean weight is 0.
 MINIMUM = {"Q4_K": 7.5, "Q4_1": -7.5}
 
@@ -132,8 +134,8 @@ class RandomSource(Source):
             return "MXFP4"
         if self._form in ("bf16", "mxfp4") or "ffn_gate_inp" in name or name.endswith(".bias"):
             return ""
-        if self._form == "q4_1":
-            return "Q4_1"
+        if self._form in ALIKE:
+            return ALIKE[self._form]
         layer = int(name.split(".")[1]) if name.startswith("blk.") else -1
         more = layer >= 0 and uses_more_bits(layer, self._config.num_layers)
         tied = self._config.tie_embeddings and name == "token_embd.weight"
