@@ -29,7 +29,7 @@ from bench.timing import device_us
 from ferrum_triton import get_backend
 from ferrum_triton.backends.backend import Backend
 from ferrum_triton.models.experts import DenseExperts, Experts, Fp8Experts, PackedExperts
-from ferrum_triton.ops.fp8 import quantize_fp8_groups
+from ferrum_triton.ops.fp8.codes import quantize_fp8_groups
 from ferrum_triton.ops.quant import pack_sample
 from ferrum_triton.quant import Fp8Blocks, QuantizedTensor
 from ferrum_triton.quant.fp8 import BLOCK, num_blocks

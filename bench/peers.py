@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from bench.attention_peers import ATTENTION_PEERS, attention_call
 from bench.flashinfer_peers import flashinfer_call
-from ferrum_triton.ops.fp8 import quantize_fp8_groups
+from ferrum_triton.ops.fp8.codes import quantize_fp8_groups
 from ferrum_triton.registry import Op
 
 SCALED_MM = "scaled_mm"

@@ -2,8 +2,8 @@
 
 Formats: ``q4_K`` is what llama.cpp calls Q4_K_M, ``q4_1`` has every matrix in Q4_1, ``int4g128`` in
 Q4_0, as which symmetric integers of four bits are laid out, the head among them; ``bf16`` is dense,
-``mxfp4`` is dense but for the experts. gpt-oss has its experts in MXFP4 in every format. Weights are
-random bytes under scales that keep activations about as large as they are.
+``mxfp4`` is dense but for the experts. gpt-oss has its experts in MXFP4 in every format. Weights
+are random bytes under scales that keep activations about as large as they are.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from ferrum_triton.cli.inspect import describe
 from ferrum_triton.files.fp8_weights import Fp8Files
 from ferrum_triton.files.int_weights import Packing, packing_of
 from ferrum_triton.files.safetensors import SafetensorsFiles, open_safetensors
-from ferrum_triton.kernels.fp8_config import QUANTISING, TILES, groups_of, tiles
+from ferrum_triton.kernels.fp8.config import QUANTISING, TILES, gemv, groups_of, tiles
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.models import Llama, load_model
 from ferrum_triton.models.experts import DenseExperts
@@ -145,6 +145,7 @@ def test_scales_of_tiny_and_of_huge_groups(backend, largest, scale):
 
 # Both orientations of a tile, K in parts or not, tiles side by side, of several programs.
 CONFIGS = {
+    "gemv": gemv(16, 256, 4),
     "narrow": tiles(16, 32, 1, 0, 4, 2),
     "narrow in parts": tiles(16, 64, 3, 0, 4, 2),
     "tall": tiles(64, 64, 1, 0, 4, 2),

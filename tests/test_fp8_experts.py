@@ -6,7 +6,8 @@ import torch
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.files.fp8_weights import Fp8Files
 from ferrum_triton.files.safetensors import open_safetensors
-from ferrum_triton.kernels.fp8_experts_config import GATE_UP_TILES, TILES, tiles
+from ferrum_triton.kernels.fp8.config import gemv
+from ferrum_triton.kernels.fp8.experts_config import GATE_UP_TILES, TILES, tiles
 from ferrum_triton.models import Llama, load_model
 from ferrum_triton.models.experts import Fp8Experts
 from ferrum_triton.quant import Fp8Blocks
@@ -16,9 +17,9 @@ from tests.test_models import run, tokens
 
 CPU, INTERPRET = get_backend("cpu"), get_backend("interpret")
 PATHS = {
-    "per_pair": tiles("per_pair", 16, 32, 4, 2),
-    "sorted": tiles("sorted", 16, 64, 4, 2),
-    "sorted, tall": tiles("sorted", 64, 128, 4, 2),
+    "gemv": gemv(16, 128, 4),
+    "sorted": tiles(16, 64, 4, 2),
+    "sorted, tall": tiles(64, 128, 4, 2),
 }
 
 

@@ -27,7 +27,8 @@ READ_WEIGHTS = ("ferrum_triton.kernels.quant.", "ferrum_triton.kernels.moe.")
 PREFETCH = (
     "ferrum_triton.kernels.linear",
     "ferrum_triton.kernels.open_norm",
-    "ferrum_triton.kernels.fp8",
+    "ferrum_triton.kernels.fp8.gemv",
+    "ferrum_triton.kernels.fp8.product",
 )
 PREFETCHED = re.compile(r"prefetch\.global\.L2 \[[^]]*\];")
 

@@ -9,7 +9,6 @@ FAMILIES = (
     "embedding",
     "linear",
     "open_norm",
-    "fp8",
     "quant",
     "quant_fused",
     "quant_open_norm",
@@ -18,7 +17,7 @@ FAMILIES = (
     "paged_cache",
     "attention",
     "moe",
-    "fp8_experts",
+    "fp8",
     "sampling",
     "advance",
 )

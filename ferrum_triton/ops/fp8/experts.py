@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.ops.elementwise import GATES, check_gate, gated
-from ferrum_triton.ops.fp8 import quantize_fp8_groups
+from ferrum_triton.ops.fp8.codes import quantize_fp8_groups
 from ferrum_triton.ops.moe.dense import PAIRS_AT_A_TIME
 from ferrum_triton.ops.moe.experts import check_rows
 from ferrum_triton.quant.fp8 import BLOCK, num_blocks

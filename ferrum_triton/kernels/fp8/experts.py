@@ -1,44 +1,35 @@
-"""Tokens by their experts' weights in FP8: one program per tile of a product.
+"""Tokens by their experts' weights in FP8.
 
-Activations become codes by a launch of their own, as of one matrix
-(:mod:`ferrum_triton.kernels.fp8`). Pairs come to tiles as of experts in 16 bits
-(:mod:`ferrum_triton.kernels.moe.dense`): few are a tile each, more are sorted by expert first.
+Few pairs are a row of activations each (:mod:`ferrum_triton.kernels.fp8.gemv`). More are sorted by
+expert, as of experts in 16 bits (:mod:`ferrum_triton.kernels.moe.dense`), and a program has a tile
+of a product; activations become codes by a launch before.
 """
-
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import activated
-from ferrum_triton.kernels.fp8 import BLOCK, multiplies_codes, placed, quantised, scaled_sums
-from ferrum_triton.kernels.fp8_experts_config import GATE_UP_TILES, TILES
+from ferrum_triton.kernels.fp8.codes import BLOCK, multiplies_codes, operands_of, quantised
+from ferrum_triton.kernels.fp8.experts_config import GATE_UP_TILES, TILES
+from ferrum_triton.kernels.fp8.gemv import gemv, stack_strides
+from ferrum_triton.kernels.fp8.product import placed, scaled_sums
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.moe.dense import blocks_of, clear_pairs, without_expert
+from ferrum_triton.kernels.moe.dense import blocks_of, clear_pairs
 from ferrum_triton.kernels.moe.prepare import Result
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
-from ferrum_triton.ops import fp8_experts as ops
+from ferrum_triton.ops.fp8 import experts as ops
 from ferrum_triton.quant import fp8
-
-
-class StackStrides(NamedTuple):
-    """Strides of a stack of matrices and of its scales, in elements."""
-
-    expert: Any
-    row: Any
-    scales_expert: Any
-    scales_row: Any
 
 
 @triton.jit
 def _codes(at, column, num_cols, MASKED: tl.constexpr, AXIS: tl.constexpr):
-    """Bytes of a group, whose columns lie along AXIS; past the last, 0."""
+    """Codes of a group, whose columns lie along AXIS; past the last, 0."""
     if MASKED:
         inside = tl.expand_dims(column + tl.arange(0, BLOCK) < num_cols, 1 - AXIS)
-        codes = tl.load(at + column, mask=inside, other=0)
+        codes = tl.load(at + column, mask=inside, other=0.0)
     else:
         codes = tl.load(at + column)
     return codes
@@ -47,15 +38,15 @@ def _codes(at, column, num_cols, MASKED: tl.constexpr, AXIS: tl.constexpr):
 @kernel(dynamic=("num_pairs", "num_blocks"))
 def _fp8_experts_kernel(
     y_ptr,  # [num_tokens, top_k, n]
-    codes_ptr,  # uint8 [rows, k], a row a token or a row a pair
+    codes_ptr,  # [rows, k] as operands_of has them, a row a token or a row a pair
     steps_ptr,  # float32 [groups, rows], scales of codes
-    weights_ptr,  # uint8 [num_experts, n, k]; of gate, where there are two
+    weights_ptr,  # [num_experts, n, k], alike; of gate, where there are two
     scales_ptr,  # float32 [num_experts, row_blocks, groups]
     up_ptr,  # as weights_ptr, or None
     up_scales_ptr,
     ids_ptr,  # [num_tokens, top_k]
-    sorted_ptr,  # int32 [num_blocks, BLOCK_M] pairs, or None where a tile is a pair
-    experts_ptr,  # int32 [num_blocks], -1 of a block that is none; or None
+    sorted_ptr,  # int32 [num_blocks, BLOCK_M] pairs
+    experts_ptr,  # int32 [num_blocks], -1 of a block that is none
     stride_y_token,
     stride_y_slot,
     stride_codes_row,
@@ -85,30 +76,20 @@ def _fp8_experts_kernel(
     n = first_row + tl.arange(0, BLOCK_N)
     entry = tl.arange(0, BLOCK_M)
     pdl_wait(PDL)
-    if sorted_ptr is None:
-        pair = tl.zeros([BLOCK_M], tl.int64) + block
-        known = entry == 0
-        expert = tl.load(ids_ptr + (block // TOP_K).to(tl.int64) * stride_ids_token + block % TOP_K)
-        is_lost = without_expert(expert, num_experts)
-    else:
-        behind = tl.program_id(0) - num_blocks * tiles_n
-        if behind >= 0:
-            result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
-            clear_pairs(
-                result, ids_ptr, stride_ids_token, behind, num_pairs, num_experts, TOP_K, BLOCK_N
-            )
-            return
-        expert = tl.load(experts_ptr + block)
-        if expert < 0:
-            return
-        pair = tl.load(sorted_ptr + block.to(tl.int64) * BLOCK_M + entry).to(tl.int64)
-        known = pair < num_pairs
-        pair = tl.minimum(pair, num_pairs - 1)  # padding reads a row that is there
-        is_lost = expert < 0  # false: programs without an expert have returned
-    # Of a pair without an expert no weights are read: its sums stay zeros.
+    behind = tl.program_id(0) - num_blocks * tiles_n
+    if behind >= 0:
+        result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
+        clear_pairs(
+            result, ids_ptr, stride_ids_token, behind, num_pairs, num_experts, TOP_K, BLOCK_N
+        )
+        return
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(sorted_ptr + block.to(tl.int64) * BLOCK_M + entry).to(tl.int64)
+    known = pair < num_pairs
+    pair = tl.minimum(pair, num_pairs - 1)  # padding reads a row that is there
     groups = tl.cdiv(num_cols, BLOCK)
-    end = tl.where(is_lost, 0, groups)
-    expert = tl.where(is_lost, 0, expert).to(tl.int64)
     code_row = pair if PER_SLOT else pair // TOP_K
     code_rows = num_pairs if PER_SLOT else num_pairs // TOP_K
     k = tl.arange(0, BLOCK)
@@ -131,7 +112,7 @@ def _fp8_experts_kernel(
     scale = tl.load(scale_at)
     if GATED:
         up_scale = tl.load(up_scale_at)
-    for group in range(end):
+    for group in range(groups):
         a = _codes(a_at, group * BLOCK, num_cols, MASKED, 0)
         w = _codes(w_at, group * BLOCK, num_cols, MASKED, 1)
         # Asked for a step ahead, so that no product waits for its scales.
@@ -148,15 +129,10 @@ def _fp8_experts_kernel(
     pdl_trigger(PDL)
     if GATED:
         acc = activated(acc, ACTIVATION) * up
-    acc = tl.where(is_lost, 0.0, acc)
     y_row = y_ptr + pair // TOP_K * stride_y_token + pair % TOP_K * stride_y_slot
     y_row, n = placed(y_row, n, TOKENS_TALL)
     known, _ = placed(known, n, TOKENS_TALL)
     tl.store(y_row + n, acc.to(y_ptr.dtype.element_ty), mask=known & (n < num_rows))
-
-
-def _stack(weights: Tensor, scales: Tensor) -> StackStrides:
-    return StackStrides(*weights.stride()[:2], *scales.stride()[:2])
 
 
 def _launch(
@@ -172,19 +148,24 @@ def _launch(
     Args:
         stacks: weights and scales; with ``activation`` those of gate and then of up.
     """
+    if config["path"] == "gemv":
+        gemv(y, a, stacks, config, ids, activation)
+        return y
     num_pairs, num_rows, num_cols = ids.numel(), y.shape[2], a.shape[-1]
     weights, scales, up, up_scales = stacks if activation else (*stacks, *stacks)
     options = {name: value for name, value in config.items() if name != "path"}
+    native = multiplies_codes(a)
     codes, steps = quantised(a)
+    codes, of_first, of_up = operands_of(native, codes, weights, up)
     blocks = blocks_of(ids, weights.shape[0], config)
     _fp8_experts_kernel.launch(
         (blocks.count * cdiv(num_rows, config["BLOCK_N"]) + blocks.clearing,),
         y_ptr=y,
         codes_ptr=codes,
         steps_ptr=steps,
-        weights_ptr=weights.view(codes.dtype),
+        weights_ptr=of_first,
         scales_ptr=scales,
-        up_ptr=up.view(codes.dtype) if activation else None,
+        up_ptr=of_up if activation else None,
         up_scales_ptr=up_scales if activation else None,
         ids_ptr=ids,
         sorted_ptr=blocks.pairs,
@@ -192,8 +173,8 @@ def _launch(
         stride_y_token=y.stride(0),
         stride_y_slot=y.stride(1),
         stride_codes_row=codes.stride(0),
-        strides=_stack(weights, scales),
-        up_strides=_stack(up, up_scales),
+        strides=stack_strides(weights, scales),
+        up_strides=stack_strides(up, up_scales),
         stride_ids_token=ids.stride(0),
         num_experts=len(weights),
         num_rows=num_rows,
@@ -204,7 +185,7 @@ def _launch(
         PER_SLOT=a.dim() == 3,
         ACTIVATION=activation,
         MASKED=num_cols % fp8.BLOCK != 0,
-        NATIVE=multiplies_codes(a),
+        NATIVE=native,
         **options,
     )
     return y

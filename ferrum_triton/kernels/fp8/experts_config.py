@@ -1,13 +1,13 @@
-"""Launch choices of experts' products in FP8: per pair or sorted, and tiles.
+"""Launch choices of experts' products in FP8: by pair, or sorted and in tiles.
 
 The functions are pure: they take a GPU's facts and a product's sizes, and ask no device.
 """
 
 from functools import partial
 
-from ferrum_triton.kernels.fp8_config import MOST_NARROW, shared_bytes
+from ferrum_triton.kernels.fp8.config import MOST_NARROW, gemv, gemv_refusal, shared_bytes
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
-from ferrum_triton.kernels.moe.dense_config import FEW_PAIRS, LEAST_PAIRS, path_refusal
+from ferrum_triton.kernels.moe.dense_config import FEW_PAIRS, LEAST_PAIRS
 from ferrum_triton.kernels.parameters import (
     Config,
     one_of,
@@ -27,10 +27,10 @@ MOST_PAIRS, MOST_OF_OTHERS = 128, 64
 MOST_STAGES = 4
 
 
-def tiles(path: str, pairs: int, rows: int, warps: int, stages: int) -> Config:
-    """A launch choice: a tile's pairs, and its rows of an expert's matrix."""
+def tiles(pairs: int, rows: int, warps: int, stages: int) -> Config:
+    """A launch of sorted pairs: a tile's pairs, and its rows of an expert's matrix."""
     return {
-        "path": path,
+        "path": "sorted",
         "BLOCK_M": pairs,
         "BLOCK_N": rows,
         "TOKENS_TALL": pairs > MOST_NARROW,
@@ -51,22 +51,20 @@ def heuristic(
 ) -> Config:
     """Pairs by themselves while an expert is read about once; then tiles of what one has."""
     if gpu.arch == INTERPRETER:
-        path = "per_pair" if num_pairs <= num_experts else "sorted"
-        return tiles(path, LEAST_PAIRS, 32, 4, 2)
-    few = num_pairs <= max(num_experts, FEW_PAIRS) or num_experts > MAX_EXPERTS
-    average = 1 if few else cdiv(num_pairs, num_experts)
+        return gemv(8, 256, 4) if num_pairs <= num_experts else tiles(LEAST_PAIRS, 32, 4, 2)
+    if num_pairs <= max(num_experts // 2, FEW_PAIRS) or num_experts > MAX_EXPERTS:
+        return gemv(8 if is_gated else 16, 256, 4)
     if native:
         most = MOST_OF_OTHERS if is_gated else MOST_PAIRS
     else:
         most = MOST_OF_OTHERS // 2 if is_gated else MOST_OF_OTHERS
-    pairs = min(max(next_power_of_2(average), LEAST_PAIRS), most)
-    rows, warps = (128, 8) if pairs == MOST_PAIRS else (64, 4)
-    path = "per_pair" if few else "sorted"
+    pairs = min(max(next_power_of_2(cdiv(num_pairs, num_experts)), LEAST_PAIRS), most)
+    rows, warps = (128, 8) if pairs in (LEAST_PAIRS, MOST_PAIRS) and native else (64, 4)
     for stages in range(MOST_STAGES, 1, -1):
-        config = tiles(path, pairs, rows, warps, stages)
+        config = tiles(pairs, rows, warps, stages)
         if not _refusal(gpu, config, native, is_gated):
             return config
-    return tiles(path, min(pairs, 32), 32, 4, 2)
+    return tiles(min(pairs, 32), 32, 4, 2)
 
 
 def candidates(
@@ -82,15 +80,14 @@ def candidates(
     """Launches worth timing: tiles of about what an expert has, of more rows or fewer."""
     average = next_power_of_2(cdiv(num_pairs, num_experts))
     found = [
-        tiles("per_pair", LEAST_PAIRS, rows, 4, stages)
-        for rows in (32, 64, 128)
-        for stages in (3, 4, 5)
-        if num_pairs <= 4 * num_experts
+        gemv(rows, columns, 4)
+        for rows, columns in ((4, 512), (8, 256), (8, 512), (16, 128), (16, 256), (32, 128))
+        if num_pairs <= 2 * num_experts
     ]
     found += [
-        tiles("sorted", pairs, rows, warps, stages)
+        tiles(pairs, rows, warps, stages)
         for pairs in sorted({min(max(p, LEAST_PAIRS), MOST_PAIRS) for p in (average, 2 * average)})
-        for rows, warps in ((64, 4), (128, 8))
+        for rows, warps in ((64, 4), (64, 8), (128, 8))
         for stages in (3, 4)
         if num_experts <= MAX_EXPERTS
     ]
@@ -110,10 +107,14 @@ def fits(
     is_gated: bool,
 ) -> str:
     """Why a launch cannot take a shape; "" if it can."""
-    return path_refusal(config, num_experts) or _refusal(gpu, config, native, is_gated)
+    if config.get("path") == "sorted" and num_experts > MAX_EXPERTS:
+        return f"pairs of {MAX_EXPERTS} experts at most are sorted"
+    return _refusal(gpu, config, native, is_gated)
 
 
 def _refusal(gpu: Gpu, config: Config, native: bool, is_gated: bool) -> str:
+    if config.get("path") == "gemv":
+        return gemv_refusal(gpu, config, 2 if is_gated else 1)
     more = config["BLOCK_N"] * BLOCK * config["num_stages"] if is_gated else 0
     shared = shared_bytes(config, native) + more + 1024  # barriers take a few bytes
     # Sums of a group stand beside those of all.
@@ -129,9 +130,11 @@ def _tunable(op: str, is_gated: bool) -> Tunable:
         partial(candidates, is_gated=is_gated),
         partial(fits, is_gated=is_gated),
         parameters={
-            "path": one_of("per_pair", "sorted"),
+            "path": one_of("gemv", "sorted"),
+            "BLOCK_K": power_of_two(BLOCK, 1 << 12),
+            "LINES": one_of(0),
             "BLOCK_M": power_of_two(LEAST_PAIRS, MOST_PAIRS),
-            "BLOCK_N": power_of_two(16, BLOCK),  # the rows of a tile share a block's scale
+            "BLOCK_N": power_of_two(1, BLOCK),  # the rows of a tile share a block's scale
             "TOKENS_TALL": one_of(False, True),
         },
     )

@@ -23,6 +23,8 @@ FEW_TOKENS = 64
 # Tokens up to which they are the narrow operand: of more a thread would have a scale for each of
 # many columns of its sums, and spill.
 MOST_NARROW = 32
+# Tokens that threads along K are tried for, of which each reads the weights.
+MOST_IN_GEMV = 4
 # Columns that a split of K is worth a program for.
 LEAST_OF_SPLIT = 1024
 # Stages of a pipeline at most: steps of a loop in flight.
@@ -57,6 +59,7 @@ def quantising_candidates(gpu: Gpu, num_tokens: int, num_cols: int) -> list[Conf
 def tiles(tokens: int, rows: int, splits: int, lines: int, warps: int, stages: int) -> Config:
     """A product: a tile's tokens and rows of weights, splits of K, lines asked for ahead."""
     return {
+        "path": "tiles",
         "BLOCK_M": tokens,
         "BLOCK_N": rows,
         "SPLITS": splits,
@@ -68,6 +71,22 @@ def tiles(tokens: int, rows: int, splits: int, lines: int, warps: int, stages: i
     }
 
 
+def gemv(rows: int, columns: int, warps: int, lines: int = 0) -> Config:
+    """A launch of threads along K: a program's rows of weights, columns that it takes at a time."""
+    return {
+        "path": "gemv",
+        "BLOCK_N": rows,
+        "BLOCK_K": columns,
+        "LINES": lines,
+        "num_warps": warps,
+    }
+
+
+def gemv_refusal(gpu: Gpu, config: Config, num_matrices: int) -> str:
+    """Why a launch of threads cannot hold its sums and the codes it has asked for; "" if it can."""
+    return tile_refusal(gpu, config, 2 * num_matrices * config["BLOCK_N"] * config["BLOCK_K"])
+
+
 def shared_bytes(config: Config, native: bool) -> int:
     """What a program keeps in shared memory: codes in flight, and an operand as float16."""
     sides = config["BLOCK_N"], config["BLOCK_M"]
@@ -77,7 +96,11 @@ def shared_bytes(config: Config, native: bool) -> int:
 def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: int) -> Config:
     """Of few tokens 64 rows a tile and K in parts, so that all SMs read; of many square tiles."""
     if gpu.arch == INTERPRETER:
+        if num_tokens == 1:
+            return gemv(8, 256, 4)
         return tiles(LEAST_TOKENS, 32, 2 if num_cols > BLOCK else 1, 0, 4, 2)
+    if num_tokens == 1:
+        return gemv(16, 512, 4, 4)
     few = num_tokens <= FEW_TOKENS
     # Codes that become float16 take registers: larger tiles spill on sm_80.
     most_tokens = MOST_TOKENS if native else FEW_TOKENS
@@ -100,6 +123,12 @@ def candidates(
     """Launches worth timing: tiles of these tokens, or of many, with more or fewer rows."""
     tokens = max(next_power_of_2(num_tokens), LEAST_TOKENS)
     found = []
+    if num_tokens <= MOST_IN_GEMV:
+        found += [
+            gemv(rows, columns, 4, lines)
+            for rows, columns in ((4, 1024), (8, 512), (8, 1024), (16, 256), (16, 512), (32, 256))
+            for lines in (0, 4)
+        ]
     if num_tokens <= MOST_TOKENS:
         found += [
             tiles(tokens, rows, splits, lines, 4, stages)
@@ -109,13 +138,16 @@ def candidates(
         ]
     if num_tokens > FEW_TOKENS:
         found += [
-            tiles(64, 128, 1, 0, 4, 4),
-            tiles(64, 64, 1, 0, 4, 4),
-            tiles(128, 64, 1, 0, 4, 4),
-            tiles(128, 128, 1, 0, 8, 3),
-            tiles(128, 128, 1, 0, 8, 4),
-            tiles(128, 128, 1, 0, 8, 5),
-            tiles(256, 64, 1, 0, 8, 3),
+            tiles(*sides, 1, 0, warps, stages)
+            for sides, warps in (
+                ((64, 64), 4),
+                ((64, 128), 4),
+                ((128, 64), 4),
+                ((128, 64), 8),
+                ((128, 128), 8),
+                ((256, 64), 8),
+            )
+            for stages in (3, 4, 5)
         ]
     shape = (native, num_tokens, num_rows, num_cols)
     return [config for config in found if not fits(gpu, config, *shape)]
@@ -125,6 +157,8 @@ def fits(
     gpu: Gpu, config: Config, native: bool, num_tokens: int, num_rows: int, num_cols: int
 ) -> str:
     """Why a launch cannot take a shape; "" if it can."""
+    if config.get("path") == "gemv":
+        return gemv_refusal(gpu, config, 1)
     if config["SPLITS"] > (steps := num_blocks(num_cols)):
         return f"SPLITS is {config['SPLITS']}, of {steps} steps"
     shared = shared_bytes(config, native) + 1024  # barriers take a few bytes
@@ -148,8 +182,10 @@ TILES = Tunable(
     candidates,
     fits,
     parameters={
+        "path": one_of("gemv", "tiles"),
+        "BLOCK_K": power_of_two(BLOCK, 1 << 12),
         "BLOCK_M": power_of_two(LEAST_TOKENS, 256),
-        "BLOCK_N": power_of_two(16, BLOCK),  # the rows of a tile share a block's scale
+        "BLOCK_N": power_of_two(1, BLOCK),  # the rows of a tile share a block's scale
         "SPLITS": integer(1, 16),
         "GROUP_M": power_of_two(1, 64),
         "TOKENS_TALL": one_of(False, True),

@@ -1,0 +1,3 @@
+"""Weights in FP8 by blocks: activations as codes, products of matrices and of experts."""
+
+from ferrum_triton.kernels.fp8 import codes, experts, product  # noqa: F401  registers launchers
