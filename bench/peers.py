@@ -80,8 +80,12 @@ def peer_call(peer: str, op: Op, arguments: dict[str, Any]) -> Callable[..., Any
 
 
 def _scaled_mm(a: Tensor, weight: Tensor, scales: Tensor) -> Callable[..., Any]:
-    """cuBLAS by the codes of ``a``, which are made beforehand: not in its time, though in ours."""
-    codes, steps = quantize_fp8_groups.reference(a)
+    """cuBLAS by the codes of ``a``, which are made beforehand: not in its time, though in ours.
+
+    It takes no fewer than 16 tokens: the rest are rows of zeros.
+    """
+    rows = F.pad(a, (0, 0, 0, max(16 - len(a), 0)))
+    codes, steps = quantize_fp8_groups.reference(rows)
     steps = steps.T.contiguous().T  # as cuBLAS takes them
     return lambda a, weight, scales: torch._scaled_mm(
         codes, weight.T, steps, scales.T, out_dtype=a.dtype

@@ -84,7 +84,8 @@ def gemv(rows: int, columns: int, warps: int, lines: int = 0) -> Config:
 
 def gemv_refusal(gpu: Gpu, config: Config, num_matrices: int) -> str:
     """Why a launch of threads cannot hold its sums and the codes it has asked for; "" if it can."""
-    return tile_refusal(gpu, config, 2 * num_matrices * config["BLOCK_N"] * config["BLOCK_K"])
+    words = config["BLOCK_N"] * config["BLOCK_K"] // 4
+    return tile_refusal(gpu, config, 3 * num_matrices * words)  # a sum each, and those of two steps
 
 
 def shared_bytes(config: Config, native: bool) -> int:
@@ -100,7 +101,7 @@ def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: 
             return gemv(8, 256, 4)
         return tiles(LEAST_TOKENS, 32, 2 if num_cols > BLOCK else 1, 0, 4, 2)
     if num_tokens == 1:
-        return gemv(16, 512, 4, 4)
+        return gemv(16, 1024, 4, 4)
     few = num_tokens <= FEW_TOKENS
     # Codes that become float16 take registers: larger tiles spill on sm_80.
     most_tokens = MOST_TOKENS if native else FEW_TOKENS
@@ -126,7 +127,7 @@ def candidates(
     if num_tokens <= MOST_IN_GEMV:
         found += [
             gemv(rows, columns, 4, lines)
-            for rows, columns in ((4, 1024), (8, 512), (8, 1024), (16, 256), (16, 512), (32, 256))
+            for rows, columns in ((4, 2048), (8, 1024), (8, 2048), (16, 512), (16, 1024), (32, 512))
             for lines in (0, 4)
         ]
     if num_tokens <= MOST_TOKENS:

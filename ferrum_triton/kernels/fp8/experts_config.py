@@ -53,7 +53,7 @@ def heuristic(
     if gpu.arch == INTERPRETER:
         return gemv(8, 256, 4) if num_pairs <= num_experts else tiles(LEAST_PAIRS, 32, 4, 2)
     if num_pairs <= max(num_experts // 2, FEW_PAIRS) or num_experts > MAX_EXPERTS:
-        return gemv(8 if is_gated else 16, 256, 4)
+        return gemv(8, 1024, 4) if is_gated else gemv(16, 256, 4)
     if native:
         most = MOST_OF_OTHERS if is_gated else MOST_PAIRS
     else:
@@ -81,7 +81,8 @@ def candidates(
     average = next_power_of_2(cdiv(num_pairs, num_experts))
     found = [
         gemv(rows, columns, 4)
-        for rows, columns in ((4, 512), (8, 256), (8, 512), (16, 128), (16, 256), (32, 128))
+        for columns in (256, 512, 1024)
+        for rows in (4, 8, 16, 32)
         if num_pairs <= 2 * num_experts
     ]
     found += [

@@ -3,18 +3,20 @@
 A program has a few rows of weights and makes the codes of its activations by itself, so that no
 launch goes before it. Threads lie along K and multiply-add in float32: of one row of activations
 tensor cores would multiply fifteen of padding. Sums are added up over threads at the end, so a code
-is multiplied by its scales beforehand.
+of activations is multiplied by both scales beforehand. Four codes of weights are loaded as a word:
+taken apart by Triton, each would cost three instructions to move.
 """
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.attention.mla_tiles import widen_e4m3
 from ferrum_triton.kernels.elementwise import activated
-from ferrum_triton.kernels.fp8.codes import BLOCK, multiplies_codes, operands_of, scaled_groups
+from ferrum_triton.kernels.fp8.codes import BLOCK, multiplies_codes, scaled_groups
 from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.kv_pool import e4m3_bits
 from ferrum_triton.kernels.moe.dense import without_expert
@@ -53,35 +55,87 @@ def _nearest(y, NATIVE: tl.constexpr):
     return rounded
 
 
+# PTX: the four codes of a word as float32, the lowest byte first.
+_WIDEN = tl.constexpr("""{
+    .reg .b16 low, high;
+    .reg .b32 pair, next;
+    .reg .f16 a, b, c, d;
+    mov.b32 {low, high}, $4;
+    cvt.rn.f16x2.e4m3x2 pair, low;
+    cvt.rn.f16x2.e4m3x2 next, high;
+    mov.b32 {a, b}, pair;
+    mov.b32 {c, d}, next;
+    cvt.f32.f16 $0, a;
+    cvt.f32.f16 $1, b;
+    cvt.f32.f16 $2, c;
+    cvt.f32.f16 $3, d;
+}""")
+
+
 @triton.jit
-def _widened(codes, NATIVE: tl.constexpr):
-    """Codes as float32."""
+def _widened(words, NATIVE: tl.constexpr):
+    """The four codes of each word, as float32."""
     if NATIVE:
-        x = codes.to(tl.float32)
+        codes = tl.inline_asm_elementwise(
+            _WIDEN,
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
     else:
-        x = widen_e4m3(codes)
-    return x
+        codes = ()
+        for i in tl.static_range(4):
+            codes += (widen_e4m3((words >> (8 * i)) & 0xFF),)
+    return codes
 
 
 @triton.jit
-def _weights(at, column, num_cols, BLOCK_K: tl.constexpr):
-    """Codes of some columns of a tile's rows, 0 past the last."""
-    k = column + tl.arange(0, BLOCK_K)[None, :]
-    return tl.load(at + k, mask=k < num_cols, other=0.0, eviction_policy="evict_first")
+def _words(at, column, num_cols, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr):
+    """Codes of some columns of a tile's rows, four to a word; 0 past the last.
+
+    Args:
+        at: pointers to bytes [rows, 1].
+    """
+    word = column // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
+    if ALIGNED:
+        word_at = at.to(tl.pointer_type(tl.int32)) + word
+        words = tl.load(word_at, word < num_cols // 4, other=0, eviction_policy="evict_first")
+    else:
+        k = 4 * word
+        words = tl.zeros([at.shape[0], BLOCK_K // 4], tl.int32)
+        for i in tl.static_range(4):
+            code = tl.load(at + k + i, mask=k + i < num_cols, other=0)
+            words |= code.to(tl.int32) << (8 * i)
+    return words
 
 
 @triton.jit
 def _scaled(y, step, scale_at, group, groups):
-    """Rounded activations by their scales and those of weights, as [1, BLOCK_K]."""
+    """Rounded activations by their scales and those of weights: each fourth of them [1, words]."""
     scale = tl.load(scale_at + group, mask=group < groups, other=0.0)
-    return tl.reshape(y * (step * scale)[:, None], [1, y.shape[0] * BLOCK])
+    t = tl.reshape(y * (step * scale)[:, None], [1, y.shape[0] * BLOCK // 4, 2, 2])
+    even, odd = tl.split(t)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _added(sums, words, t, NATIVE: tl.constexpr):
+    """sums plus the products of words' codes with what :func:`_scaled` gave."""
+    codes = _widened(words, NATIVE)
+    for i in tl.static_range(4):
+        sums += codes[i] * t[i]
+    return sums
 
 
 @kernel(dynamic=("num_pairs",))
 def _fp8_gemv_kernel(
     y_ptr,  # [num_tokens, top_k, n]
     a_ptr,  # [num_tokens, k], or [num_tokens, top_k, k]
-    weights_ptr,  # [num_experts, n, k] as operands_of has them; of gate, where there are two
+    weights_ptr,  # uint8 [num_experts, n, k]; of gate, where there are two
     scales_ptr,  # float32 [num_experts, row_blocks, groups]
     up_ptr,  # as weights_ptr, or None
     up_scales_ptr,
@@ -102,6 +156,7 @@ def _fp8_gemv_kernel(
     BLOCK_N: tl.constexpr,  # at most a block of weights
     BLOCK_K: tl.constexpr,  # whole groups
     LINES: tl.constexpr,
+    ALIGNED: tl.constexpr,  # whether rows of weights begin and end at words
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -130,25 +185,25 @@ def _fp8_gemv_kernel(
     x_at = a_ptr + token * stride_a_token + slot * stride_a_slot
     w_at = weights_ptr + expert * strides.expert + row * strides.row
     scale_at = scales_ptr + expert * strides.scales_expert + row_block * strides.scales_row
-    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    w = _weights(w_at, 0, end, BLOCK_K)
+    sums = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.float32)
+    w = _words(w_at, 0, end, BLOCK_K, ALIGNED)
     if GATED:
         up_at = up_ptr + expert * up_strides.expert + row * up_strides.row
         up_scale_at = up_scales_ptr + expert * up_strides.scales_expert
         up_scale_at += row_block * up_strides.scales_row
-        up_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        v = _weights(up_at, 0, end, BLOCK_K)
+        up_sums = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.float32)
+        v = _words(up_at, 0, end, BLOCK_K, ALIGNED)
     for column in range(0, end, BLOCK_K):
         group = column // BLOCK + tl.arange(0, BLOCK_K // BLOCK)
         k = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         y, step = scaled_groups(tl.load(x_at + k, mask=k < num_cols, other=0.0).to(tl.float32))
         y = _nearest(y, NATIVE)
-        w_later = _weights(w_at, column + BLOCK_K, end, BLOCK_K)
-        sums += _widened(w, NATIVE) * _scaled(y, step, scale_at, group, groups)
+        w_later = _words(w_at, column + BLOCK_K, end, BLOCK_K, ALIGNED)
+        sums = _added(sums, w, _scaled(y, step, scale_at, group, groups), NATIVE)
         w = w_later
         if GATED:
-            v_later = _weights(up_at, column + BLOCK_K, end, BLOCK_K)
-            up_sums += _widened(v, NATIVE) * _scaled(y, step, up_scale_at, group, groups)
+            v_later = _words(up_at, column + BLOCK_K, end, BLOCK_K, ALIGNED)
+            up_sums = _added(up_sums, v, _scaled(y, step, up_scale_at, group, groups), NATIVE)
             v = v_later
     total = tl.sum(sums, axis=1)
     if GATED:
@@ -177,15 +232,15 @@ def gemv(
     """
     num_rows, num_pairs = y.shape[-1], y.numel() // y.shape[-1]
     weights, scales, up, up_scales = stacks if activation else (*stacks, *stacks)
-    native = multiplies_codes(a)
-    of_first, of_up = operands_of(native, weights, up)
+    codes = weights.view(torch.uint8), up.view(torch.uint8)
+    apart = [size for each in codes for size in (*each.stride()[:-1], each.data_ptr())]
     _fp8_gemv_kernel.launch(
         (num_pairs * cdiv(num_rows, config["BLOCK_N"]),),
         y_ptr=y,
         a_ptr=a,
-        weights_ptr=of_first,
+        weights_ptr=codes[0],
         scales_ptr=scales,
-        up_ptr=of_up if activation else None,
+        up_ptr=codes[1] if activation else None,
         up_scales_ptr=up_scales if activation else None,
         ids_ptr=ids,
         stride_y_token=y.stride(0),
@@ -204,6 +259,7 @@ def gemv(
         BLOCK_N=config["BLOCK_N"],
         BLOCK_K=config["BLOCK_K"],
         LINES=config["LINES"] if ids is None and can_overlap(a.device) else 0,
-        NATIVE=native,
+        ALIGNED=all(size % 4 == 0 for size in (a.shape[-1], *apart)),
+        NATIVE=multiplies_codes(a),
         num_warps=config["num_warps"],
     )
