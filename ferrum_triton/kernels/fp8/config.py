@@ -17,18 +17,20 @@ from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.quant.fp8 import BLOCK, num_blocks
 
 # Tokens of a tile at least, and where there are many.
-LEAST_TOKENS, MOST_TOKENS = 16, 128
+LEAST_TOKENS, MOST_TOKENS = 16, 64
 # Tokens up to which a product takes as long as its weights are read.
 FEW_TOKENS = 64
 # Tokens up to which they are the narrow operand: of more a thread would have a scale for each of
 # many columns of its sums, and spill.
 MOST_NARROW = 32
+# Rows of weights from which a program of threads takes sixteen: fewer would leave SMs idle.
+MANY_ROWS = 8192
 # Tokens that threads along K are tried for, of which each reads the weights.
 MOST_IN_GEMV = 4
 # Columns that a split of K is worth a program for.
 LEAST_OF_SPLIT = 1024
-# Stages of a pipeline at most: steps of a loop in flight.
-MOST_STAGES = 5
+# Stages of a pipeline at most: steps of a loop in flight; with TALL_STAGES two programs fit an SM.
+MOST_STAGES, TALL_STAGES = 5, 4
 # Tiles of tokens that programs side by side take with the same rows of weights: what they read of
 # activations should stay in L2.
 TOKENS_TOGETHER = 16
@@ -95,23 +97,28 @@ def shared_bytes(config: Config, native: bool) -> int:
 
 
 def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: int) -> Config:
-    """Of few tokens 64 rows a tile and K in parts, so that all SMs read; of many square tiles."""
+    """One token by threads; few in narrow tiles, K in parts so that all SMs read; more in tall ones.
+
+    By ``bench.tune`` on an H200: tiles of 64 tokens by 128 rows leave an SM two programs, of which
+    one adds up sums while the other multiplies. By 4,096 tokens they take 1,047 us for 28672 x
+    4096, and tiles of 128 by 128 take 1,088.
+    """
     if gpu.arch == INTERPRETER:
         if num_tokens == 1:
             return gemv(8, 256, 4)
         return tiles(LEAST_TOKENS, 32, 2 if num_cols > BLOCK else 1, 0, 4, 2)
     if num_tokens == 1:
-        return gemv(16, 1024, 4, 4)
-    few = num_tokens <= FEW_TOKENS
+        return gemv(16, 512, 4, 4) if num_rows >= MANY_ROWS else gemv(8, 1024, 4, 4)
+    tokens = min(max(next_power_of_2(num_tokens), LEAST_TOKENS), MOST_TOKENS)
     # Codes that become float16 take registers: larger tiles spill on sm_80.
-    most_tokens = MOST_TOKENS if native else FEW_TOKENS
-    tokens = min(max(next_power_of_2(num_tokens), LEAST_TOKENS), most_tokens)
-    rows, warps, lines = (64, 4, 4) if few or not native else (128, 8, 0)
+    tall = native and tokens > MOST_NARROW
+    rows, warps = 128 if tall else 64, 4
+    lines = 4 if num_tokens <= FEW_TOKENS else 0
     num_tiles = cdiv(num_rows, rows) * cdiv(num_tokens, tokens)
     most = min(max(num_cols // LEAST_OF_SPLIT, 1), 16)
     splits = min(max(gpu.num_sms // num_tiles, 1), most)
     shape = (native, num_tokens, num_rows, num_cols)
-    for stages in range(MOST_STAGES, 1, -1):
+    for stages in range(TALL_STAGES if tall else MOST_STAGES, 1, -1):
         config = tiles(tokens, rows, splits, lines, warps, stages)
         if not fits(gpu, config, *shape):
             return config
@@ -130,7 +137,7 @@ def candidates(
             for rows, columns in ((4, 2048), (8, 1024), (8, 2048), (16, 512), (16, 1024), (32, 512))
             for lines in (0, 4)
         ]
-    if num_tokens <= MOST_TOKENS:
+    if num_tokens <= 2 * FEW_TOKENS:
         found += [
             tiles(tokens, rows, splits, lines, 4, stages)
             for rows in (64, 128)

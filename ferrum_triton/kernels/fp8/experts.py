@@ -13,7 +13,7 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.fp8.codes import BLOCK, multiplies_codes, operands_of, quantised
 from ferrum_triton.kernels.fp8.experts_config import GATE_UP_TILES, TILES
 from ferrum_triton.kernels.fp8.gemv import gemv, stack_strides
-from ferrum_triton.kernels.fp8.product import placed, scaled_sums
+from ferrum_triton.kernels.fp8.product import group_sums, of_rows, of_tokens
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.dense import blocks_of, clear_pairs
 from ferrum_triton.kernels.moe.prepare import Result
@@ -33,6 +33,25 @@ def _codes(at, column, num_cols, MASKED: tl.constexpr, AXIS: tl.constexpr):
     else:
         codes = tl.load(at + column)
     return codes
+
+
+@triton.jit
+def _halves(sums, BLOCK_N: tl.constexpr, TOKENS_TALL: tl.constexpr):
+    """Sums of gate's rows and of up's, of which a tile has eight and eight in turns.
+
+    A thread has sums of both, so that none is moved.
+    """
+    if TOKENS_TALL:
+        apart = tl.reshape(sums, [sums.shape[0], BLOCK_N // 8, 2, 8])
+        gate, up = tl.split(tl.permute(apart, (0, 1, 3, 2)))
+        gate = tl.reshape(gate, [sums.shape[0], BLOCK_N])
+        up = tl.reshape(up, [sums.shape[0], BLOCK_N])
+    else:
+        apart = tl.reshape(sums, [BLOCK_N // 8, 2, 8, sums.shape[1]])
+        gate, up = tl.split(tl.permute(apart, (0, 2, 3, 1)))
+        gate = tl.reshape(gate, [BLOCK_N, sums.shape[1]])
+        up = tl.reshape(up, [BLOCK_N, sums.shape[1]])
+    return gate, up
 
 
 @kernel(dynamic=("num_pairs", "num_blocks"))
@@ -62,7 +81,7 @@ def _fp8_experts_kernel(
     PER_SLOT: tl.constexpr,  # whether codes have a row a pair
     ACTIVATION: tl.constexpr,  # of gate; "" of one matrix
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # at most a block of weights
+    BLOCK_N: tl.constexpr,  # of y; at most a block of weights
     TOKENS_TALL: tl.constexpr,
     MASKED: tl.constexpr,  # whether the last group has columns past the end
     NATIVE: tl.constexpr,
@@ -95,23 +114,28 @@ def _fp8_experts_kernel(
     k = tl.arange(0, BLOCK)
     a_at = codes_ptr + code_row[None, :] * stride_codes_row + k[:, None]
     step_at = steps_ptr + code_row
-    row = tl.minimum(n, num_rows - 1)[:, None]
     row_block = first_row // BLOCK
-    w_at = weights_ptr + expert * strides.expert + row * strides.row + k[None, :]
+    w_at = weights_ptr + expert * strides.expert
     scale_at = scales_ptr + expert * strides.scales_expert + row_block * strides.scales_row
     if GATED:
-        up_at = up_ptr + expert * up_strides.expert + row * up_strides.row + k[None, :]
+        local = tl.arange(0, 2 * BLOCK_N)
+        row = tl.minimum(first_row + local // 16 * 8 + local % 8, num_rows - 1)
+        up_at = up_ptr + expert * up_strides.expert
+        is_up = local // 8 % 2 == 1
+        w_at = tl.where(is_up, up_at + row * up_strides.row, w_at + row * strides.row)
         up_scale_at = up_scales_ptr + expert * up_strides.scales_expert
         up_scale_at += row_block * up_strides.scales_row
+        up_scale = tl.load(up_scale_at)
+    else:
+        w_at += tl.minimum(n, num_rows - 1) * strides.row
+    w_at = w_at[:, None] + k[None, :]
     if TOKENS_TALL:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros(acc.shape, tl.float32)
+    up_acc = tl.zeros(acc.shape, tl.float32)
     step = tl.load(step_at)
     scale = tl.load(scale_at)
-    if GATED:
-        up_scale = tl.load(up_scale_at)
     for group in range(groups):
         a = _codes(a_at, group * BLOCK, num_cols, MASKED, 0)
         w = _codes(w_at, group * BLOCK, num_cols, MASKED, 1)
@@ -119,19 +143,20 @@ def _fp8_experts_kernel(
         later = tl.minimum(group + 1, groups - 1)
         step_later = tl.load(step_at + later.to(tl.int64) * code_rows)
         scale_later = tl.load(scale_at + later)
-        acc += scaled_sums(w, a, step * scale, TOKENS_TALL, NATIVE)
+        sums = group_sums(w, a, TOKENS_TALL, NATIVE)
         if GATED:
-            v = _codes(up_at, group * BLOCK, num_cols, MASKED, 1)
             up_scale_later = tl.load(up_scale_at + later)
-            up += scaled_sums(v, a, step * up_scale, TOKENS_TALL, NATIVE)
+            sums, up = _halves(sums, BLOCK_N, TOKENS_TALL)
+            up_acc += up * of_tokens(step * up_scale, TOKENS_TALL)
             up_scale = up_scale_later
+        acc += sums * of_tokens(step * scale, TOKENS_TALL)
         step, scale = step_later, scale_later
     pdl_trigger(PDL)
     if GATED:
-        acc = activated(acc, ACTIVATION) * up
+        acc = activated(acc, ACTIVATION) * up_acc
     y_row = y_ptr + pair // TOP_K * stride_y_token + pair % TOP_K * stride_y_slot
-    y_row, n = placed(y_row, n, TOKENS_TALL)
-    known, _ = placed(known, n, TOKENS_TALL)
+    y_row, known = of_tokens(y_row, TOKENS_TALL), of_tokens(known, TOKENS_TALL)
+    n = of_rows(n, TOKENS_TALL)
     tl.store(y_row + n, acc.to(y_ptr.dtype.element_ty), mask=known & (n < num_rows))
 
 

@@ -49,11 +49,11 @@ def heuristic(
     *,
     is_gated: bool,
 ) -> Config:
-    """Pairs by themselves while an expert is read about once; then tiles of what one has."""
+    """Few pairs by themselves; then tiles of what an expert has, by ``bench.tune`` on an H200."""
     if gpu.arch == INTERPRETER:
         return gemv(8, 256, 4) if num_pairs <= num_experts else tiles(LEAST_PAIRS, 32, 4, 2)
-    if num_pairs <= max(num_experts // 2, FEW_PAIRS) or num_experts > MAX_EXPERTS:
-        return gemv(8, 1024, 4) if is_gated else gemv(16, 256, 4)
+    if num_pairs <= FEW_PAIRS or num_experts > MAX_EXPERTS:
+        return gemv(8, 512, 4) if is_gated else gemv(16, 256, 4)
     if native:
         most = MOST_OF_OTHERS if is_gated else MOST_PAIRS
     else:
@@ -79,6 +79,7 @@ def candidates(
 ) -> list[Config]:
     """Launches worth timing: tiles of about what an expert has, of more rows or fewer."""
     average = next_power_of_2(cdiv(num_pairs, num_experts))
+    sizes = average, 2 * average, min(average, MOST_PAIRS // 2)
     found = [
         gemv(rows, columns, 4)
         for columns in (256, 512, 1024)
@@ -87,8 +88,8 @@ def candidates(
     ]
     found += [
         tiles(pairs, rows, warps, stages)
-        for pairs in sorted({min(max(p, LEAST_PAIRS), MOST_PAIRS) for p in (average, 2 * average)})
-        for rows, warps in ((64, 4), (64, 8), (128, 8))
+        for pairs in sorted({min(max(p, LEAST_PAIRS), MOST_PAIRS) for p in sizes})
+        for rows, warps in ((64, 4), (64, 8), (128, 4), (128, 8))
         for stages in (3, 4)
         if num_experts <= MAX_EXPERTS
     ]
@@ -119,7 +120,7 @@ def _refusal(gpu: Gpu, config: Config, native: bool, is_gated: bool) -> str:
     more = config["BLOCK_N"] * BLOCK * config["num_stages"] if is_gated else 0
     shared = shared_bytes(config, native) + more + 1024  # barriers take a few bytes
     # Sums of a group stand beside those of all.
-    sums = config["BLOCK_N"] * config["BLOCK_M"] * (3 if is_gated else 2)
+    sums = config["BLOCK_N"] * config["BLOCK_M"] * (4 if is_gated else 2)
     return shared_refusal(gpu, shared) or tile_refusal(gpu, config, sums)
 
 

@@ -37,33 +37,42 @@ def _operand(codes, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def scaled_sums(w, a, factor, TOKENS_TALL: tl.constexpr, NATIVE: tl.constexpr):
-    """Products of a group's codes by their scales.
+def group_sums(w, a, TOKENS_TALL: tl.constexpr, NATIVE: tl.constexpr):
+    """Products of a group's codes.
 
     Args:
         w: codes [rows, BLOCK], of weights.
         a: codes [BLOCK, tokens].
-        factor: float32 [tokens], what the sums of each are multiplied by.
 
     Returns:
         float32 [rows, tokens]; with TOKENS_TALL [tokens, rows].
     """
     w, a = _operand(w, NATIVE), _operand(a, NATIVE)
     if TOKENS_TALL:
-        sums = tl.dot(tl.trans(a), tl.trans(w), out_dtype=tl.float32) * factor[:, None]
+        sums = tl.dot(tl.trans(a), tl.trans(w), out_dtype=tl.float32)
     else:
-        sums = tl.dot(w, a, out_dtype=tl.float32) * factor[None, :]
+        sums = tl.dot(w, a, out_dtype=tl.float32)
     return sums
 
 
 @triton.jit
-def placed(token, row, TOKENS_TALL: tl.constexpr):
-    """What there is of each token, and of each row, as the sums of a tile lie."""
+def of_tokens(factor, TOKENS_TALL: tl.constexpr):
+    """A number of each token, as the sums of a tile lie."""
     if TOKENS_TALL:
-        both = token[:, None], row[None, :]
+        placed = factor[:, None]
     else:
-        both = token[None, :], row[:, None]
-    return both
+        placed = factor[None, :]
+    return placed
+
+
+@triton.jit
+def of_rows(factor, TOKENS_TALL: tl.constexpr):
+    """A number of each row, as the sums of a tile lie."""
+    if TOKENS_TALL:
+        placed = factor[None, :]
+    else:
+        placed = factor[:, None]
+    return placed
 
 
 @kernel(dynamic=("num_tokens",))
@@ -135,10 +144,10 @@ def _fp8_tiles_kernel(
         later = tl.minimum(group + 1, groups - 1)
         factor_later = tl.load(scale_at + later)
         factor_later *= tl.load(step_at + later.to(tl.int64) * num_tokens)
-        acc += scaled_sums(w, a, factor, TOKENS_TALL, NATIVE)
+        acc += group_sums(w, a, TOKENS_TALL, NATIVE) * of_tokens(factor, TOKENS_TALL)
         factor = factor_later
     y_at = y_ptr + split.to(tl.int64) * stride_y_split
-    token, n = placed(token, n, TOKENS_TALL)
+    token, n = of_tokens(token, TOKENS_TALL), of_rows(n, TOKENS_TALL)
     mask = (token < num_tokens) & (n < num_rows)
     tl.store(y_at + token * stride_y_token + n, acc.to(y_ptr.dtype.element_ty), mask=mask)
 

@@ -30,7 +30,7 @@ def _cases(n: int, k: int, per_slot: bool) -> list[Case]:
     layer = {"num_experts": 128, "top_k": 8, "n": n, "k": k, "per_slot": per_slot}
     return [
         Case(f"e128k8n{n}k{k}/m{m}", torch.bfloat16, layer | {"num_tokens": m})
-        for m in (1, 16, 64, 256, 4096)
+        for m in (1, 4, 16, 64, 256, 1024, 4096)
     ]
 
 
