@@ -97,7 +97,7 @@ def shared_bytes(config: Config, native: bool) -> int:
 
 
 def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: int) -> Config:
-    """One token by threads; few in narrow tiles, K in parts so that all SMs read; more in tall ones.
+    """One token by threads; few in narrow tiles, K in parts so that all SMs read; more in tall.
 
     By ``bench.tune`` on an H200: tiles of 64 tokens by 128 rows leave an SM two programs, of which
     one adds up sums while the other multiplies. By 4,096 tokens they take 1,047 us for 28672 x
