@@ -81,10 +81,10 @@ def candidates(
     average = next_power_of_2(cdiv(num_pairs, num_experts))
     sizes = average, 2 * average, min(average, MOST_PAIRS // 2)
     found = [
-        gemv(rows, columns, 4)
+        gemv(rows, columns, warps)
         for columns in (256, 512, 1024)
-        for rows in (4, 8, 16, 32)
-        if num_pairs <= 2 * num_experts
+        for rows, warps in ((4, 4), (8, 2), (8, 4), (16, 4), (16, 8), (32, 4))
+        if num_pairs <= 4 * FEW_PAIRS
     ]
     found += [
         tiles(pairs, rows, warps, stages)

@@ -112,10 +112,24 @@ def _words(at, column, num_cols, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _scaled(y, step, scale_at, group, groups):
-    """Rounded activations by their scales and those of weights: each fourth of them [1, words]."""
-    scale = tl.load(scale_at + group, mask=group < groups, other=0.0)
-    t = tl.reshape(y * (step * scale)[:, None], [1, y.shape[0] * BLOCK // 4, 2, 2])
+def _groups(x_at, column, num_cols, BLOCK_K: tl.constexpr):
+    """Activations of some columns, float32 [groups, BLOCK]; 0 past the last."""
+    group = column // BLOCK + tl.arange(0, BLOCK_K // BLOCK)
+    k = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return tl.load(x_at + k, mask=k < num_cols, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scales(scale_at, column, num_cols, BLOCK_K: tl.constexpr):
+    """Scales of weights for some columns, float32 [groups]; 0 past the last."""
+    group = column // BLOCK + tl.arange(0, BLOCK_K // BLOCK)
+    return tl.load(scale_at + group, mask=group * BLOCK < num_cols, other=0.0)
+
+
+@triton.jit
+def _scaled(y, factor):
+    """Rounded activations by what their groups are multiplied by: fourths of them, [1, words]."""
+    t = tl.reshape(y * factor[:, None], [1, y.shape[0] * BLOCK // 4, 2, 2])
     even, odd = tl.split(t)
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -180,30 +194,35 @@ def _fp8_gemv_kernel(
         is_lost = without_expert(expert, num_experts)
         end = tl.where(is_lost, 0, num_cols)
         expert = tl.where(is_lost, 0, expert)
-    groups = tl.cdiv(num_cols, BLOCK)
     row_block = first_row // BLOCK
     x_at = a_ptr + token * stride_a_token + slot * stride_a_slot
     w_at = weights_ptr + expert * strides.expert + row * strides.row
     scale_at = scales_ptr + expert * strides.scales_expert + row_block * strides.scales_row
     sums = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.float32)
+    # All that a step takes is asked for a step ahead.
     w = _words(w_at, 0, end, BLOCK_K, ALIGNED)
+    x = _groups(x_at, 0, end, BLOCK_K)
+    scale = _scales(scale_at, 0, end, BLOCK_K)
     if GATED:
         up_at = up_ptr + expert * up_strides.expert + row * up_strides.row
         up_scale_at = up_scales_ptr + expert * up_strides.scales_expert
         up_scale_at += row_block * up_strides.scales_row
         up_sums = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.float32)
         v = _words(up_at, 0, end, BLOCK_K, ALIGNED)
+        up_scale = _scales(up_scale_at, 0, end, BLOCK_K)
     for column in range(0, end, BLOCK_K):
-        group = column // BLOCK + tl.arange(0, BLOCK_K // BLOCK)
-        k = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        y, step = scaled_groups(tl.load(x_at + k, mask=k < num_cols, other=0.0).to(tl.float32))
+        later = column + BLOCK_K
+        y, step = scaled_groups(x)
         y = _nearest(y, NATIVE)
-        w_later = _words(w_at, column + BLOCK_K, end, BLOCK_K, ALIGNED)
-        sums = _added(sums, w, _scaled(y, step, scale_at, group, groups), NATIVE)
+        x = _groups(x_at, later, end, BLOCK_K)
+        w_later = _words(w_at, later, end, BLOCK_K, ALIGNED)
+        sums = _added(sums, w, _scaled(y, step * scale), NATIVE)
+        scale = _scales(scale_at, later, end, BLOCK_K)
         w = w_later
         if GATED:
-            v_later = _words(up_at, column + BLOCK_K, end, BLOCK_K, ALIGNED)
-            up_sums = _added(up_sums, v, _scaled(y, step, up_scale_at, group, groups), NATIVE)
+            v_later = _words(up_at, later, end, BLOCK_K, ALIGNED)
+            up_sums = _added(up_sums, v, _scaled(y, step * up_scale), NATIVE)
+            up_scale = _scales(up_scale_at, later, end, BLOCK_K)
             v = v_later
     total = tl.sum(sums, axis=1)
     if GATED:

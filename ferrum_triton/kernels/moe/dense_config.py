@@ -97,6 +97,7 @@ def candidates(
 ) -> list[Config]:
     """Launches worth timing: tiles of about what an expert has, with longer and shorter steps."""
     average = next_power_of_2(cdiv(num_pairs, num_experts))
+    sizes = average, 2 * average, min(average, MOST_PAIRS // 2)
     found = [
         tiles("per_pair", LEAST_PAIRS, rows, columns, warps, stages)
         for rows, warps in ((64, 4), (128, 8))
@@ -105,8 +106,8 @@ def candidates(
     ]
     found += [
         tiles("sorted", pairs, rows, columns, warps, stages)
-        for pairs in sorted({min(max(p, LEAST_PAIRS), MOST_PAIRS) for p in (average, 2 * average)})
-        for rows, warps in ((64, 4), (128, 8), (256, 8))
+        for pairs in sorted({min(max(p, LEAST_PAIRS), MOST_PAIRS) for p in sizes})
+        for rows, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
         for columns, stages in ((64, 3), (64, 4), (128, 3))
         if num_experts <= MAX_EXPERTS
     ]
