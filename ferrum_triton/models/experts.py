@@ -66,7 +66,7 @@ class Experts(ABC):
 class PackedExperts(Experts):
     """Experts in a GGUF file's blocks, or in planes."""
 
-    STACKS = ("gate", "up", "down")
+    STACKS: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
     gate: QuantizedTensor  # [num_experts, intermediate_size, hidden_size]
     up: QuantizedTensor  # as gate
@@ -95,7 +95,7 @@ class PackedExperts(Experts):
 class DenseExperts(Experts):
     """Experts in the activations' dtype."""
 
-    STACKS = ("gate_up", "down")
+    STACKS: ClassVar[tuple[str, ...]] = ("gate_up", "down")
 
     gate_up: Tensor  # [num_experts, 2 * intermediate_size, hidden_size], gate's rows before up's
     down: Tensor  # [num_experts, hidden_size, intermediate_size]
@@ -113,7 +113,7 @@ class DenseExperts(Experts):
 class Fp8Experts(Experts):
     """Experts in FP8 by blocks."""
 
-    STACKS = ("gate", "up", "down")
+    STACKS: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
     gate: Fp8Blocks  # [num_experts, intermediate_size, hidden_size]
     up: Fp8Blocks  # as gate

@@ -217,6 +217,8 @@ class DenseBiasedExperts(BiasedExperts, DenseExperts):
 class GptOssLoader(LlamaLoader):
     """Layers with sinks, whose experts have biases."""
 
+    config: GptOssConfig
+
     def layer(self, index: int) -> LayerWeights:
         config, prefix = self.config, f"blk.{index}."
         hidden, biased = config.hidden_size, config.qkv_bias

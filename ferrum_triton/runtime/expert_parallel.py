@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -32,7 +31,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class ExpertParallel:
     """Ranks that have some of the experts each: contiguous ranges, in the order of ranks.
 
-    Every rank makes one, and makes the same calls in the same order, with any number of tokens each.
+    Every rank makes one, and then the same calls in the same order, each with any number of tokens.
 
     Args:
         backend: the backend that sorts; its device is that of ``collective``'s library.
@@ -64,7 +63,8 @@ class ExpertParallel:
         dtype: torch.dtype,
     ) -> None:
         self.backend, self.collective = backend, collective
-        self.top_k, self.hidden_size, self.dtype = top_k, hidden_size, dtype
+        self.num_experts, self.top_k = num_experts, top_k
+        self.hidden_size, self.dtype = hidden_size, dtype
         self.capacity: int | None = None
         if experts is None:
             size, rest = divmod(num_experts, collective.world_size)
@@ -144,7 +144,7 @@ class ExpertParallel:
             raise fault
         return slots
 
-    def _counted(self, h: Tensor, ids: Tensor, local: Outputs, fault: Exception | None) -> Tensor:
+    def _counted(self, h: Tensor, ids: Tensor, local: Outputs, fault: InputError | None) -> Tensor:
         sort, exchange = self.backend.moe_build_pairs_by_token, self.collective.all_to_all
         owner, num_ranks = self._owner(ids), len(self._ranks)
         visits = torch.where((owner[..., None] == self._ranks).any(1), self._ranks, -1)
@@ -156,9 +156,9 @@ class ExpertParallel:
         (send, expect, _), (receive, give, failures) = (
             torch.stack((sent, exchange(sent))).transpose(1, 2).tolist()
         )
-        if fault is None and any(failures):
+        if any(failures):
             wrong = [rank for rank, is_wrong in enumerate(failures) if is_wrong]
-            _reject("h", f"refused on ranks {wrong}", "as ExpertParallel was made, on every rank")
+            raise fault or _error("h", f"refused on ranks {wrong}", "as it was made, on each rank")
         tokens = tokens[: sum(send)]
         h = exchange(self._rows(h, tokens), send, receive)
         ids = exchange(ids[tokens], send, receive) - self.experts.start
