@@ -78,7 +78,7 @@ class ExpertParallel:
         )
         for name, values in zip(("num_experts", "top_k", "hidden_size"), sizes, strict=True):
             _check(name, values)
-        names = [str(DTYPES[code])[6:] if code >= 0 else "no float dtype" for code in codes]
+        names = [str(DTYPES[c])[6:] if c >= 0 else "no float dtype" for c in codes]
         _check("dtype", names, codes[0] >= 0)
         ranges = [f"{start} to {stop}" for start, stop in zip(starts, stops, strict=True)]
         whole = starts == [0, *stops[:-1]] and stops == sorted(stops) and stops[-1] == num_experts
@@ -127,16 +127,18 @@ class ExpertParallel:
                 without tokens before it raises, so that none waits for it.
             FerrumError: it would have to read counts in the capture of a graph.
         """
-        if self.capacity is None and self.collective.world_size > 1:
-            advice = "Capture it within padded_to(capacity)."
-            refuse_in_capture("ExpertParallel.outputs", self.backend.device, advice)
-        fault = self._fault(h, ids)
-        if fault is not None:
-            h = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.backend.device)
-            ids = torch.empty(0, self.top_k, dtype=torch.int32, device=self.backend.device)
+        device, fault = self.backend.device, self._fault(h, ids)
         if self.collective.world_size == 1:
-            slots = local(h, ids)
-        elif self.capacity is None:
+            if fault is not None:
+                raise fault
+            return local(h, ids)
+        if self.capacity is None:
+            advice = "Capture it within padded_to(capacity)."
+            refuse_in_capture("ExpertParallel.outputs", device, advice)
+        if fault is not None:
+            h = torch.empty(0, self.hidden_size, dtype=self.dtype, device=device)
+            ids = torch.empty(0, self.top_k, dtype=torch.int32, device=device)
+        if self.capacity is None:
             slots = self._counted(h, ids, local, fault)
         else:
             slots = self._padded(h, ids, local, self.capacity)
@@ -147,6 +149,8 @@ class ExpertParallel:
     def _counted(self, h: Tensor, ids: Tensor, local: Outputs, fault: InputError | None) -> Tensor:
         sort, exchange = self.backend.moe_build_pairs_by_token, self.collective.all_to_all
         owner, num_ranks = self._owner(ids), len(self._ranks)
+        # Tokens in the order of the ranks that they go to, and where in what comes back the row of
+        # each pair will be: by rank, then by pair.
         visits = torch.where((owner[..., None] == self._ranks).any(1), self._ranks, -1)
         _, tokens, first_token = sort(visits, num_ranks)
         place, _, first_pair = sort(owner, num_ranks)
@@ -158,11 +162,12 @@ class ExpertParallel:
         )
         if any(failures):
             wrong = [rank for rank, is_wrong in enumerate(failures) if is_wrong]
-            raise fault or _error("h", f"refused on ranks {wrong}", "as it was made, on each rank")
+            raise fault or _error("h or ids", f"refused on ranks {wrong}", "what those say")
         tokens = tokens[: sum(send)]
         h = exchange(self._rows(h, tokens), send, receive)
         ids = exchange(ids[tokens], send, receive) - self.experts.start
         slots = self._local(h, ids, local)
+        # Rows of other ranks' pairs stay here. The others are already in the order of ranks.
         here = torch.where((ids >= 0) & (ids < len(self.experts)), 0, -1)
         _, pairs, _ = sort(here.view(-1, 1), 1)
         rows = self._rows(slots.flatten(0, 1), pairs[: sum(give)])
