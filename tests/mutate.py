@@ -153,7 +153,8 @@ FAMILIES = {
     "ferrum_triton/integrations/flash_attn": ("", "test_flash_attn_door"),
     "ferrum_triton/runtime/": (
         "",
-        "test_runtime test_runtime_kv_cache test_sampling test_graph test_collective",
+        "test_runtime test_runtime_kv_cache test_sampling test_graph test_collective "
+        "test_expert_parallel",
     ),
     "ferrum_triton/cli/": ("", "test_cli test_cli_failures"),
     "ferrum_triton/__main__": ("", "test_cli"),

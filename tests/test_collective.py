@@ -40,6 +40,15 @@ def check_rank(rank, backend, rendezvous):
         out = torch.empty(2 * 3, 5, dtype=dtype, device=device)
         assert collective.all_gather(local, out=out) is out
         assert torch.equal(out, torch.cat(each)) and torch.equal(local, each[rank])
+        assert torch.equal(
+            collective.all_to_all(torch.cat(each)), torch.cat([each[rank], each[rank]])
+        )
+        # Row by row: of rank r's three rows the first r + 1 go to rank 0, the others to rank 1.
+        send, receive = ([rank + 1, 2 - rank], [(1, 2), (2, 1)][rank])
+        parts = [each[0][:1], each[1][:2]] if rank == 0 else [each[0][1:], each[1][2:]]
+        assert torch.equal(collective.all_to_all(local, send, receive), torch.cat(parts))
+        none = collective.all_to_all(local, [3 * (1 - rank), 3 * rank], [3 * (1 - rank), 3 * rank])
+        assert torch.equal(none, local)  # nothing for the other
         for src in range(WORLD):
             x = each[rank].clone()
             collective.broadcast(x, src)
@@ -85,6 +94,8 @@ def test_a_single_rank_is_the_identity(op):
     collective.all_reduce(x, op)
     collective.broadcast(x, 0)
     gathered = collective.all_gather(x)
+    assert torch.equal(collective.all_to_all(x, [4], [4]), want)
+    assert torch.equal(collective.all_to_all(x), want)
     out = torch.full_like(x, 9.0)
     collective.all_gather(x, out=out)
     assert torch.equal(x, want) and torch.equal(gathered, want) and torch.equal(out, want)
@@ -100,6 +111,15 @@ def test_what_collectives_refuse():
         lambda: collective.broadcast(x, 1),
         lambda: collective.broadcast(x, -1),
         lambda: collective.broadcast(x.t(), 0),
+        lambda: collective.all_to_all(x.t()),
+        lambda: collective.all_to_all(x[0, 0]),
+        lambda: collective.all_to_all(x, [4]),
+        lambda: collective.all_to_all(x, None, [4]),
+        lambda: collective.all_to_all(x, [3], [3]),
+        lambda: collective.all_to_all(x, [4], [3]),
+        lambda: collective.all_to_all(x, [4, 0], [4, 0]),
+        lambda: collective.all_to_all(x, [-4], [-4]),
+        lambda: collective.all_to_all(x, [], []),
         lambda: collective.all_gather(x.t()),
         lambda: collective.all_gather(x[0, 0]),
         lambda: collective.all_gather(x, out=torch.empty(4, 4)),

@@ -8,7 +8,7 @@ import torch
 
 from ferrum_triton import FileError, InputError, get_backend
 from ferrum_triton.files.gguf import open_gguf
-from ferrum_triton.models import Llama, LlamaConfig, load_model, weights
+from ferrum_triton.models import Llama, LlamaConfig, load_model, memory
 from ferrum_triton.models.config import RopeConfig
 from ferrum_triton.models.rope import rope_tables
 from ferrum_triton.models.weights import GgufSource, load_weights
@@ -136,14 +136,14 @@ def test_what_decoding_takes_is_told_before_it_is_done(monkeypatch, caplog):
     source = PackedSource()
     sizes = source.packed()
     numel, nbytes = sum(p.numel for p in sizes), sum(p.nbytes for p in sizes)
-    monkeypatch.setattr(weights, "_megabytes", lambda count: f"{count} bytes")
+    monkeypatch.setattr(memory, "_megabytes", lambda count: f"{count} bytes")
     monkeypatch.setattr(PackedSource, "fetch", unread)
     took = f"{nbytes} bytes of packed weights take {2 * numel} bytes as bfloat16, which the cpu"
     assert load("interpret", torch.bfloat16) == []
     [(level, line)] = load("cpu", torch.bfloat16)
     assert level == "INFO"
     assert took in line
-    monkeypatch.setattr(weights, "_physical_memory", lambda: 4 * numel - 1)
+    monkeypatch.setattr(memory, "_physical_memory", lambda: 4 * numel - 1)
     assert load("cpu", torch.bfloat16)[0][0] == "INFO"
     [(level, line)] = load("cpu", torch.float32)
     assert level == "WARNING"

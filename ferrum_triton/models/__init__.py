@@ -24,13 +24,15 @@ from ferrum_triton.models.families import (
     family_of_hf,
 )
 from ferrum_triton.models.llama import Llama
+from ferrum_triton.models.memory import tell_what_decoding_takes
 from ferrum_triton.models.weights import (
     GgufSource,
     Progress,
     Source,
     load_weights,
-    tell_what_decoding_takes,
 )
+from ferrum_triton.runtime.collective import Collective
+from ferrum_triton.runtime.expert_parallel import ExpertParallel
 
 __all__ = [
     "Bert",
@@ -51,6 +53,7 @@ def load_model(
     progress: Progress | None = None,
     *,
     allow_non_finite: bool = False,
+    experts_over: Collective | None = None,
 ) -> Decoder:
     """Load a GGUF file, or a Hugging Face directory with ``config.json`` and safetensors.
 
@@ -64,13 +67,27 @@ def load_model(
         dtype: the dtype of activations and cache, and of weights that are not kept packed.
         progress: a function called with the numbers of tensors loaded and to load.
         allow_non_finite: whether weights may be NaN, infinite, or too large for their dtype.
+        experts_over: the ranks that share each layer's experts, contiguous ranges of them; each of
+            them loads the model, and runs the same number of steps, of tokens of its own. None
+            keeps all experts.
 
     Raises:
         FileError: the file is malformed, or of a model this package cannot run.
+        InputError: the model has no experts to share, or ranks load different models.
     """
     chosen = get_backend(backend) if isinstance(backend, str) else backend
 
     def assemble(family: Family, source: Source, config: LlamaConfig) -> Decoder:
+        parallel = None
+        if experts_over is not None:
+            parallel = ExpertParallel(
+                chosen,
+                experts_over,
+                config.num_experts,
+                top_k=config.experts_per_token,
+                hidden_size=config.hidden_size,
+                dtype=dtype,
+            )
         weights = load_weights(
             source,
             config,
@@ -79,6 +96,7 @@ def load_model(
             progress,
             allow_non_finite=allow_non_finite,
             loader=family.loader,
+            parallel=parallel,
         )
         model = family.model(config, weights, chosen, dtype)
         model.path = Path(path)

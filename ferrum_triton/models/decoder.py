@@ -19,11 +19,13 @@ from ferrum_triton.backends import Backend
 from ferrum_triton.errors import InputError
 from ferrum_triton.files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from ferrum_triton.models.config import LlamaConfig
+from ferrum_triton.models.experts import Experts
 from ferrum_triton.models.rope import rope_tables
 from ferrum_triton.models.step import Step, varlen_step
 from ferrum_triton.models.weights import LayerWeights, LlamaWeights
 from ferrum_triton.ops.rope import NORM_ROPE, ROPE, ROPE_INTERLEAVED
 from ferrum_triton.quant import QuantizedTensor
+from ferrum_triton.runtime.expert_parallel import ExpertParallel
 from ferrum_triton.runtime.kv_cache import PagedKvCache
 from ferrum_triton.types import KvDtypeKind
 
@@ -99,6 +101,12 @@ class Decoder(ABC):
             advice = "Pass token ids, or load the model from a file."
             raise InputError("generate", "prompt", "text", "token ids", advice)
         return load_tokenizer(self.path)
+
+    @property
+    def parallel(self) -> ExpertParallel | None:
+        """The ranks that share the model's experts, if several do."""
+        mlp = self.weights.layers[0].mlp
+        return mlp.parallel if isinstance(mlp, Experts) else None
 
     def new_cache(
         self,

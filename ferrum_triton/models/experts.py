@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from ferrum_triton.backends import Backend
 from ferrum_triton.quant import Fp8Blocks, QuantizedTensor
+from ferrum_triton.runtime.expert_parallel import ExpertParallel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(ABC):
     """The experts of one layer, and the router that chooses some for each token.
 
-    norm_topk_prob is whether the probabilities of those chosen are divided by their sum.
+    norm_topk_prob is whether the probabilities of those chosen are divided by their sum. Where
+    ``parallel`` says that ranks share the experts, stacks hold those of this rank.
     """
+
+    STACKS: ClassVar[tuple[str, ...]]
+    """The fields that have an expert each along their first dimension."""
 
     router: Tensor  # [num_experts, hidden_size]
     top_k: int
     norm_topk_prob: bool = True
+    parallel: ExpertParallel | None = None
 
     @property
     @abstractmethod
@@ -29,7 +38,7 @@ class Experts(ABC):
 
     @abstractmethod
     def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
-        """down_e(silu(gate_e(h)) · up_e(h)) of each token at each of its experts e.
+        """down_e(silu(gate_e(h)) · up_e(h)) of each token at each of the stacks' experts e.
 
         Args:
             backend: the backend that computes.
@@ -40,10 +49,24 @@ class Experts(ABC):
             [num_tokens, top_k, hidden_size].
         """
 
+    def slots(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
+        """As :meth:`outputs`, of experts on whichever rank they are."""
+        if self.parallel is None:
+            return self.outputs(backend, h, ids)
+        return self.parallel.outputs(h, ids, functools.partial(self.outputs, backend))
+
+    def shared(self, parallel: ExpertParallel) -> Self:
+        """This rank's experts alone, in memory of their own."""
+        mine = slice(parallel.experts.start, parallel.experts.stop)
+        stacks = {name: _part(getattr(self, name), mine) for name in self.STACKS}
+        return dataclasses.replace(self, **stacks, parallel=parallel)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedExperts(Experts):
     """Experts in a GGUF file's blocks, or in planes."""
+
+    STACKS: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
     gate: QuantizedTensor  # [num_experts, intermediate_size, hidden_size]
     up: QuantizedTensor  # as gate
@@ -72,6 +95,8 @@ class PackedExperts(Experts):
 class DenseExperts(Experts):
     """Experts in the activations' dtype."""
 
+    STACKS: ClassVar[tuple[str, ...]] = ("gate_up", "down")
+
     gate_up: Tensor  # [num_experts, 2 * intermediate_size, hidden_size], gate's rows before up's
     down: Tensor  # [num_experts, hidden_size, intermediate_size]
 
@@ -87,6 +112,8 @@ class DenseExperts(Experts):
 @dataclass(frozen=True, kw_only=True)
 class Fp8Experts(Experts):
     """Experts in FP8 by blocks."""
+
+    STACKS: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
     gate: Fp8Blocks  # [num_experts, intermediate_size, hidden_size]
     up: Fp8Blocks  # as gate
@@ -119,4 +146,13 @@ def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:
     """
     logits = backend.gemm(h, experts.router, wide=True)
     ids, weights, _ = backend.route_topk_softmax(logits, experts.top_k, experts.norm_topk_prob)
-    return backend.weighted_sum(experts.outputs(backend, h, ids), weights)
+    return backend.weighted_sum(experts.slots(backend, h, ids), weights)
+
+
+def _part(stack: Any, experts: slice) -> Any:
+    """Some experts of a stack, which keep none of the others' memory."""
+    if isinstance(stack, Fp8Blocks):
+        return Fp8Blocks(stack.weight[experts].clone(), stack.scales[experts].clone())
+    if isinstance(stack, QuantizedTensor):
+        return QuantizedTensor(stack.blocks[experts].clone(), stack.kind)
+    return stack[experts].clone()

@@ -6,11 +6,10 @@ Experts are packed, in MXFP4 as a rule, or in the activations' dtype.
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -152,30 +151,26 @@ class GptOssConfig(LlamaConfig):
 class BiasedExperts(Experts):
     """The experts of one layer, each of whose products has a bias in float32, as the router has."""
 
+    ADDS_DOWN_BIAS: ClassVar[bool]
+    """Whether the last product's bias is in what experts give."""
+
     router_bias: Tensor  # [num_experts]
     down_bias: Tensor  # [num_experts, hidden_size]
-
-    @abstractmethod
-    def slots(
-        self, backend: Backend, h: Tensor, ids: Tensor, config: GptOssConfig
-    ) -> tuple[Tensor, bool]:
-        """What each token's experts give, [num_tokens, top_k, hidden_size].
-
-        Returns:
-            It, and whether the last product's bias is in it.
-        """
+    swiglu_alpha: float
+    swiglu_limit: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBiasedExperts(BiasedExperts, PackedExperts):
     """Packed experts, whose biases are added by the activation and by the sum over experts."""
 
+    ADDS_DOWN_BIAS = False
+    STACKS = (*PackedExperts.STACKS, "gate_bias", "up_bias")
+
     gate_bias: Tensor  # [num_experts, intermediate_size]
     up_bias: Tensor  # as gate_bias
 
-    def slots(
-        self, backend: Backend, h: Tensor, ids: Tensor, config: GptOssConfig
-    ) -> tuple[Tensor, bool]:
+    def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
         gate, up, down = self.matrices
         num_experts, inner, hidden = gate.shape
         if ids.numel() <= num_experts:  # each pair reads its expert by itself
@@ -191,35 +186,38 @@ class PackedBiasedExperts(BiasedExperts, PackedExperts):
             self.gate_bias,
             self.up_bias,
             ids,
-            config.swiglu_alpha,
-            config.swiglu_limit,
+            self.swiglu_alpha,
+            self.swiglu_limit,
         )
-        return product(middle, down.blocks, kind=down.kind), False
+        return product(middle, down.blocks, kind=down.kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseBiasedExperts(BiasedExperts, DenseExperts):
     """Experts in the activations' dtype, whose products add their biases."""
 
+    ADDS_DOWN_BIAS = True
+    STACKS = (*DenseExperts.STACKS, "gate_up_bias", "down_bias")
+
     gate_up_bias: Tensor  # [num_experts, 2 * intermediate_size]
 
-    def slots(
-        self, backend: Backend, h: Tensor, ids: Tensor, config: GptOssConfig
-    ) -> tuple[Tensor, bool]:
+    def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
         middle = backend.gemm_moe_id_gate_up(
             h,
             self.gate_up,
             ids,
             self.gate_up_bias,
             "clamped_swiglu",
-            config.swiglu_alpha,
-            config.swiglu_limit,
+            self.swiglu_alpha,
+            self.swiglu_limit,
         )
-        return backend.gemm_moe_id(middle, self.down, ids, self.down_bias), True
+        return backend.gemm_moe_id(middle, self.down, ids, self.down_bias)
 
 
 class GptOssLoader(LlamaLoader):
     """Layers with sinks, whose experts have biases."""
+
+    config: GptOssConfig
 
     def layer(self, index: int) -> LayerWeights:
         config, prefix = self.config, f"blk.{index}."
@@ -232,7 +230,7 @@ class GptOssLoader(LlamaLoader):
             k_norm=None,
             attn_out=self.linear(prefix, {"attn_output": hidden}, config.q_dim, biased),
             mlp_norm=self.vector(f"{prefix}post_attention_norm.weight", hidden),
-            mlp=self.experts(prefix),
+            mlp=self.mlp(prefix),
             sinks=self.vector(f"{prefix}attn_sinks.weight", config.num_heads),
         )
 
@@ -242,6 +240,8 @@ class GptOssLoader(LlamaLoader):
         common = vars(experts) | {
             "router_bias": self.vector(f"{prefix}ffn_gate_inp.bias", count),
             "down_bias": self.plain(f"{prefix}ffn_down_exps.bias", (count, hidden)),
+            "swiglu_alpha": config.swiglu_alpha,
+            "swiglu_limit": config.swiglu_limit,
         }
         gate_bias, up_bias = (
             self.plain(f"{prefix}ffn_{part}_exps.bias", (count, inner)) for part in ("gate", "up")
@@ -378,8 +378,8 @@ class GptOss(Decoder):
         scores = backend.gemm(h, experts.router, wide=True)
         backend.add_bias(scores, experts.router_bias)
         ids, weights, _ = backend.route_topk_softmax(scores, experts.top_k)
-        slots, are_biased = experts.slots(backend, h, ids, config)
-        if not are_biased:
+        slots = experts.slots(backend, h, ids)
+        if not experts.ADDS_DOWN_BIAS:
             backend.add_inplace(residual, backend.moe_combine(experts.down_bias, ids, weights))
         return backend.weighted_sum_residual_norm(
             slots, weights, residual, norm_weight, config.rms_norm_eps

@@ -288,6 +288,8 @@ class Runner:
         self.graph.capture((count, greedy), lambda: self._step(count, greedy), owners)
 
     def _compile_ahead(self, step: Callable[[], object]) -> None:
+        if self.model.parallel is not None and self.model.parallel.capacity is None:
+            return  # ranks would exchange rows by counts that no kernel has written
         start = time.perf_counter()
         self.model.backend.compile_ahead(step, self.on_compile)
         self.compile_seconds += time.perf_counter() - start

@@ -7,9 +7,7 @@ more bits than Q and K) stay apart in a :class:`~ferrum_triton.quant.FusedTensor
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,13 +26,13 @@ from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.experts import DenseExperts, Experts, Fp8Experts, PackedExperts
 from ferrum_triton.models.linear import Linear, Matrix, Table, keeps_packed
+from ferrum_triton.models.memory import tell_what_decoding_takes
 from ferrum_triton.quant import FORMATS, Fp8Blocks, FusedTensor, QuantizedTensor
 from ferrum_triton.quant.finite import count_out_of_range
+from ferrum_triton.runtime.expert_parallel import ExpertParallel
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the number of tensors loaded and the number there are."""
-
-_log = logging.getLogger(__name__)
 
 # What plain weights may be stored as. Integers and complex numbers would be cast without a word.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -230,6 +228,7 @@ def load_weights(
     planes: bool | None = None,
     allow_non_finite: bool = False,
     loader: type[LlamaLoader] | None = None,
+    parallel: ExpertParallel | None = None,
 ) -> LlamaWeights:
     """Read every weight a model of ``config`` has.
 
@@ -246,6 +245,7 @@ def load_weights(
         planes: whether packed weights are laid out in planes; None does so on CUDA devices only.
         allow_non_finite: whether weights may be NaN, infinite, or too large for their dtype.
         loader: the class that reads a family's layers; None reads Llama's.
+        parallel: the ranks that share each layer's experts; None keeps all of them.
 
     Raises:
         FileError: a tensor is missing, has another shape than the hyperparameters say, is of a type
@@ -254,39 +254,9 @@ def load_weights(
     """
     tell_what_decoding_takes(source, backend, dtype)
     kind = LlamaLoader if loader is None else loader
-    return kind(source, backend, dtype, progress, planes, allow_non_finite).load(config)
-
-
-def tell_what_decoding_takes(source: Source, backend: Backend, dtype: torch.dtype) -> None:
-    """Log what weights that cannot stay packed take, before any is read."""
-    matrices = [p for p in source.packed() if not p.is_stack]  # experts stay packed everywhere
-    decoded = [p for p in matrices if not keeps_packed(backend, p.kind)]
-    if not decoded:
-        return
-    needed = sum(p.numel for p in decoded) * dtype.itemsize
-    short = backend.device.type == "cpu" and needed > _physical_memory()
-    _log.log(
-        logging.WARNING if short else logging.INFO,
-        "%s: %s of packed weights take %s as %s, which the %s backend multiplies by%s",
-        source.path.name,
-        _megabytes(sum(p.nbytes for p in decoded)),
-        _megabytes(needed),
-        _name_of(dtype),
-        backend.name,
-        "; this machine has less memory than that" if short else "",
-    )
-
-
-def _physical_memory() -> float:
-    """This machine's memory in bytes; infinite where the system does not say."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return math.inf
-
-
-def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.0f} MB"
+    reader = kind(source, backend, dtype, progress, planes, allow_non_finite)
+    reader.parallel = parallel
+    return reader.load(config)
 
 
 class Loader:
@@ -400,6 +370,7 @@ class LlamaLoader(Loader):
     """Weights of a decoder. A family with layers of another kind has a subclass of its own."""
 
     config: LlamaConfig
+    parallel: ExpertParallel | None = None
 
     def load(self, config: LlamaConfig) -> LlamaWeights:
         self.config = config
@@ -442,9 +413,10 @@ class LlamaLoader(Loader):
         )
 
     def mlp(self, prefix: str) -> Mlp | Experts:
-        """An MLP, or experts in its place."""
+        """An MLP, or in its place experts: those of this rank."""
         if self.config.num_experts:
-            return self.experts(prefix)
+            experts = self.experts(prefix)
+            return experts if self.parallel is None else experts.shared(self.parallel)
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         gates = {"ffn_gate": inner, "ffn_up": inner}
         return Mlp(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -65,6 +66,45 @@ class Collective:
             dist.all_gather_into_tensor(out, local, group=self.group)
         else:
             out.copy_(local)
+        return out
+
+    def all_to_all(
+        self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    ) -> Tensor:
+        """Rows for every rank, sent to it, and those of every rank for this one, in their order.
+
+        Args:
+            x: [n, ...], the rows for rank 0 before those for rank 1.
+            send: the number of rows for each rank, n in all; None sends n / world_size to each.
+            receive: the number of rows from each rank, which is what it sends here; None with
+                ``send``.
+
+        Returns:
+            [sum of receive, ...], the rows of rank 0 before those of rank 1.
+
+        Raises:
+            InputError: ``x`` is a scalar or not contiguous, or the numbers do not fit.
+        """
+        if x.dim() == 0:
+            _reject("all_to_all", "x", "a scalar", "one dimension or more")
+        _check_contiguous("all_to_all", "x", x)
+        if send is None or receive is None:
+            if len(x) % self.world_size or send is not receive:
+                allowed = f"a multiple of {self.world_size} rows, or send and receive"
+                _reject("all_to_all", "x", f"of {len(x)} rows", allowed)
+            send = receive = [len(x) // self.world_size] * self.world_size
+        for name, counts in (("send", send), ("receive", receive)):
+            if len(counts) != self.world_size or min(counts) < 0:
+                allowed = f"{self.world_size} numbers of rows, one of each rank"
+                _reject("all_to_all", name, str(list(counts)), allowed)
+        if sum(send) != len(x) or send[self.rank] != receive[self.rank]:
+            got = f"{list(send)} with receive {list(receive)}"
+            _reject("all_to_all", "send", got, f"{len(x)} rows in all, the same to itself")
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        if self.world_size > 1:
+            dist.all_to_all_single(out, x, list(receive), list(send), group=self.group)
+        else:
+            out.copy_(x)
         return out
 
     def broadcast(self, x: Tensor, src: int) -> None:
