@@ -20,9 +20,8 @@ from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS
 from ferrum_triton.quant.fp8 import BLOCK
 
-# Pairs of a tile at most, and where gate and up are one launch, or codes become float16. Both at
-# once leave registers for half of the latter: more spill on sm_80.
-MOST_PAIRS, MOST_OF_OTHERS = 128, 64
+# Pairs of a tile at most: with more, an SM has one program, and no other multiplies while it adds.
+MOST_PAIRS = 64
 # Stages of a pipeline at most: steps of a loop in flight.
 MOST_STAGES = 4
 
@@ -54,14 +53,14 @@ def heuristic(
         return gemv(8, 256, 4) if num_pairs <= num_experts else tiles(LEAST_PAIRS, 32, 4, 2)
     if num_pairs <= FEW_PAIRS or num_experts > MAX_EXPERTS:
         return gemv(8, 512, 4) if is_gated else gemv(16, 256, 4)
+    average = next_power_of_2(cdiv(num_pairs, num_experts))
     if native:
-        most = MOST_OF_OTHERS if is_gated else MOST_PAIRS
-    else:
-        most = MOST_OF_OTHERS // 2 if is_gated else MOST_OF_OTHERS
-    pairs = min(max(next_power_of_2(cdiv(num_pairs, num_experts)), LEAST_PAIRS), most)
-    rows, warps = (128, 8) if pairs in (LEAST_PAIRS, MOST_PAIRS) and native else (64, 4)
+        return tiles(min(max(average, LEAST_PAIRS), MOST_PAIRS), 128, 8, 3)
+    # Codes that become float16 take registers: larger tiles spill on sm_80.
+    most = MOST_PAIRS // 2 if is_gated else MOST_PAIRS
+    pairs = min(max(average, LEAST_PAIRS), most)
     for stages in range(MOST_STAGES, 1, -1):
-        config = tiles(pairs, rows, warps, stages)
+        config = tiles(pairs, 64, 4, stages)
         if not _refusal(gpu, config, native, is_gated):
             return config
     return tiles(min(pairs, 32), 32, 4, 2)
@@ -79,7 +78,6 @@ def candidates(
 ) -> list[Config]:
     """Launches worth timing: tiles of about what an expert has, of more rows or fewer."""
     average = next_power_of_2(cdiv(num_pairs, num_experts))
-    sizes = average, 2 * average, min(average, MOST_PAIRS // 2)
     found = [
         gemv(rows, columns, warps)
         for columns in (256, 512, 1024)
@@ -88,7 +86,7 @@ def candidates(
     ]
     found += [
         tiles(pairs, rows, warps, stages)
-        for pairs in sorted({min(max(p, LEAST_PAIRS), MOST_PAIRS) for p in sizes})
+        for pairs in sorted({min(max(p, LEAST_PAIRS), MOST_PAIRS) for p in (average, 2 * average)})
         for rows, warps in ((64, 4), (64, 8), (128, 4), (128, 8))
         for stages in (3, 4)
         if num_experts <= MAX_EXPERTS
@@ -135,7 +133,7 @@ def _tunable(op: str, is_gated: bool) -> Tunable:
             "path": one_of("gemv", "sorted"),
             "BLOCK_K": power_of_two(BLOCK, 1 << 12),
             "LINES": one_of(0),
-            "BLOCK_M": power_of_two(LEAST_PAIRS, MOST_PAIRS),
+            "BLOCK_M": power_of_two(LEAST_PAIRS, 128),
             "BLOCK_N": power_of_two(1, BLOCK),  # the rows of a tile share a block's scale
             "TOKENS_TALL": one_of(False, True),
         },
