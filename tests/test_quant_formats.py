@@ -31,9 +31,13 @@ SPECIAL_HALVES += tuple(bits | 0x8000 for bits in SPECIAL_HALVES)
 
 def random_blocks(fmt, *shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(
+    blocks = torch.randint(
         0, 256, (*shape, fmt.block_bytes), dtype=torch.uint8, generator=generator
-    ).flatten(-2)
+    )
+    if fmt.is_row_scaled:
+        parts = torch.rand(2, *shape[:-1], 1, 1, generator=generator) + 0.25
+        fmt.d.write_parts(blocks, *parts.expand(2, *shape, 1))
+    return blocks.flatten(-2)
 
 
 def oracle(blocks, fmt):

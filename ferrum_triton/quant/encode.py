@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.quant.formats import BlockFormat
+from ferrum_triton.quant.layout import E4m3
 
 
 def quantize_blocks(weights: Tensor, fmt: BlockFormat) -> Tensor:
@@ -148,10 +149,25 @@ def _encode_mxfp4(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
     fmt.q.write(blocks, torch.where((x < 0) & (code > 0), code + 8, code))
 
 
+def _encode_nvfp4(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
+    """A row's largest magnitude is the largest code by the largest scale, and a sub-block's 6."""
+    assert fmt.values and fmt.scales
+    largest = max(fmt.values)
+    sub = x.unflatten(-1, (len(fmt.scales), -1))
+    d = x.abs().amax(dim=(-2, -1), keepdim=True) / (224 * largest)
+    fmt.d.write(blocks, d.expand(*x.shape[:-1], 1))
+    fmt.scales.write(blocks, sub.abs().amax(dim=-1) * _inverse(d) / largest)
+    levels = sub * _inverse(d * fmt.scales.read(blocks))[..., None]
+    code = _bucket(levels.abs(), fmt.values[:8])
+    fmt.q.write(blocks, torch.where((levels < 0) & (code > 0), code + 8, code).flatten(-2))
+
+
 def _encoder_of(fmt: BlockFormat) -> Callable[[Tensor, Tensor, BlockFormat], None]:
     """The encoder that a description asks for."""
     if fmt.is_exponent:
         return _encode_mxfp4
+    if isinstance(fmt.scales, E4m3):
+        return _encode_nvfp4
     if fmt.mins:
         return _encode_sub_ranges
     if fmt.scales:

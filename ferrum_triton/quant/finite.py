@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
 from ferrum_triton.quant.fp8 import LARGEST, Fp8Blocks
-from ferrum_triton.quant.layout import HalvedExponent
+from ferrum_triton.quant.layout import HalvedExponent, Ratio
 from ferrum_triton.quant.tensor import QuantizedTensor
 
 # Above what the integers of any format multiply a scale by.
@@ -50,6 +50,8 @@ def _out_of_the_ordinary(blocks: Tensor, fmt: BlockFormat, limit: float) -> Tens
 
     By the byte of a scale that has its exponent, which as an integer orders as the scale does.
     """
+    if isinstance(fmt.d, Ratio):
+        return blocks[~(fmt.d.read(blocks).squeeze(-1).abs() < limit)]
     raw = blocks.cpu().numpy()
     if isinstance(fmt.d, HalvedExponent):
         odd = raw[:, fmt.d.at] >= 128 + int(math.log2(limit))

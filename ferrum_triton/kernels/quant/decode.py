@@ -12,6 +12,7 @@ a weight lies follows from the format's description alone; with it::
     Q4_K, Q5_K                  256       4     32       2  64s + 32p
     Q2_K, Q3_K, Q6_K            256       4     16       4  128(s // 2) + 32p + 16(s mod 2)
     IQ4_XS                      256       8     16       2  32s + 16p
+    NVFP4                        64      32      1       2  2s + p
 
 The order of operations is that of :mod:`ferrum_triton.quant.formats`. Compiled with
 ``enable_fp_fusion=False`` the results are equal to its bit for bit.
@@ -26,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.quant.codebooks import value_of
-from ferrum_triton.kernels.quant.planes import fp16_pair, halved_power
+from ferrum_triton.kernels.quant.planes import fp16_pair, halved_power, small_e4m3
 from ferrum_triton.kernels.rows import next_power_of_2
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
 
@@ -120,6 +121,13 @@ def decode(rows, g, lane, mask, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
         q = q.to(tl.float32)
     else:
         q = value_of(q, VALUES).to(tl.float32)
+    if FORMAT.is_row_scaled:
+        scale = small_e4m3(_integer(block, _quotient(first, 16), 0, mask, SCALES, 1)) * 128.0
+        at = block + FORMAT.d.at
+        ALIGN_D: tl.constexpr = _alignment_at(FORMAT.d.at, FORMAT, ALIGN)
+        above = _word_at(at, mask, ALIGN_D).to(tl.float32, bitcast=True)
+        below = _word_at(at + 4, mask, ALIGN_D).to(tl.float32, bitcast=True)
+        return tl.div_rn(scale * q * above, below)
     step, low = _scales(block, mask, FORMAT, ALIGN)
     if SCALES is None:
         weights = step * q

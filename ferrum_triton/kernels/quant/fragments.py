@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ferrum_triton.kernels.quant.codebooks import value_of
-from ferrum_triton.kernels.quant.planes import halved_power
+from ferrum_triton.kernels.quant.planes import halved_power, small_e4m3
 from ferrum_triton.kernels.quant.ptx import Asm
 from ferrum_triton.quant.formats import BlockFormat
 
@@ -101,6 +101,11 @@ def _scaled(fmt: BlockFormat) -> str:
     both = f"${8 + _word_operands(fmt)}"
     if fmt.scale_code == "power":
         scale = both  # a pair already
+    elif fmt.scale_code == "e4m3":
+        # 2^-8 of it, twice: the byte's sign at a float16's, its other bits below.
+        upper = asm.op("prmt.b32", both, "0", "0x0404")
+        low = asm.op("lop3.b32", asm.shifted(upper, -1), "0x3F803F80", "0", "0xC0")
+        scale = asm.op("lop3.b32", upper, "0x80008000", low, "0xEA")
     else:
         # As a byte under the exponent of 1024; a signed one plus 128, packed ones are stored so.
         signed = fmt.scale_code in ("byte", "byte32")
@@ -237,7 +242,7 @@ def unpack(words, more, scale, FORMAT: tl.constexpr, ASM: tl.constexpr):
             shifted so that the four lowest bits of each byte are those of the word's pair.
         scale: int32 [N, W / c], signed in its lowest byte, what lies above is not read; of codes of
             three bits plus 32. Powers of two are float16, as :func:`relative_power` makes them.
-            Not read where FORMAT has none.
+            Of E4M3 the weights come out times 2^-8. Not read where FORMAT has none.
         FORMAT: the format.
         ASM: :func:`unpacking_of` it, or "".
     """
@@ -276,6 +281,8 @@ def unpack(words, more, scale, FORMAT: tl.constexpr, ASM: tl.constexpr):
         if SCALED:
             if scale.dtype == tl.float16:
                 signed = scale.to(tl.float32)
+            elif FORMAT.scale_code == "e4m3":
+                signed = small_e4m3(scale)
             else:
                 signed = scale - 32 if BITS == 3 else (scale << 24) >> 24
             scale = spread(signed, w[0].shape[1])
