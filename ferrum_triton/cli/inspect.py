@@ -61,12 +61,12 @@ def _describe_gguf(path: Path) -> dict[str, Any]:
     from ferrum_triton.files.gguf import open_gguf
     from ferrum_triton.models.families import family_of_gguf
     from ferrum_triton.models.weights import PLAIN_DTYPES
-    from ferrum_triton.quant import FORMATS
+    from ferrum_triton.quant.formats import GGUF_FORMATS
 
     with open_gguf(path) as file:
         tensors = []
         for tensor in file.tensors.values():
-            packed = tensor.type.name in FORMATS and len(tensor.shape) in (2, 3)
+            packed = tensor.type.id in GGUF_FORMATS and len(tensor.shape) in (2, 3)
             plain = tensor.type.dtype in PLAIN_DTYPES
             runs = "plain" if plain else "packed" if packed else "refused"
             tensors.append(_row(tensor.name, tensor.type.name, tensor.shape, tensor.nbytes, runs))

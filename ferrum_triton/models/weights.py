@@ -28,8 +28,9 @@ from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.experts import DenseExperts, Experts, Fp8Experts, PackedExperts
 from ferrum_triton.models.linear import Linear, Matrix, Table, keeps_packed
-from ferrum_triton.quant import FORMATS, Fp8Blocks, FusedTensor, QuantizedTensor
+from ferrum_triton.quant import Fp8Blocks, FusedTensor, QuantizedTensor
 from ferrum_triton.quant.finite import count_out_of_range
+from ferrum_triton.quant.formats import GGUF_FORMATS
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the number of tensors loaded and the number there are."""
@@ -130,8 +131,8 @@ class GgufSource(Source):
         tensor = self._file.tensors[name]
         if tensor.type.dtype is not None:
             return tensor.data()
-        if tensor.type.name not in FORMATS:
-            known = ", ".join(FORMATS)
+        if tensor.type.id not in GGUF_FORMATS:
+            known = ", ".join(fmt.name for fmt in GGUF_FORMATS.values())
             reason = f"tensor {name!r} is {tensor.type.name}, which has no decoder; known: {known}"
             raise FileError(self.path, reason, tensor.offset)
         if len(tensor.shape) not in (2, 3):

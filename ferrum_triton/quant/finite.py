@@ -51,7 +51,9 @@ def _out_of_the_ordinary(blocks: Tensor, fmt: BlockFormat, limit: float) -> Tens
     By the byte of a scale that has its exponent, which as an integer orders as the scale does.
     """
     if isinstance(fmt.d, Ratio):
-        return blocks[~(fmt.d.read(blocks).squeeze(-1).abs() < limit)]
+        first, second = fmt.d.parts(blocks)
+        ordinary = (first.abs() < limit) & ((first / second).abs() < limit)
+        return blocks[~ordinary.squeeze(-1)]
     raw = blocks.cpu().numpy()
     if isinstance(fmt.d, HalvedExponent):
         odd = raw[:, fmt.d.at] >= 128 + int(math.log2(limit))

@@ -127,7 +127,7 @@ def decode(rows, g, lane, mask, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
         ALIGN_D: tl.constexpr = _alignment_at(FORMAT.d.at, FORMAT, ALIGN)
         above = _word_at(at, mask, ALIGN_D).to(tl.float32, bitcast=True)
         below = _word_at(at + 4, mask, ALIGN_D).to(tl.float32, bitcast=True)
-        return tl.div_rn(scale * q * above, below)
+        return tl.div_rn(scale * q * above, tl.where(mask, below, 1.0))
     step, low = _scales(block, mask, FORMAT, ALIGN)
     if SCALES is None:
         weights = step * q
