@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ferrum_triton.backends import Backend
 from ferrum_triton.errors import FileError
-from ferrum_triton.files.fp8_weights import Fp8Files
 from ferrum_triton.files.gguf import GgufFile
-from ferrum_triton.files.int_weights import IntFiles
+from ferrum_triton.files.packed import PackedFiles
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.experts import DenseExperts, Experts, Fp8Experts, PackedExperts
@@ -179,7 +178,7 @@ class HfSource(Source):
 
     def __init__(
         self,
-        files: SafetensorsFiles | IntFiles | Fp8Files,
+        files: SafetensorsFiles | PackedFiles,
         names: Mapping[str, str] = HF_NAMES,
         norm_offset: float = 0.0,
         layers: str = "model.layers.",
@@ -201,7 +200,7 @@ class HfSource(Source):
         return self._files[self.spelled(name)]
 
     def packed(self) -> list[Packed]:
-        found = self._files.sizes() if isinstance(self._files, IntFiles | Fp8Files) else []
+        found = self._files.sizes() if isinstance(self._files, PackedFiles) else []
         return [Packed(*sizes) for sizes in found]
 
     def unread(self) -> list[str]:

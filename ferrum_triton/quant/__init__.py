@@ -1,10 +1,12 @@
 """Block-quantised weights as GGUF files store them: layouts, decoding, encoding. torch only.
 
-Integers of GPTQ, AWQ and compressed-tensors become such blocks, exactly. :class:`Fp8Blocks` are
+Integers of GPTQ, AWQ and compressed-tensors become such blocks, exactly, and so does what NVFP4 and
+MXFP4 are elsewhere. :class:`Fp8Blocks` are
 weights in FP8 with a scale for every block of 128 x 128.
 """
 
 from ferrum_triton.quant.encode import quantize_blocks
+from ferrum_triton.quant.float4 import load_mxfp4, load_nvfp4
 from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
 from ferrum_triton.quant.fp8 import Fp8Blocks
 from ferrum_triton.quant.integers import load_awq, load_compressed_tensors, load_gptq
@@ -25,6 +27,8 @@ __all__ = [
     "load_awq",
     "load_compressed_tensors",
     "load_gptq",
+    "load_mxfp4",
+    "load_nvfp4",
     "load_quant",
     "load_quant_experts",
     "load_quant_fused",
