@@ -313,28 +313,38 @@ def test_wrong_calls_are_refused(change, message):
         load_awq(tensors["m.qweight"], tensors["m.scales"][:3], tensors["m.qzeros"][:3])
 
 
-def packed_model(folder, model, method, config):
-    """A directory of transformers' model whose linear layers were rounded to integers.
+def packed_model(folder, model, pack, config):
+    """A directory of transformers' model whose linear layers are packed ones.
 
-    The model's weights become what the integers say.
+    The model's weights become what those say.
+
+    Args:
+        pack: of a module's name, a shape and a seed the module's tensors and its weights.
     """
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for i, name in enumerate(sorted(tensors)):
-        if "_proj.weight" not in name:
-            continue
-        weight, module = tensors.pop(name), name.removesuffix(".weight")
-        parts = drawn(4, *weight.shape, 32, method != "awq", seed=i)
-        tensors |= gptq(module, *parts, 4) if method == "gptq" else awq(module, *parts)
-        tensors[name] = exact(*parts).float()
-    state = {n: t for n, t in tensors.items() if n.endswith(("weight", "bias"))}
+    state, stored = load_file(file), {}
+    for i, name in enumerate(sorted(state)):
+        if "_proj.weight" in name:
+            parts, state[name] = pack(name.removesuffix(".weight"), state[name].shape, i)
+            stored |= parts
     save_file(state, file)
     again = type(model).from_pretrained(folder).eval()
-    save_file({n: t for n, t in tensors.items() if "_proj.weight" not in n}, file)
+    save_file({n: t for n, t in state.items() if "_proj.weight" not in n} | stored, file)
     values = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
     (folder / "config.json").write_text(json.dumps(values))
     return again
+
+
+def packed_as(method):
+    """``pack`` of :func:`packed_model`."""
+
+    def pack(module, shape, seed):
+        parts = drawn(4, *shape, 32, method != "awq", seed=seed)
+        tensors = gptq(module, *parts, 4) if method == "gptq" else awq(module, *parts)
+        return tensors, exact(*parts).float()
+
+    return pack
 
 
 @pytest.mark.parametrize("backend_name", ["cpu", "interpret"])
@@ -352,7 +362,7 @@ def test_models_equal_transformers(tmp_path, family, method, backend_name):
     settings = GPTQ if method == "gptq" else {"quant_method": "awq", "bits": 4}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    theirs = packed_model(tmp_path, model, method, settings)
+    theirs = packed_model(tmp_path, model, packed_as(method), settings)
     ours, ids = load_model(tmp_path, get_backend(backend_name)), tokens(12)
     described = describe(tmp_path)
     assert described["model"].startswith("one that generate runs"), described["model"]
