@@ -61,7 +61,9 @@ def tensors_of(module, codes, scales, whole, way):
     """As a checkpoint has them, with scales of activations that are of no use here."""
     if way == "modelopt":
         found = {"weight": codes, "weight_scale": scales, "weight_scale_2": whole[0].clone()}
-        return {f"{module}.{part}": t for part, t in (found | {"input_scale": 3 * whole[0]}).items()}
+        return {
+            f"{module}.{part}": t for part, t in (found | {"input_scale": 3 * whole[0]}).items()
+        }
     found = {"weight_packed": codes, "weight_scale": scales}
     if way == "nvfp4":
         found |= {"weight_global_scale": whole, "input_global_scale": 3 * whole}

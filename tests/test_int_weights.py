@@ -100,13 +100,13 @@ def decoded(found):
     [
         ("gptq", 4, True, "Q4_0"),
         ("gptq_v2", 4, True, "Q4_0"),
-        ("gptq", 4, False, "Q5_0"),
-        ("gptq_v2", 4, False, "Q5_0"),
+        ("gptq", 4, False, "Q4_Z"),
+        ("gptq_v2", 4, False, "Q4_Z"),
         ("gptq", 8, True, "Q8_0"),
         ("gptq", 8, False, None),
-        ("awq", 4, False, "Q5_0"),
+        ("awq", 4, False, "Q4_Z"),
         ("compressed-tensors", 4, True, "Q4_0"),
-        ("compressed-tensors", 4, False, "Q5_0"),
+        ("compressed-tensors", 4, False, "Q4_Z"),
         ("compressed-tensors", 8, True, "Q8_0"),
     ],
 )

@@ -78,7 +78,7 @@ def test_every_bit_of_a_block_is_described_once(fmt):
     taken = torch.zeros(fmt.block_bytes, dtype=torch.int32)
     for scale in (fmt.d, fmt.m):
         if scale is not None:
-            size = {Half: 2, Ratio: 8}.get(type(scale), 1)
+            size = 2 if isinstance(scale, Half) else 8 if isinstance(scale, Ratio) else 1
             taken[scale.at : scale.at + size] += 255
     for integers in (fmt.q, fmt.scales, fmt.mins):
         if integers is None:
@@ -244,6 +244,7 @@ def test_encoding_error_is_bounded(fmt, scale, offset, seed):
     bound = {
         "Q4_0": largest / 8,  # the extreme opposite to the largest is clipped by up to a step
         "Q4_1": span / 15 / 2,
+        "Q4_Z": (span + largest) / 15,  # of what holds 0 too, and so has a zero
         "Q5_0": largest / 16,
         "Q5_1": span / 31 / 2,
         "Q8_0": largest / 127 / 2,

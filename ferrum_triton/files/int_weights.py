@@ -26,7 +26,7 @@ from ferrum_triton.quant import (
     load_gptq,
 )
 from ferrum_triton.quant.fp8 import BLOCK
-from ferrum_triton.quant.integers import TARGETS, rooms
+from ferrum_triton.quant.integers import targets
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt")
 # Formats of compressed-tensors whose codes are E2M1: what they are called, the weights that share a
@@ -209,7 +209,7 @@ class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
 
     def sizes(self) -> list[tuple[str, int, int]]:
         """Of each module in integers: the format it gets most likely, its bytes and its weights."""
-        kind = TARGETS[rooms(self._packing.bits, self._packing.symmetric)[0]]
+        kind = targets(self._packing.bits, self._packing.symmetric)[0]
         fmt, per = FORMATS[kind], 32 // self._packing.bits
         codes = "weight_packed" if self._packing.method == "compressed-tensors" else "qweight"
         shapes = [self._files.shape(f"{module}.{codes}") for module in self._modules.values()]

@@ -66,6 +66,17 @@ def _encode_range(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
     fmt.q.write(blocks, ((x - m) * _inverse(d) + 0.5).trunc().clamp(0, fmt.q.largest))
 
 
+def _encode_zeros(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
+    """Q4_Z: the least q at the smallest weight or 0, the largest at the largest or 0."""
+    assert fmt.m
+    low, high = x.amin(dim=-1, keepdim=True).clamp(max=0), x.amax(dim=-1, keepdim=True).clamp(min=0)
+    fmt.d.write(blocks, (high - low) / fmt.q.largest)
+    inverse = _inverse(fmt.d.read(blocks))
+    zero = (-low * inverse).round().clamp(0, fmt.q.largest)
+    fmt.m.write(blocks, zero)
+    fmt.q.write(blocks, (x * inverse + zero).round().clamp(0, fmt.q.largest))
+
+
 def _encode_q8_0(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
     """q = ±127 at the weight of largest magnitude; ties round away from zero."""
     d = x.abs().amax(dim=-1, keepdim=True) / 127
@@ -173,7 +184,7 @@ def _encoder_of(fmt: BlockFormat) -> Callable[[Tensor, Tensor, BlockFormat], Non
     if fmt.scales:
         return _encode_sub_blocks
     if fmt.m:
-        return _encode_range
+        return _encode_zeros if fmt.has_zero else _encode_range
     if fmt.values:
         return _encode_levels
     return _encode_q8_0 if fmt.signed else _encode_even

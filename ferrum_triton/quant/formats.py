@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
-from ferrum_triton.quant.layout import E4m3, Half, HalvedExponent, Integers, Ratio, Run, Scale
+from ferrum_triton.quant.layout import (
+    E4m3,
+    Half,
+    HalvedExponent,
+    Integers,
+    Ratio,
+    Run,
+    Scale,
+    Zero,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,8 @@ class BlockFormat:
 
         w[i] = (d · scales[j]) · q[i] - m · mins[j]
 
-    without the factors and terms the format has not; a format with ``m`` and no mins adds m. Where
+    without the factors and terms the format has not; a format with ``m`` and no mins adds m, or
+    takes it from q[i] where it is a zero. Where
     there are ``values``, values[q[i]] takes q[i]'s place. A ratio d is that of a whole row:
     scales[j] · q[i], which is exact then, is multiplied by one number and divided by another.
 
@@ -42,7 +52,7 @@ class BlockFormat:
         block_bytes: bytes of a block.
         d: scale of the block.
         q: the weights' integers.
-        m: minimum, or scale of the minimums.
+        m: minimum, or scale of the minimums, or a zero.
         scales: integers that scale the sub-blocks, of equal size.
         mins: integers that scale ``m`` for each sub-block.
         values: codebook, up to 16 integers of 8 bits that the integers q are indices of.
@@ -97,6 +107,11 @@ class BlockFormat:
     def has_minimum(self) -> bool:
         """Whether a block has m beside d."""
         return self.m is not None
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether m is what an integer is if its weight is 0."""
+        return isinstance(self.m, Zero)
 
     @property
     def is_exponent(self) -> bool:
@@ -192,6 +207,8 @@ def _decode(blocks: Tensor, fmt: BlockFormat) -> Tensor:
     else:
         q = torch.tensor(fmt.values, dtype=torch.float32, device=q.device)[q.int()]
     if fmt.scales is None:
+        if fmt.m is not None and fmt.has_zero:
+            return fmt.d.read(blocks) * (q - fmt.m.read(blocks))
         w = fmt.d.read(blocks) * q
         return w if fmt.m is None else w + fmt.m.read(blocks)
     if isinstance(fmt.d, Ratio):
@@ -368,6 +385,16 @@ _ALL = (
         d=HalvedExponent(0),
         q=Integers((_nibbles(1, lanes=16),)),
         values=_E2M1_DOUBLED,
+    ),
+    # What GPTQ and AWQ have: a zero for each scale, which a minimum would round.
+    BlockFormat(
+        "Q4_Z",
+        ggml_id=None,
+        block_size=32,
+        block_bytes=20,
+        d=Half(0),
+        m=Zero(2),
+        q=Integers((_nibbles(4, lanes=16),)),
     ),
     # Codes as checkpoints have them, two neighbours in a byte. GGUF's type of this name has no d.
     BlockFormat(

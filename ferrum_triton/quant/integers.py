@@ -1,13 +1,13 @@
 """Weights that are integers with a scale and a zero for every group: GPTQ's, AWQ's and others'.
 
 w[i, j] = scale[i, g] · (q[i, j] - zero[i, g]), g being the group of column j. That is laid out anew
-as one of GGUF's formats, exactly: of those below the smallest that has room for q - zero. So the
-kernels of packed weights multiply it, and what is decoded is what the integers say.
+as one of these formats, exactly. So the kernels of packed weights multiply it, and what is decoded
+is what the integers say.
 
 | q - zero | format | bits a weight |
 |---|---|---|
 | -8 to 7, as of four bits with the zero in the middle | Q4_0 | 4.5 |
-| -16 to 15, as of four bits with any zero | Q5_0 | 5.5 |
+| four bits with any zero | Q4_Z | 5 |
 | -128 to 127, as of eight bits with the zero in the middle | Q8_0 | 8.5 |
 
 What fits none of them is decoded: scales that float16 does not hold exactly, groups that are no
@@ -25,8 +25,8 @@ from ferrum_triton.errors import InputError
 from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.tensor import QuantizedTensor
 
-# The formats by the largest magnitude they have room for, -n to n - 1; smallest first.
-TARGETS = {8: "Q4_0", 16: "Q5_0", 128: "Q8_0"}
+# Formats of q - zero, and the n of what they have room for, -n to n - 1.
+ROOM = {"Q4_0": 8, "Q8_0": 128}
 GROUP = 32
 # Where column i of eight lies in an int32 of AWQ, as a number of four bits.
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -136,14 +136,15 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2).view(torch.int8)
 
 
-def rooms(bits: int, symmetric: bool) -> list[int]:
-    """Magnitudes of TARGETS that come into question: one for all matrices, but for odd ones."""
-    least = 1 << (bits - symmetric)
-    return [room for room in TARGETS if room >= least] or [max(TARGETS)]
+def targets(bits: int, symmetric: bool) -> tuple[str, ...]:
+    """Formats that come into question, the first for all matrices but odd ones."""
+    if bits == 8:
+        return ("Q8_0",)
+    return ("Q4_0", "Q4_Z") if symmetric else ("Q4_Z",)
 
 
 def laid_out(found: Integers, bits: int, symmetric: bool) -> Tensor | QuantizedTensor:
-    """The same weights in one of TARGETS, or decoded to float32 where none holds them exactly.
+    """The same weights in one of their targets, or decoded to float32 where none holds them.
 
     Raises:
         InputError: columns are in no groups of one size, and nothing says in which.
@@ -163,13 +164,22 @@ def laid_out(found: Integers, bits: int, symmetric: bool) -> Tensor | QuantizedT
     differences = found.q - found.zeros[:, group_of]
     is_exact = torch.equal(found.scales.half().to(found.scales.dtype), found.scales)
     least, most = (int(v) for v in differences.aminmax()) if differences.numel() else (0, 0)
-    room = next((r for r in rooms(bits, symmetric) if -r <= least and most < r), None)
+    kind = next(
+        (
+            k
+            for k in targets(bits, symmetric)
+            if k not in ROOM or -ROOM[k] <= least <= most < ROOM[k]
+        ),
+        None,
+    )
     is_whole = size > 0 and size % GROUP == 0 and torch.equal(group_of, in_order)
-    if room is None or not (is_exact and is_whole):
+    if kind is None or not (is_exact and is_whole):
         return differences * found.scales.float()[:, group_of]
-    fmt = FORMATS[TARGETS[room]]
+    fmt = FORMATS[kind]
     shape = n, k // GROUP, fmt.block_bytes
     blocks = torch.zeros(shape, dtype=torch.uint8, device=found.q.device)
-    fmt.q.write(blocks, differences.unflatten(1, (-1, GROUP)))
+    fmt.q.write(blocks, (found.q if fmt.has_zero else differences).unflatten(1, (-1, GROUP)))
     fmt.d.write(blocks, found.scales.repeat_interleave(size // GROUP, 1)[..., None])
-    return QuantizedTensor(blocks.flatten(1), TARGETS[room])
+    if fmt.m is not None:
+        fmt.m.write(blocks, found.zeros.repeat_interleave(size // GROUP, 1)[..., None])
+    return QuantizedTensor(blocks.flatten(1), kind)

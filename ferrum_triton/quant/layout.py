@@ -172,6 +172,11 @@ class Half:
 
 
 @dataclass(frozen=True)
+class Zero(Half):
+    """An fp16 at byte ``at`` that is a whole number up to 16, taken from every integer."""
+
+
+@dataclass(frozen=True)
 class HalvedExponent:
     """Half of an E8M0 at byte ``at``: byte e is 2^(e - 128), two denormals among them.
 

@@ -131,7 +131,9 @@ def decode(rows, g, lane, mask, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
         below = _word_at(at + 4, mask, ALIGN_D).to(tl.float32, bitcast=True)
         return tl.div_rn(scale * q * above, tl.where(mask, below, 1.0))
     step, low = _scales(block, mask, FORMAT, ALIGN)
-    if SCALES is None:
+    if FORMAT.has_zero:
+        weights = step * (q - low)
+    elif SCALES is None:
         weights = step * q
         if FORMAT.has_minimum:
             weights += low

@@ -161,9 +161,16 @@ def constraints_of(fmt):
     return ",".join(["=&r"] * 8 + ["r"] * (_word_operands(fmt) + scales))
 
 
-# $0 .. $7 = $8 .. $15 times $16, plus $17 or minus $17 · $18.
+# $0 .. $7 = $8 .. $15 times $16, plus $17 or minus $17 · $18. Or less $17, which is exact, and then
+# times $16.
 TIMES = tl.constexpr("\n".join(f"mul.rn.f16x2 ${i}, ${8 + i}, $16;" for i in range(8)))
 PLUS = tl.constexpr("\n".join(f"fma.rn.f16x2 ${i}, ${8 + i}, $16, $17;" for i in range(8)))
+LESS = tl.constexpr(
+    "\n".join(
+        f"{{ .reg .b32 t; sub.rn.f16x2 t, ${8 + i}, $17; mul.rn.f16x2 ${i}, t, $16; }}"
+        for i in range(8)
+    )
+)
 _MINUS = tl.constexpr(
     "{\n.reg .b32 low;\nmul.rn.f16x2 low, $17, $18;\nneg.f16x2 low, low;\n"
     + "\n".join(f"fma.rn.f16x2 ${i}, ${8 + i}, $16, low;" for i in range(8))
@@ -327,6 +334,8 @@ def second_bytes(x, W: tl.constexpr, ASM: tl.constexpr):
 def times(t, mins, d, low, FORMAT: tl.constexpr, PTX: tl.constexpr):
     """t · d, + low of formats of 32 weights, - mins · low of the others; float16 each.
 
+    Where low is a zero it is (t - low) · d.
+
     Args:
         t: of :func:`unpack`.
         d: float16 [N, W].
@@ -341,8 +350,9 @@ def times(t, mins, d, low, FORMAT: tl.constexpr, PTX: tl.constexpr):
         )
     elif PTX and FORMAT.has_minimum:
         args += (d, low)
+        ASM: tl.constexpr = LESS if FORMAT.has_zero else PLUS
         t = tl.inline_asm_elementwise(
-            PLUS, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2
+            ASM, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2
         )
     elif PTX:
         args += (d,)
@@ -352,7 +362,9 @@ def times(t, mins, d, low, FORMAT: tl.constexpr, PTX: tl.constexpr):
     else:
         if DIFFERENCE:
             low = -(low * mins)
-        if FORMAT.has_minimum:
+        if FORMAT.has_zero:
+            low = -(low.to(tl.float32) * d.to(tl.float32))  # exact
+        elif FORMAT.has_minimum:
             low = low.to(tl.float32)
         t = ()
         for p in tl.static_range(8):

@@ -99,7 +99,9 @@ def _scaled(q, s_ptr, t_ptr, d_ptr, first, num_weights, FORMAT: tl.constexpr):
         d = halved_power(d)
     else:
         d = d.to(tl.float32)
-    if FORMAT.scales is None:
+    if FORMAT.has_zero:
+        w = spread(d, BLOCK_K) * (q - spread(m, BLOCK_K))
+    elif FORMAT.scales is None:
         w = spread(d, BLOCK_K) * q
         if FORMAT.has_minimum:
             w = w + spread(m, BLOCK_K)

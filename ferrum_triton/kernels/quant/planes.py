@@ -418,9 +418,11 @@ def sub_scales(raw, FORMAT: tl.constexpr):
 
 @triton.jit
 def block_scales(raw, FORMAT: tl.constexpr):
-    """d, and the minimum where there is one, as float32."""
+    """d, and the minimum where there is one or a zero makes one, as float32."""
     if FORMAT.has_minimum:
         d, m = fp16_pair(raw[0])
+        if FORMAT.has_zero:
+            m = -(d * m)  # exact
         scales = (d, m)
     elif FORMAT.is_exponent:
         scales = (halved_power(raw[0]),)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.quant.fragments import (
+    LESS,
     PLUS,
     PLUS_CONSTRAINTS,
     TIMES,
@@ -244,21 +245,22 @@ def weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
             pairs,
             _twice(both, 0, PTX),
             _twice(both, 1, PTX),
+            FORMAT.has_zero,
             PTX,
         )
     elif SCALES == "":
-        pairs = _times(pairs, _twice(d[0], J // 2, PTX), None, PTX)
+        pairs = _times(pairs, _twice(d[0], J // 2, PTX), None, False, PTX)
     return pairs
 
 
 @triton.jit
-def _times(pairs, d, low, PTX: tl.constexpr):
-    """pairs · d + low, which are pairs of the same number."""
+def _times(pairs, d, low, IS_ZERO: tl.constexpr, PTX: tl.constexpr):
+    """pairs · d + low, or (pairs - low) · d; d and low are pairs of the same number."""
     if PTX and low is not None:
         args = pairs
         args += (d, low)
         pairs = tl.inline_asm_elementwise(
-            PLUS, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
+            LESS if IS_ZERO else PLUS, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
         )
     elif PTX:
         args = pairs
@@ -271,6 +273,8 @@ def _times(pairs, d, low, PTX: tl.constexpr):
         added = 0.0
         if low is not None:
             added, _ = fp16_pair(low)
+            if IS_ZERO:
+                added = -(added * factor)
         out = ()
         for p in tl.static_range(8):
             first, second = fp16_pair(pairs[p])
