@@ -143,6 +143,11 @@ def targets(bits: int, symmetric: bool) -> tuple[str, ...]:
     return ("Q4_0", "Q4_Z") if symmetric else ("Q4_Z",)
 
 
+def has_room(kind: str, least: int, most: int) -> bool:
+    """Whether a target has room for q - zero from ``least`` to ``most``."""
+    return kind not in ROOM or -ROOM[kind] <= least <= most < ROOM[kind]
+
+
 def laid_out(found: Integers, bits: int, symmetric: bool) -> Tensor | QuantizedTensor:
     """The same weights in one of their targets, or decoded to float32 where none holds them.
 
@@ -164,14 +169,7 @@ def laid_out(found: Integers, bits: int, symmetric: bool) -> Tensor | QuantizedT
     differences = found.q - found.zeros[:, group_of]
     is_exact = torch.equal(found.scales.half().to(found.scales.dtype), found.scales)
     least, most = (int(v) for v in differences.aminmax()) if differences.numel() else (0, 0)
-    kind = next(
-        (
-            k
-            for k in targets(bits, symmetric)
-            if k not in ROOM or -ROOM[k] <= least <= most < ROOM[k]
-        ),
-        None,
-    )
+    kind = next((k for k in targets(bits, symmetric) if has_room(k, least, most)), None)
     is_whole = size > 0 and size % GROUP == 0 and torch.equal(group_of, in_order)
     if kind is None or not (is_exact and is_whole):
         return differences * found.scales.float()[:, group_of]
