@@ -148,17 +148,6 @@ def test_zeros_of_the_middle_tell_the_form_by_themselves(tmp_path, stored, says_
     assert torch.equal(decoded(found), exact(q, zeros, scales))
 
 
-def test_weights_whose_groups_are_out_of_order_are_decoded(tmp_path):
-    """Of ``desc_act``: rightly, though not packed."""
-    q, zeros, scales = drawn(4, 8, 128, 32, True)
-    order = torch.randperm(128, generator=torch.Generator().manual_seed(3))
-    tensors = gptq("m", q[:, order], zeros, scales, 4)
-    tensors["m.g_idx"] = (order // 32).to(torch.int32)
-    found = read(tmp_path, tensors, Packing("gptq", 4, True, True))
-    assert isinstance(found, torch.Tensor)
-    assert torch.equal(found.double(), exact(q, zeros, scales)[:, order])
-
-
 @pytest.mark.parametrize(
     ("size", "scale"), [(16, None), (32, torch.tensor(1.0009765625 + 2**-13)), (32, 1e-9)]
 )

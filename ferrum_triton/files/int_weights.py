@@ -20,13 +20,12 @@ from ferrum_triton.files.json_file import read_json
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.quant import (
     FORMATS,
-    QuantizedTensor,
     load_awq,
     load_compressed_tensors,
     load_gptq,
 )
 from ferrum_triton.quant.fp8 import BLOCK
-from ferrum_triton.quant.integers import targets
+from ferrum_triton.quant.integers import LaidOut, targets
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt")
 # Formats of compressed-tensors whose codes are E2M1: what they are called, the weights that share a
@@ -164,7 +163,7 @@ def _modelopt(found: Mapping[str, Any], path: Path) -> Packing:
     return Packing("modelopt", 4, symmetric=True, float_format="NVFP4")
 
 
-class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
+class IntFiles(Mapping[str, LaidOut]):
     """Tensors of a directory by name, those in integers as one tensor ``<module>.weight``.
 
     Attributes:
@@ -197,7 +196,7 @@ class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
     def __contains__(self, name: object) -> bool:
         return name in self._there
 
-    def __getitem__(self, name: str) -> Tensor | QuantizedTensor:
+    def __getitem__(self, name: str) -> LaidOut:
         if name not in self._modules:
             return self._files[name]
         read = {
@@ -231,7 +230,7 @@ class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
             raise FileError(self.path, f"tensor {name!r} is {got}; expected {known} [{sizes}]")
         return found
 
-    def _read_gptq(self, module: str) -> Tensor | QuantizedTensor:
+    def _read_gptq(self, module: str) -> LaidOut:
         bits, per = self._packing.bits, 32 // self._packing.bits
         codes = self._part(f"{module}.qweight", _WORDS, -1, -1)
         k, n = codes.shape[0] * per, codes.shape[1]
@@ -247,7 +246,7 @@ class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
             zeros_less_one=self._packing.has_zeros_less_one,
         )
 
-    def _read_awq(self, module: str) -> Tensor | QuantizedTensor:
+    def _read_awq(self, module: str) -> LaidOut:
         codes = self._part(f"{module}.qweight", _WORDS, -1, -1)
         k, n = codes.shape[0], codes.shape[1] * 8
         scales = self._part(f"{module}.scales", _FLOATS, -1, n)
@@ -255,7 +254,7 @@ class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
         self._groups("", k, len(scales))
         return load_awq(codes, scales, zeros)
 
-    def _read_compressed(self, module: str) -> Tensor | QuantizedTensor:
+    def _read_compressed(self, module: str) -> LaidOut:
         bits, per = self._packing.bits, 32 // self._packing.bits
         n, k = self._part(f"{module}.weight_shape", _INTS, 2).tolist()
         if not (0 < n < 1 << 31 and 0 < k < 1 << 31):

@@ -13,6 +13,7 @@ from ferrum_triton.quant.integers import load_awq, load_compressed_tensors, load
 from ferrum_triton.quant.kinds import dequantize_rows, quantize_rows
 from ferrum_triton.quant.load import load_quant, load_quant_experts, load_quant_fused
 from ferrum_triton.quant.planes import from_planes, to_planes
+from ferrum_triton.quant.reordered import Reordered
 from ferrum_triton.quant.tensor import FusedTensor, QuantizedTensor
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Fp8Blocks",
     "FusedTensor",
     "QuantizedTensor",
+    "Reordered",
     "dequantize_blocks",
     "dequantize_rows",
     "from_planes",

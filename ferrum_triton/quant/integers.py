@@ -10,19 +10,21 @@ is what the integers say.
 | four bits with any zero | Q4_Z | 5 |
 | -128 to 127, as of eight bits with the zero in the middle | Q8_0 | 8.5 |
 
-What fits none of them is decoded: scales that float16 does not hold exactly, groups that are no
-multiples of 32 weights, and weights whose groups are not in their order (GPTQ's ``desc_act``).
+Columns whose groups are not in their order (GPTQ's ``desc_act``) are brought there, and the weights
+are :class:`~ferrum_triton.quant.Reordered`. What fits none of the formats is decoded: scales that
+float16 does not hold exactly, and groups that are no multiples of 32 weights.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.quant.formats import FORMATS
+from ferrum_triton.quant.reordered import Reordered
 from ferrum_triton.quant.tensor import QuantizedTensor
 
 # Formats of q - zero, and the n of what they have room for, -n to n - 1.
@@ -30,6 +32,9 @@ ROOM = {"Q4_0": 8, "Q8_0": 128}
 GROUP = 32
 # Where column i of eight lies in an int32 of AWQ, as a number of four bits.
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+LaidOut: TypeAlias = QuantizedTensor | Reordered | Tensor
 
 
 class Integers(NamedTuple):
@@ -50,7 +55,7 @@ def load_gptq(
     bits: int = 4,
     symmetric: bool = True,
     zeros_less_one: bool = True,
-) -> QuantizedTensor | Tensor:
+) -> LaidOut:
     """A matrix [n, k] as AutoGPTQ and GPTQModel store it.
 
     Args:
@@ -75,7 +80,7 @@ def load_gptq(
     return laid_out(found, bits, symmetric)
 
 
-def load_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> QuantizedTensor | Tensor:
+def load_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> LaidOut:
     """A matrix [n, k] as AutoAWQ's ``gemm`` stores it, of four bits.
 
     Args:
@@ -99,7 +104,7 @@ def load_compressed_tensors(
     num_columns: int,
     bits: int = 4,
     symmetric: bool = True,
-) -> QuantizedTensor | Tensor:
+) -> LaidOut:
     """A matrix [n, k] as compressed-tensors' ``pack-quantized`` stores it.
 
     Args:
@@ -148,8 +153,10 @@ def has_room(kind: str, least: int, most: int) -> bool:
     return kind not in ROOM or -ROOM[kind] <= least <= most < ROOM[kind]
 
 
-def laid_out(found: Integers, bits: int, symmetric: bool) -> Tensor | QuantizedTensor:
+def laid_out(found: Integers, bits: int, symmetric: bool) -> LaidOut:
     """The same weights in one of their targets, or decoded to float32 where none holds them.
+
+    Out of the order of their groups, of one size, they are reordered.
 
     Raises:
         InputError: columns are in no groups of one size, and nothing says in which.
@@ -170,14 +177,20 @@ def laid_out(found: Integers, bits: int, symmetric: bool) -> Tensor | QuantizedT
     is_exact = torch.equal(found.scales.half().to(found.scales.dtype), found.scales)
     least, most = (int(v) for v in differences.aminmax()) if differences.numel() else (0, 0)
     kind = next((k for k in targets(bits, symmetric) if has_room(k, least, most)), None)
-    is_whole = size > 0 and size % GROUP == 0 and torch.equal(group_of, in_order)
+    order = group_of.argsort(stable=True)
+    is_whole = size > 0 and size % GROUP == 0 and torch.equal(group_of[order], in_order)
     if kind is None or not (is_exact and is_whole):
         return differences * found.scales.float()[:, group_of]
+    is_reordered = not torch.equal(group_of, in_order)
     fmt = FORMATS[kind]
     shape = n, k // GROUP, fmt.block_bytes
     blocks = torch.zeros(shape, dtype=torch.uint8, device=found.q.device)
-    fmt.q.write(blocks, (found.q if fmt.has_zero else differences).unflatten(1, (-1, GROUP)))
+    integers = found.q if fmt.has_zero else differences
+    if is_reordered:
+        integers = integers[:, order]
+    fmt.q.write(blocks, integers.unflatten(1, (-1, GROUP)))
     fmt.d.write(blocks, found.scales.repeat_interleave(size // GROUP, 1)[..., None])
     if fmt.m is not None:
         fmt.m.write(blocks, found.zeros.repeat_interleave(size // GROUP, 1)[..., None])
-    return QuantizedTensor(blocks.flatten(1), kind)
+    weight = QuantizedTensor(blocks.flatten(1), kind)
+    return Reordered(weight, order) if is_reordered else weight
