@@ -18,7 +18,7 @@ from ferrum_triton.models.linear import (
 )
 from ferrum_triton.quant import FusedTensor, QuantizedTensor, Reordered, quantize_rows
 from ferrum_triton.quant.finite import count_out_of_range
-from tests.test_int_weights import GPTQ, decoded, drawn, exact, gptq, packed_model, read
+from tests.test_int_weights import GPTQ, compressed, decoded, drawn, exact, gptq, packed_model, read
 from tests.test_models import run, tokens
 
 
@@ -47,6 +47,16 @@ def test_weights_stay_packed_in_the_order_of_their_groups(tmp_path, bits, symmet
     assert torch.equal(found.dequantize().double(), weights)
     assert torch.equal(found.weight.dequantize().double(), weights[:, found.order])
     assert count_out_of_range(found, torch.float32) == 0
+
+
+def test_weights_of_compressed_tensors_may_be_out_of_order_too(tmp_path):
+    place = torch.randperm(128, generator=seeded(4))
+    q, zeros, scales = drawn(4, 8, 128, 32, False)
+    tensors = compressed("m", q[:, place], zeros, scales, 4, symmetric=False)
+    tensors["m.weight_g_idx"] = (place // 32).to(torch.int32)
+    found = read(tmp_path, tensors, Packing("compressed-tensors", 4, False))
+    assert isinstance(found, Reordered) and found.kind == "Q4_Z"
+    assert torch.equal(found.dequantize().double(), exact(q, zeros, scales)[:, place])
 
 
 def test_groups_of_several_sizes_are_decoded(tmp_path):
