@@ -135,7 +135,9 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
     Of four bits they are int8, of eight int16: differences of two of them fit.
     """
-    data = words.contiguous().view(torch.uint8)
+    rows, columns = words.shape
+    # End to end first: a tensor of one column counts as contiguous, and cannot be viewed.
+    data = words.reshape(-1).view(torch.uint8).view(rows, 4 * columns)
     if bits == 8:
         return data.to(torch.int16)
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2).view(torch.int8)
