@@ -7,7 +7,8 @@ that every implementation gives the same bits.
 
 A format is one :class:`BlockFormat`, an entry of :data:`FORMATS`. All else follows from it: this
 module's decoder, the repacked layout (:mod:`ferrum_triton.quant.planes`) and what the kernels know
-of the format, which take the description itself as a constant.
+of the format, which take the description itself as a constant. Two are of no GGUF file: Q4_Z and
+NVFP4 hold what other checkpoints have, bit by bit.
 """
 
 from __future__ import annotations
