@@ -44,8 +44,8 @@ CODE_BITS = ((2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (8, 0))
 # scaled by powers of two.
 LARGEST_OF = 256
 SUFFIX = ":planes"
-# Bytes of what scales a row. Where half of an E4M3 is meant kernels take 2^-8 of it, so that the factor
-# of products is 2^7 times the ratio.
+# Bytes of what scales a row. Kernels take 2^-8 of an E4M3 where half of it is meant, so that the
+# factor of products is 2^7 times the ratio.
 ROW_SCALE_BYTES, ROW_SCALE = 12, 2.0**7
 # Bytes of blocks repacked at a time: codes take up to eight times their room while they are moved.
 CHUNK_BYTES = 32 << 20
