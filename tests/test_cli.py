@@ -17,7 +17,7 @@ from ferrum_triton.cli.default_model import INSTALL, find_default_model
 from ferrum_triton.files.ggml_types import GGML_TYPES
 from ferrum_triton.models import roof
 from ferrum_triton.models.generation import Stats
-from ferrum_triton.quant import FORMATS
+from ferrum_triton.quant.formats import GGUF_FORMATS
 from ferrum_triton.registry import OPS
 from tests import gguf_writer as w
 
@@ -246,7 +246,7 @@ def test_inspect_says_what_a_file_holds(tmp_path, capsys):
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  a.")}
     for t in GGML_TYPES.values():
         plain = t.dtype is not None and t.dtype.is_floating_point
-        runs = "plain" if plain else "packed" if t.name in FORMATS else "refused"
+        runs = "plain" if plain else "packed" if t.id in GGUF_FORMATS else "refused"
         nbytes = 512 // t.block_size * t.block_bytes
         assert rows[f"a.{t.name}"] == [t.name, "2×256", f"{nbytes:,}", runs]
     assert "  type     tensors  bytes  runs" in lines

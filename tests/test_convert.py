@@ -20,6 +20,7 @@ from ferrum_triton.integrations.transformers import (
 )
 from ferrum_triton.integrations.transformers.recognise import mlp_of, norm_of, scale_of
 from ferrum_triton.quant import FORMATS, QuantizedTensor, dequantize_blocks, quantize_blocks
+from ferrum_triton.quant.formats import GGUF_FORMATS
 from tests import tiny_files
 from tests.tiny_files import HEAD_DIM, INNER, VOCAB
 from tests.tiny_models import SHAPE
@@ -341,9 +342,9 @@ def test_packed_experts_are_the_sum_of_those_chosen(num_tokens):
 
 
 def test_every_format_has_the_products_that_loading_asks_for():
-    assert set(kernel.GEMV_TYPES) == {fmt.ggml_id for fmt in FORMATS.values()}
+    assert set(kernel.GEMV_TYPES) == set(GGUF_FORMATS)
     x = torch.randn(3, 512)
-    for fmt in FORMATS.values():
+    for fmt in GGUF_FORMATS.values():
         packed = quantize_blocks(torch.randn(5, 512), fmt)
         wide = dequantize_blocks(packed, fmt)
         number = fmt.ggml_id

@@ -13,6 +13,13 @@ def random_rows(fmt, num_blocks=12):
     if fmt.is_exponent:
         blocks[:, fmt.d.at :: fmt.block_bytes] = torch.randint(248, 256, (4, num_blocks)).byte()
         return blocks
+    if fmt.is_row_scaled:
+        values = torch.tensor([0.01, 1.0, -3e36, 1e-38, float("nan"), float("inf"), 0.0])
+        parts = values[torch.tensor([[0, 2, 4, 5], [1, 1, 1, 3]])].view(2, 4, 1, 1)
+        fmt.d.write_parts(
+            blocks.unflatten(-1, (num_blocks, -1)), *parts.expand(2, 4, num_blocks, 1)
+        )
+        return blocks
     for scale in filter(None, (fmt.d, fmt.m)):
         values = torch.tensor([0.01, -3.0, 6e4, float("nan"), float("inf"), -float("inf")]).half()
         drawn = (

@@ -12,7 +12,7 @@ import torch
 from ferrum_triton.errors import FileError
 from ferrum_triton.files.ggml_types import GGML_TYPES
 from ferrum_triton.files.gguf import open_gguf
-from ferrum_triton.quant import FORMATS
+from ferrum_triton.quant.formats import GGUF_FORMATS
 from tests import gguf_writer as w
 
 PLAIN = {
@@ -82,9 +82,9 @@ def test_plain_types_are_their_dtypes():
 
 
 def test_formats_we_decode_agree_with_the_table():
-    for name, fmt in FORMATS.items():
-        t = GGML_TYPES[fmt.ggml_id]
-        assert (t.name, t.block_size, t.block_bytes) == (name, fmt.block_size, fmt.block_bytes)
+    for number, fmt in GGUF_FORMATS.items():
+        t = GGML_TYPES[number]
+        assert (t.name, t.block_size, t.block_bytes) == (fmt.name, fmt.block_size, fmt.block_bytes)
 
 
 def test_real_model(real_model):

@@ -14,9 +14,9 @@ from ferrum_triton.models.gpt_oss import (
     DenseBiasedExperts,
     GptOss,
     GptOssConfig,
-    mxfp4_of_gguf,
 )
 from ferrum_triton.quant import QuantizedTensor
+from ferrum_triton.quant.float4 import mxfp4_of_gguf
 from ferrum_triton.testing import assert_close
 from tests.test_models import run, tokens
 from tests.tiny_models import gguf_name, write_gguf

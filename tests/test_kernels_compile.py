@@ -33,7 +33,7 @@ MEASURED = "sm_90"
 ELSEWHERE = [name for name in TARGETS if name != MEASURED]
 SHAPE = re.compile(r"n\d+k\d+")
 SIZE = re.compile(r"n\d+k\d+|[mtbl]\d+|ctx\d+|(prefill|mixed)\(.*\)")
-FORMATS = re.compile(r"(?:file )?(?:i?q|mxfp)\d.*")
+FORMATS = re.compile(r"(?:file )?(?:i?q|mxfp|nvfp)\d.*")
 # Compiling for AMD takes 8 s and more (pytest --durations=0) where a program takes eight tokens,
 # or four of several matrices, and for these formats: words are loaded one by one there, and most of
 # the time goes to Triton's pass that coalesces loads (MLIR_ENABLE_TIMING=1). Such cases go to
@@ -86,7 +86,7 @@ def chosen_elsewhere(op, case):
     tokens = case.axes["num_tokens"] if "num_tokens" in case.axes else case.axes.get("m", 1)
     few = next(most for most in (2, 8, 10**9) if tokens <= most)
     written = [word for word in words if FORMATS.fullmatch(word)]
-    formats = {name for word in written for name in re.split(r"_(?=i?q\d|mxfp)", word.lower())}
+    formats = {name for word in written for name in re.split(r"_(?=i?q\d|mxfp|nvfp)", word.lower())}
     return {("experts" * ("moe" in op.name), few, name) for name in formats or words}
 
 

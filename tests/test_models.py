@@ -14,6 +14,7 @@ from ferrum_triton.models.rope import rope_tables
 from ferrum_triton.models.weights import GgufSource, load_weights
 from ferrum_triton.ops import rope_tables as schemes
 from ferrum_triton.quant import FORMATS, QuantizedTensor
+from ferrum_triton.quant.formats import GGUF_FORMATS
 from tests import gguf_writer
 from tests.tiny_models import PACKED, VARIANTS, PackedSource, save_tiny
 
@@ -158,7 +159,8 @@ def unread(source, name):
 def test_every_block_format_of_a_file_is_fetched_packed(tmp_path):
     records, data = [], b""
     blocks = {}
-    for name, fmt in FORMATS.items():
+    for fmt in GGUF_FORMATS.values():
+        name = fmt.name
         blocks[name] = torch.randint(0, 256, (3, 512 // fmt.block_size * fmt.block_bytes)).byte()
         records.append(gguf_writer.tensor(name, (512, 3), fmt.ggml_id, len(data)))
         data += blocks[name].numpy().tobytes()
@@ -169,7 +171,7 @@ def test_every_block_format_of_a_file_is_fetched_packed(tmp_path):
     path.write_bytes(gguf_writer.gguf((), records, data + b"\0" * 256))
     with open_gguf(path) as file:
         source = GgufSource(file)
-        for name in FORMATS:
+        for name in blocks:
             weight = source.fetch(name)
             assert (weight.kind, weight.shape) == (name, (3, 512))
             assert torch.equal(weight.blocks, blocks[name])

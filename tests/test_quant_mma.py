@@ -22,6 +22,7 @@ from ferrum_triton.kernels.quant.products import MANY, mma, product, products
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
+from ferrum_triton.quant.layout import E4m3, Run
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from tests.compiling import compiled, in_turns
 from tests.test_quant_formats import assert_same_bits, random_blocks
@@ -381,6 +382,11 @@ def test_ptx_unpacks_what_the_layout_says(kind):
             if fmt.scale_code == "power":
                 scale = 2.0 ** (pair - seed)
                 operands += [_word(torch.tensor([scale, scale]).half())]
+            elif fmt.scale_code == "e4m3":
+                stored = (seed * 61 + pair * 37) % 256
+                operands += [stored | 0x5A00] * 2
+                block = torch.full((1,), stored, dtype=torch.uint8)
+                scale = float(E4m3((Run(0, 8, lanes=1),)).read(block)) * 2.0**-7
             elif fmt.scale_code:
                 scale = (seed * 37 + pair * 11) % 63
                 if fmt.scale_code == "nibbles":

@@ -61,12 +61,12 @@ def _describe_gguf(path: Path) -> dict[str, Any]:
     from ferrum_triton.files.gguf import open_gguf
     from ferrum_triton.models.families import family_of_gguf
     from ferrum_triton.models.weights import PLAIN_DTYPES
-    from ferrum_triton.quant import FORMATS
+    from ferrum_triton.quant.formats import GGUF_FORMATS
 
     with open_gguf(path) as file:
         tensors = []
         for tensor in file.tensors.values():
-            packed = tensor.type.name in FORMATS and len(tensor.shape) in (2, 3)
+            packed = tensor.type.id in GGUF_FORMATS and len(tensor.shape) in (2, 3)
             plain = tensor.type.dtype in PLAIN_DTYPES
             runs = "plain" if plain else "packed" if packed else "refused"
             tensors.append(_row(tensor.name, tensor.type.name, tensor.shape, tensor.nbytes, runs))
@@ -88,9 +88,9 @@ def _describe_gguf(path: Path) -> dict[str, Any]:
 
 
 def _describe_safetensors(path: Path) -> dict[str, Any]:
-    from ferrum_triton.files.fp8_weights import open_packed
-    from ferrum_triton.files.int_weights import packing_of
-    from ferrum_triton.files.json_file import is_directory, read_json
+    from ferrum_triton.files.int_weights import packing_of, read_config
+    from ferrum_triton.files.json_file import is_directory
+    from ferrum_triton.files.packed import open_packed
     from ferrum_triton.files.safetensors import open_safetensors
     from ferrum_triton.models.families import family_of_hf
 
@@ -98,13 +98,15 @@ def _describe_safetensors(path: Path) -> dict[str, Any]:
     config: Mapping[str, Any] = {}
     problem: str | None = "name the directory, which has its config.json"
     parts: Collection[str] = ()
+    form = "safetensors"
     if is_directory(path):
         try:
-            config = read_json(path / "config.json")
+            config = read_config(path)
             family = family_of_hf(config, path)
             family.config.from_hf(config, path / "config.json")
             problem = None
             if family.packs_integers and (packing := packing_of(config, path)):
+                form += f", weights in {packing}"
                 parts = open_packed(files, packing).parts
         except FileError as error:
             problem = str(error)
@@ -119,7 +121,7 @@ def _describe_safetensors(path: Path) -> dict[str, Any]:
         tensors.append(_row(name, kind, shape, nbytes, runs))
     return {
         "path": str(path),
-        "format": "safetensors",
+        "format": form,
         "bytes": sum(tensor["bytes"] for tensor in tensors),
         "model": _verdict(problem, tensors),
         "metadata": dict(config),

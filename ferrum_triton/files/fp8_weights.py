@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.errors import FileError
-from ferrum_triton.files.int_weights import IntFiles, Packing
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.quant.fp8 import KIND, Fp8Blocks, num_blocks
 
@@ -82,12 +81,3 @@ class Fp8Files(Mapping[str, "Tensor | Fp8Blocks"]):
             reason = f"tensor {name!r} holds {unusable} scales that are not finite and above zero"
             raise FileError(self.path, reason)
         return scales
-
-
-def open_packed(files: SafetensorsFiles, packing: Packing) -> IntFiles | Fp8Files:
-    """A directory's tensors, those in few bits as weights that are multiplied as they are.
-
-    Raises:
-        FileError: parts of a weight are missing or do not fit each other.
-    """
-    return Fp8Files(files) if packing.method == "fp8" else IntFiles(files, packing)

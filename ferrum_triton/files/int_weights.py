@@ -16,18 +16,26 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.errors import FileError
+from ferrum_triton.files.json_file import read_json
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.quant import (
     FORMATS,
-    QuantizedTensor,
     load_awq,
     load_compressed_tensors,
     load_gptq,
 )
 from ferrum_triton.quant.fp8 import BLOCK
-from ferrum_triton.quant.integers import TARGETS, rooms
+from ferrum_triton.quant.integers import LaidOut, targets
 
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt")
+# Formats of compressed-tensors whose codes are E2M1: what they are called, the weights that share a
+# scale, and by what else they are scaled.
+FP4_FORMATS = {
+    "nvfp4-pack-quantized": ("NVFP4", 16, "tensor_group"),
+    "mxfp4-pack-quantized": ("MXFP4", 32, "group"),
+}
+# What modelopt writes beside a config.json that says nothing of it.
+MODELOPT_CONFIG = "hf_quant_config.json"
 # The tensors of a module in integers, GPTQ's and AWQ's and then those of compressed-tensors.
 PARTS = (
     *("qweight", "qzeros", "scales", "g_idx"),
@@ -44,12 +52,31 @@ class Packing:
         bits: bits of an integer or a code, 4 or 8.
         symmetric: whether every zero is the middle of the integers' range.
         has_zeros_less_one: GPTQ's first form, whose zeros are stored as one less.
+        float_format: "NVFP4" or "MXFP4" where codes are of four bits and no integers; else "".
     """
 
     method: str
     bits: int
     symmetric: bool
     has_zeros_less_one: bool = False
+    float_format: str = ""
+
+    def __str__(self) -> str:
+        """What weights are, for people to read."""
+        what = f"integers of {self.bits} bits"
+        return f"{'FP8' if self.method == 'fp8' else self.float_format or what} of {self.method}"
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """A model's ``config.json``, with what modelopt says of its weights in a file of its own.
+
+    Raises:
+        FileError: a file is missing or malformed.
+    """
+    config, beside = read_json(directory / "config.json"), directory / MODELOPT_CONFIG
+    if not config.get("quantization_config") and beside.exists():
+        config["quantization_config"] = {"quant_method": "modelopt"} | read_json(beside)
+    return config
 
 
 def packing_of(config: Mapping[str, Any], path: Path) -> Packing | None:
@@ -70,6 +97,8 @@ def packing_of(config: Mapping[str, Any], path: Path) -> Packing | None:
         return _compressed_tensors(found, path)
     if method == "fp8":
         return _fp8(found, path)
+    if method == "modelopt":
+        return _modelopt(found, path)
     known = ", ".join(METHODS)
     raise FileError(path, f"quantisation {method!r:.80} is not supported; known: {known}")
 
@@ -99,13 +128,19 @@ def _awq(found: Mapping[str, Any], path: Path) -> Packing:
 
 
 def _compressed_tensors(found: Mapping[str, Any], path: Path) -> Packing:
-    _expect(found, path, format=("pack-quantized",))
+    _expect(found, path, format=("pack-quantized", *FP4_FORMATS))
     groups = found.get("config_groups")
     listed = list(groups.values()) if isinstance(groups, Mapping) else []
     weights = [group.get("weights") for group in listed if isinstance(group, Mapping)]
     first = weights[0] if weights else None
     if not isinstance(first, Mapping) or [first] * len(listed) != weights:
         raise FileError(path, "config_groups of its quantisation are not of one kind of weights")
+    if found["format"] in FP4_FORMATS:
+        name, size, strategy = FP4_FORMATS[found["format"]]
+        _expect(first, path, num_bits=(4,), type=("float",), strategy=(strategy,))
+        _expect(first, path, group_size=(size,), symmetric=(None, True))
+        # Activations in few bits are for the hardware that multiplies them; here they keep theirs.
+        return Packing("compressed-tensors", 4, symmetric=True, float_format=name)
     _expect(first, path, num_bits=(4, 8), type=("int",), strategy=("group", "channel"))
     if any(group.get("input_activations") for group in listed):
         raise FileError(path, "activations in few bits are not supported")
@@ -120,7 +155,15 @@ def _fp8(found: Mapping[str, Any], path: Path) -> Packing:
     return Packing("fp8", 8, symmetric=True)
 
 
-class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
+def _modelopt(found: Mapping[str, Any], path: Path) -> Packing:
+    told = found.get("quantization", found)  # as a file of its own has it
+    if not isinstance(told, Mapping):
+        raise FileError(path, f"quantization of modelopt is {told!r:.80}")
+    _expect(told, path, quant_algo=("NVFP4",), group_size=(None, 16))
+    return Packing("modelopt", 4, symmetric=True, float_format="NVFP4")
+
+
+class IntFiles(Mapping[str, LaidOut]):
     """Tensors of a directory by name, those in integers as one tensor ``<module>.weight``.
 
     Attributes:
@@ -153,7 +196,7 @@ class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
     def __contains__(self, name: object) -> bool:
         return name in self._there
 
-    def __getitem__(self, name: str) -> Tensor | QuantizedTensor:
+    def __getitem__(self, name: str) -> LaidOut:
         if name not in self._modules:
             return self._files[name]
         read = {
@@ -165,7 +208,7 @@ class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
 
     def sizes(self) -> list[tuple[str, int, int]]:
         """Of each module in integers: the format it gets most likely, its bytes and its weights."""
-        kind = TARGETS[rooms(self._packing.bits, self._packing.symmetric)[0]]
+        kind = targets(self._packing.bits, self._packing.symmetric)[0]
         fmt, per = FORMATS[kind], 32 // self._packing.bits
         codes = "weight_packed" if self._packing.method == "compressed-tensors" else "qweight"
         shapes = [self._files.shape(f"{module}.{codes}") for module in self._modules.values()]
@@ -187,7 +230,7 @@ class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
             raise FileError(self.path, f"tensor {name!r} is {got}; expected {known} [{sizes}]")
         return found
 
-    def _read_gptq(self, module: str) -> Tensor | QuantizedTensor:
+    def _read_gptq(self, module: str) -> LaidOut:
         bits, per = self._packing.bits, 32 // self._packing.bits
         codes = self._part(f"{module}.qweight", _WORDS, -1, -1)
         k, n = codes.shape[0] * per, codes.shape[1]
@@ -203,7 +246,7 @@ class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
             zeros_less_one=self._packing.has_zeros_less_one,
         )
 
-    def _read_awq(self, module: str) -> Tensor | QuantizedTensor:
+    def _read_awq(self, module: str) -> LaidOut:
         codes = self._part(f"{module}.qweight", _WORDS, -1, -1)
         k, n = codes.shape[0], codes.shape[1] * 8
         scales = self._part(f"{module}.scales", _FLOATS, -1, n)
@@ -211,7 +254,7 @@ class IntFiles(Mapping[str, "Tensor | QuantizedTensor"]):
         self._groups("", k, len(scales))
         return load_awq(codes, scales, zeros)
 
-    def _read_compressed(self, module: str) -> Tensor | QuantizedTensor:
+    def _read_compressed(self, module: str) -> LaidOut:
         bits, per = self._packing.bits, 32 // self._packing.bits
         n, k = self._part(f"{module}.weight_shape", _INTS, 2).tolist()
         if not (0 < n < 1 << 31 and 0 < k < 1 << 31):

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from ferrum_triton.backends import Backend, get_backend
-from ferrum_triton.files.fp8_weights import open_packed
 from ferrum_triton.files.gguf import open_gguf
-from ferrum_triton.files.int_weights import packing_of
+from ferrum_triton.files.int_weights import packing_of, read_config
 from ferrum_triton.files.json_file import is_directory, read_json
+from ferrum_triton.files.packed import open_packed
 from ferrum_triton.files.safetensors import open_safetensors
 from ferrum_triton.files.tokenizer import load_tokenizer
 from ferrum_triton.models.bert import Bert, BertConfig, BertLoader, BertSource
@@ -104,7 +104,7 @@ def load_model(
 
     path = Path(path)
     if is_directory(path):
-        values = read_json(path / "config.json")
+        values = read_config(path)
         family = family_of_hf(values, path / "config.json")
         config = family.config.from_hf(values, path / "config.json")
         stored = open_safetensors(path)

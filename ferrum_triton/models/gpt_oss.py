@@ -25,7 +25,8 @@ from ferrum_triton.models.linear import Matrix, apply
 from ferrum_triton.models.step import Step
 from ferrum_triton.models.weights import HF_NAMES as LLAMA_NAMES
 from ferrum_triton.models.weights import HfSource, LayerWeights, LlamaLoader
-from ferrum_triton.quant import FORMATS, QuantizedTensor
+from ferrum_triton.quant import QuantizedTensor
+from ferrum_triton.quant.float4 import mxfp4_of_gguf
 from ferrum_triton.runtime.kv_cache import PagedKvCache
 
 GGUF_ARCHITECTURES = ("gpt-oss",)
@@ -307,26 +308,6 @@ class GptOssSource(HfSource):
             reason = f"of shapes {shapes} are no bytes [experts, rows, blocks, 16] and their scales"
             raise FileError(self.path, f"tensors {' and '.join(names)} {reason}")
         return QuantizedTensor(mxfp4_of_gguf(codes[:, rows], scales[:, rows]), "MXFP4")
-
-
-def mxfp4_of_gguf(codes: Tensor, scales: Tensor) -> Tensor:
-    """MXFP4 as GGUF files lay it out, weight by weight what it was.
-
-    Args:
-        codes: uint8 [num_experts, n, blocks, 16], weights 2i and 2i + 1 of a block in a byte, the
-            first of them in its lower half.
-        scales: uint8 [num_experts, n, blocks], their exponents.
-
-    Returns:
-        uint8 [num_experts, n, 17 · blocks]. In a block the exponent comes first, and weights i and
-        i + 16 share a byte.
-    """
-    fmt = FORMATS["MXFP4"]
-    blocks = torch.zeros(*scales.shape, fmt.block_bytes, dtype=torch.uint8)
-    blocks[..., fmt.d.at] = scales
-    for block, code in zip(blocks, codes, strict=True):  # one expert at a time takes little memory
-        fmt.q.write_codes(block, torch.stack([code & 15, code >> 4], dim=-1).flatten(-2))
-    return blocks.flatten(-2)
 
 
 class GptOss(Decoder):

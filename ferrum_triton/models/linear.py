@@ -5,7 +5,8 @@ Activations are there, or they are a norm that is computed on the way to the pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,20 +15,64 @@ from torch import Tensor
 from ferrum_triton.backends import Backend
 from ferrum_triton.ops.linear import MOST_TOKENS
 from ferrum_triton.ops.quant_fused import MAX_ROWS
-from ferrum_triton.quant import Fp8Blocks, FusedTensor, QuantizedTensor
+from ferrum_triton.quant import Fp8Blocks, FusedTensor, QuantizedTensor, Reordered
 from ferrum_triton.quant.fp8 import KIND as FP8
 from ferrum_triton.quant.planes import PLANE_FORMATS
+from ferrum_triton.quant.reordered import in_one_order, take_rows
 
 Table: TypeAlias = Tensor | QuantizedTensor
 Matrix: TypeAlias = Table | Fp8Blocks
+Stored: TypeAlias = Matrix | Reordered
+"""A matrix as files have it."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x Wᵀ + bias, W of shape [n, k]; bias float32 [n] or None."""
+    """y = x Wᵀ + bias, W of shape [n, k].
+
+    Attributes:
+        weight: W, its columns in an order of their own.
+        bias: float32 [n], or None.
+        order: int64 [k], the column of x that each of W's is for; None for x's own order.
+    """
 
     weight: Matrix | FusedTensor
     bias: Tensor | None = None
+    order: Tensor | None = None
+
+
+def stacked(
+    stored: Sequence[Stored],
+    biases: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    rows: Tensor | None = None,
+    in_planes: bool = False,
+    apart: bool = False,
+) -> Linear:
+    """A layer of matrices over one K, and their biases or none.
+
+    Args:
+        dtype: of matrices that are not kept packed.
+        rows: the order of each matrix's rows; None for their own.
+        in_planes: lay out packed ones in planes.
+        apart: keep those from being joined.
+    """
+    parts, order = in_one_order(stored, dtype)
+    if rows is not None:
+        parts, biases = [take_rows(w, rows) for w in parts], [bias[rows] for bias in biases]
+    bias = torch.cat(list(biases)) if biases else None
+    have_planes = all(isinstance(part, QuantizedTensor) and part.has_planes for part in parts)
+    keep_apart = in_planes and apart and have_planes
+    fused = FusedTensor(tuple(parts)) if keep_apart else FusedTensor.of(parts)
+    if in_planes:
+        fused = fused.in_planes()
+    return Linear(fused if len(fused.parts) > 1 else fused.parts[0], bias, order)
+
+
+def in_order(x: Tensor, linear: Linear) -> Tensor:
+    """x [m, k] with its columns where the layer's weight takes them."""
+    return x if linear.order is None else x.index_select(1, linear.order)
 
 
 def matmul(
@@ -66,7 +111,7 @@ def keeps_packed(backend: Backend, kind: str) -> bool:
 
 def apply(backend: Backend, x: Tensor, linear: Linear) -> Tensor:
     """x Wᵀ + bias, [m, n]."""
-    y = matmul(backend, x, linear.weight)
+    y = matmul(backend, in_order(x, linear), linear.weight)
     if linear.bias is not None:
         backend.add_bias(y, linear.bias)
     return y
@@ -161,6 +206,10 @@ def norm_after(
     Args:
         then: the product that the norm is for; None if there is another use of it.
     """
+    if linear.order is not None:
+        x, linear = in_order(x, linear), replace(linear, order=None)
+    if then is not None and then.order is not None:
+        then = None  # columns of an open norm are in its own order
     if linear.bias is None and then is not None:
         packed = _few_in_planes(x, linear.weight)
         if len(packed) == 1 and _shares_a_norm(backend, x, _few_in_planes(x, then.weight)):
@@ -203,7 +252,7 @@ def apply_to_norm(backend: Backend, norm: AnyNorm, linear: Linear) -> Tensor:
     """h Wᵀ + bias, [m, n]."""
     if isinstance(norm, OpenNorm) and isinstance(linear.weight, Tensor):
         return backend.open_norm_linear(norm.like, norm.squares, norm.eps, linear.weight)
-    packed = _few_in_planes(norm.like, linear.weight)
+    packed = _few_in_planes(norm.like, linear.weight) if linear.order is None else ()
     if isinstance(norm, ReadyNorm) or (isinstance(norm, Norm) and len(packed) not in (1, 2, 3)):
         return apply(backend, norm.values(backend), linear)
     missing = 3 - len(packed)
@@ -220,6 +269,9 @@ def gated_norm(backend: Backend, norm: AnyNorm, linear: Linear) -> Tensor:
     weight, few = linear.weight, norm.like.shape[0] <= MOST_TOKENS
     packed = _few_in_planes(norm.like, weight) if linear.bias is None else ()
     is_pair = len(packed) == 2 and packed[0].shape == packed[1].shape
+    if is_pair and linear.order is not None and not isinstance(norm, OpenNorm):
+        h, (gate, up) = in_order(norm.values(backend), linear), packed
+        return backend.gemv_quant_gate_up_silu(h, gate.blocks, up.blocks, gate.kind, up.kind)
     if is_pair and not isinstance(norm, ReadyNorm):
         gate, up = packed
         return norm.gate_up(backend, gate.blocks, up.blocks, gate.kind, up.kind)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from ferrum_triton.backends import Backend
 from ferrum_triton.errors import FileError
-from ferrum_triton.files.fp8_weights import Fp8Files
 from ferrum_triton.files.gguf import GgufFile
-from ferrum_triton.files.int_weights import IntFiles
+from ferrum_triton.files.packed import PackedFiles
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.experts import DenseExperts, Experts, Fp8Experts, PackedExperts
-from ferrum_triton.models.linear import Linear, Matrix, Table, keeps_packed
+from ferrum_triton.models.linear import Linear, Matrix, Stored, Table, keeps_packed, stacked
 from ferrum_triton.models.memory import tell_what_decoding_takes
-from ferrum_triton.quant import FORMATS, Fp8Blocks, FusedTensor, QuantizedTensor
+from ferrum_triton.quant import Fp8Blocks, QuantizedTensor, Reordered
 from ferrum_triton.quant.finite import count_out_of_range
+from ferrum_triton.quant.formats import GGUF_FORMATS
 from ferrum_triton.runtime.expert_parallel import ExpertParallel
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -96,7 +96,7 @@ class Source(ABC):
     def __contains__(self, name: str) -> bool: ...
 
     @abstractmethod
-    def fetch(self, name: str) -> Matrix:
+    def fetch(self, name: str) -> Stored:
         """The tensor ``name`` on the CPU, as it is stored."""
 
     def spelled(self, name: str) -> str:
@@ -123,13 +123,13 @@ class GgufSource(Source):
     def __contains__(self, name: str) -> bool:
         return name in self._file.tensors
 
-    def fetch(self, name: str) -> Matrix:
+    def fetch(self, name: str) -> Stored:
         self._read.add(name)
         tensor = self._file.tensors[name]
         if tensor.type.dtype is not None:
             return tensor.data()
-        if tensor.type.name not in FORMATS:
-            known = ", ".join(FORMATS)
+        if tensor.type.id not in GGUF_FORMATS:
+            known = ", ".join(fmt.name for fmt in GGUF_FORMATS.values())
             reason = f"tensor {name!r} is {tensor.type.name}, which has no decoder; known: {known}"
             raise FileError(self.path, reason, tensor.offset)
         if len(tensor.shape) not in (2, 3):
@@ -176,7 +176,7 @@ class HfSource(Source):
 
     def __init__(
         self,
-        files: SafetensorsFiles | IntFiles | Fp8Files,
+        files: SafetensorsFiles | PackedFiles,
         names: Mapping[str, str] = HF_NAMES,
         norm_offset: float = 0.0,
         layers: str = "model.layers.",
@@ -193,12 +193,12 @@ class HfSource(Source):
     def __contains__(self, name: str) -> bool:
         return self.spelled(name) in self._files
 
-    def fetch(self, name: str) -> Matrix:
+    def fetch(self, name: str) -> Stored:
         self._read.add(self.spelled(name))
         return self._files[self.spelled(name)]
 
     def packed(self) -> list[Packed]:
-        found = self._files.sizes() if isinstance(self._files, IntFiles | Fp8Files) else []
+        found = self._files.sizes() if isinstance(self._files, PackedFiles) else []
         return [Packed(*sizes) for sizes in found]
 
     def unread(self) -> list[str]:
@@ -286,37 +286,36 @@ class Loader:
         in_features: int,
         biased: bool = False,
         apart: bool = False,
+        rows: Tensor | None = None,
     ) -> Linear:
-        """Matrices stacked along their rows; ``apart`` keeps those in planes from being joined."""
+        """Matrices stacked along their rows, those of each in the order ``rows`` if there is one.
+
+        ``apart`` keeps those in planes from being joined.
+        """
         names = [prefix + name for name in sizes]
-        parts = [
+        stored = [
             self.matrix(f"{name}.weight", (size, in_features))
             for name, size in zip(names, sizes.values(), strict=True)
         ]
-        biases = [f"{name}.bias" in self.source for name in names]
-        bias = None
-        if biased or any(biases):
-            if not all(biases):
+        has_bias = [f"{name}.bias" in self.source for name in names]
+        biases = []
+        if biased or any(has_bias):
+            if not all(has_bias):
                 spelled = ", ".join(self.source.spelled(f"{name}.bias") for name in names)
                 raise FileError(self.source.path, f"some of {spelled} are missing")
             pairs = zip(names, sizes.values(), strict=True)
-            bias = torch.cat([self.vector(f"{name}.bias", size) for name, size in pairs])
-        have_planes = all(isinstance(part, QuantizedTensor) and part.has_planes for part in parts)
-        keep_apart = self.in_planes and apart and have_planes
-        fused = FusedTensor(tuple(parts)) if keep_apart else FusedTensor.of(parts)
-        if self.in_planes:
-            fused = fused.in_planes()
-        return Linear(fused if len(fused.parts) > 1 else fused.parts[0], bias)
+            biases = [self.vector(f"{name}.bias", size) for name, size in pairs]
+        return stacked(stored, biases, self.dtype, rows=rows, in_planes=self.in_planes, apart=apart)
 
     def table(self, name: str, shape: tuple[int, int]) -> Table:
         """A matrix that no other is stacked on."""
         matrix = self.matrix(name, shape)
-        if isinstance(matrix, Fp8Blocks):
+        if isinstance(matrix, Fp8Blocks | Reordered):
             return matrix.dequantize(self.dtype)  # rows are looked up of other weights only
         lay_out = self.in_planes and isinstance(matrix, QuantizedTensor)
         return matrix.in_planes() if lay_out else matrix
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+    def matrix(self, name: str, shape: tuple[int, int]) -> Stored:
         """As it is stored, on the device, or decoded where packed weights are not kept."""
         stored = self.fetch(name, shape, self.dtype)
         if not isinstance(stored, Tensor):
@@ -336,7 +335,7 @@ class Loader:
             raise self.error(name, "is packed; expected plain numbers")
         return stored.to(self.device, torch.float32)
 
-    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
+    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
         """The tensor ``name`` on the CPU as it is stored, checked to be weights of ``dtype``."""
         if name not in self.source:
             raise self.error(name, "is missing")
@@ -419,11 +418,11 @@ class LlamaLoader(Loader):
             return experts if self.parallel is None else experts.shared(self.parallel)
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         gates = {"ffn_gate": inner, "ffn_up": inner}
-        return Mlp(
-            # In planes one launch takes both, and their activation, as matrices of their own.
-            gate_up=self.linear(prefix, gates, hidden, apart=True),
-            down=self.linear(prefix, {"ffn_down": hidden}, inner),
-        )
+        down = self.linear(prefix, {"ffn_down": hidden}, inner)
+        # In planes one launch takes both, and their activation, as matrices of their own; and their
+        # rows are in the order in which down takes them.
+        gate_up = self.linear(prefix, gates, hidden, apart=True, rows=down.order)
+        return Mlp(gate_up, replace(down, order=None))
 
     def experts(self, prefix: str) -> Experts:
         """The experts of a layer, packed or in FP8 if all of them are, and their router."""
@@ -454,14 +453,16 @@ class LlamaLoader(Loader):
     def stack(self, name: str, shape: tuple[int, int, int]) -> Matrix:
         """The matrices of all experts on the device, packed as they are stored."""
         stored = self.fetch(name, shape, self.dtype)
-        if isinstance(stored, Fp8Blocks) and not keeps_packed(self.backend, stored.kind):
+        if isinstance(stored, Reordered) or (
+            isinstance(stored, Fp8Blocks) and not keeps_packed(self.backend, stored.kind)
+        ):
             stored = stored.dequantize(self.dtype)
         if isinstance(stored, Tensor):
             return stored.to(self.device, self.dtype)
         stored = stored.to(self.device)
         return stored.in_planes() if self.in_planes else stored
 
-    def decoded(self, matrix: Matrix) -> Tensor:
+    def decoded(self, matrix: Stored) -> Tensor:
         """A matrix that is not packed."""
         return matrix if isinstance(matrix, Tensor) else matrix.dequantize(self.dtype)
 

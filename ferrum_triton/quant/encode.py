@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.quant.formats import BlockFormat
+from ferrum_triton.quant.layout import E4m3
 
 
 def quantize_blocks(weights: Tensor, fmt: BlockFormat) -> Tensor:
@@ -63,6 +64,17 @@ def _encode_range(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
     fmt.d.write(blocks, d)
     fmt.m.write(blocks, m)
     fmt.q.write(blocks, ((x - m) * _inverse(d) + 0.5).trunc().clamp(0, fmt.q.largest))
+
+
+def _encode_zeros(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
+    """Q4_Z: the least q at the smallest weight or 0, the largest at the largest or 0."""
+    assert fmt.m
+    low, high = x.amin(dim=-1, keepdim=True).clamp(max=0), x.amax(dim=-1, keepdim=True).clamp(min=0)
+    fmt.d.write(blocks, (high - low) / fmt.q.largest)
+    inverse = _inverse(fmt.d.read(blocks))
+    zero = (-low * inverse).round().clamp(0, fmt.q.largest)
+    fmt.m.write(blocks, zero)
+    fmt.q.write(blocks, (x * inverse + zero).round().clamp(0, fmt.q.largest))
 
 
 def _encode_q8_0(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
@@ -148,16 +160,31 @@ def _encode_mxfp4(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
     fmt.q.write(blocks, torch.where((x < 0) & (code > 0), code + 8, code))
 
 
+def _encode_nvfp4(blocks: Tensor, x: Tensor, fmt: BlockFormat) -> None:
+    """A row's largest magnitude is the largest code by the largest scale, and a sub-block's 6."""
+    assert fmt.values and fmt.scales
+    largest = max(fmt.values)
+    sub = x.unflatten(-1, (len(fmt.scales), -1))
+    d = x.abs().amax(dim=(-2, -1), keepdim=True) / (224 * largest)
+    fmt.d.write(blocks, d.expand(*x.shape[:-1], 1))
+    fmt.scales.write(blocks, sub.abs().amax(dim=-1) * _inverse(d) / largest)
+    levels = sub * _inverse(d * fmt.scales.read(blocks))[..., None]
+    code = _bucket(levels.abs(), fmt.values[:8])
+    fmt.q.write(blocks, torch.where((levels < 0) & (code > 0), code + 8, code).flatten(-2))
+
+
 def _encoder_of(fmt: BlockFormat) -> Callable[[Tensor, Tensor, BlockFormat], None]:
     """The encoder that a description asks for."""
     if fmt.is_exponent:
         return _encode_mxfp4
+    if isinstance(fmt.scales, E4m3):
+        return _encode_nvfp4
     if fmt.mins:
         return _encode_sub_ranges
     if fmt.scales:
         return _encode_sub_blocks
     if fmt.m:
-        return _encode_range
+        return _encode_zeros if fmt.has_zero else _encode_range
     if fmt.values:
         return _encode_levels
     return _encode_q8_0 if fmt.signed else _encode_even

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ferrum_triton.quant.formats import FORMATS, BlockFormat, dequantize_blocks
 from ferrum_triton.quant.fp8 import LARGEST, Fp8Blocks
-from ferrum_triton.quant.layout import HalvedExponent
+from ferrum_triton.quant.layout import HalvedExponent, Ratio
+from ferrum_triton.quant.reordered import Reordered
 from ferrum_triton.quant.tensor import QuantizedTensor
 
 # Above what the integers of any format multiply a scale by.
@@ -20,7 +21,9 @@ _MAX_MULTIPLE = 2**14
 _TILE = 1 << 20
 
 
-def count_out_of_range(weight: Tensor | QuantizedTensor | Fp8Blocks, dtype: torch.dtype) -> int:
+def count_out_of_range(
+    weight: Tensor | QuantizedTensor | Fp8Blocks | Reordered, dtype: torch.dtype
+) -> int:
     """Number of weights that are NaN, infinite, or too large for ``dtype``.
 
     Of packed weights the scales are read, and only blocks with one out of the ordinary decoded; of
@@ -28,6 +31,8 @@ def count_out_of_range(weight: Tensor | QuantizedTensor | Fp8Blocks, dtype: torc
     """
     limit = torch.finfo(dtype).max
     tiles: Iterable[Tensor] = ()
+    if isinstance(weight, Reordered):
+        weight = weight.weight
     if isinstance(weight, QuantizedTensor):
         stored = weight.as_in_file()
         fmt = FORMATS[stored.kind]
@@ -50,6 +55,10 @@ def _out_of_the_ordinary(blocks: Tensor, fmt: BlockFormat, limit: float) -> Tens
 
     By the byte of a scale that has its exponent, which as an integer orders as the scale does.
     """
+    if isinstance(fmt.d, Ratio):
+        first, second = fmt.d.parts(blocks)
+        ordinary = (first.abs() < limit) & ((first / second).abs() < limit)
+        return blocks[~ordinary.squeeze(-1)]
     raw = blocks.cpu().numpy()
     if isinstance(fmt.d, HalvedExponent):
         odd = raw[:, fmt.d.at] >= 128 + int(math.log2(limit))

@@ -7,7 +7,8 @@ that every implementation gives the same bits.
 
 A format is one :class:`BlockFormat`, an entry of :data:`FORMATS`. All else follows from it: this
 module's decoder, the repacked layout (:mod:`ferrum_triton.quant.planes`) and what the kernels know
-of the format, which take the description itself as a constant.
+of the format, which take the description itself as a constant. Two are of no GGUF file: Q4_Z and
+NVFP4 hold what other checkpoints have, bit by bit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
-from ferrum_triton.quant.layout import Half, HalvedExponent, Integers, Run, Scale
+from ferrum_triton.quant.layout import (
+    E4m3,
+    Half,
+    HalvedExponent,
+    Integers,
+    Ratio,
+    Run,
+    Scale,
+    Zero,
+)
 
 
 @dataclass(frozen=True)
@@ -28,27 +38,29 @@ class BlockFormat:
 
         w[i] = (d · scales[j]) · q[i] - m · mins[j]
 
-    without the factors and terms the format has not; a format with ``m`` and no mins adds m. Where
-    there are ``values``, values[q[i]] takes q[i]'s place.
+    without the factors and terms the format has not; a format with ``m`` and no mins adds m, or
+    takes it from q[i] where it is a zero. Where
+    there are ``values``, values[q[i]] takes q[i]'s place. A ratio d is that of a whole row:
+    scales[j] · q[i], which is exact then, is multiplied by one number and divided by another.
 
     Kernels take a description as a constant, and Triton's cache keys hold its text. So a kernel
     compiled for one description never serves another of the same name.
 
     Attributes:
         name: ggml's name, e.g. ``"Q4_K"``.
-        ggml_id: number of the type in GGUF files.
+        ggml_id: number of the type in GGUF files; None of one that they do not have.
         block_size: weights in a block.
         block_bytes: bytes of a block.
         d: scale of the block.
         q: the weights' integers.
-        m: minimum, or scale of the minimums.
+        m: minimum, or scale of the minimums, or a zero.
         scales: integers that scale the sub-blocks, of equal size.
         mins: integers that scale ``m`` for each sub-block.
         values: codebook, up to 16 integers of 8 bits that the integers q are indices of.
     """
 
     name: str
-    ggml_id: int
+    ggml_id: int | None
     block_size: int
     block_bytes: int
     d: Scale
@@ -98,9 +110,19 @@ class BlockFormat:
         return self.m is not None
 
     @property
+    def has_zero(self) -> bool:
+        """Whether m is what an integer is if its weight is 0."""
+        return isinstance(self.m, Zero)
+
+    @property
     def is_exponent(self) -> bool:
         """Whether d is a power of two, stored as a byte."""
         return isinstance(self.d, HalvedExponent)
+
+    @property
+    def is_row_scaled(self) -> bool:
+        """Whether all blocks of a row have the same d, a ratio."""
+        return isinstance(self.d, Ratio)
 
     @property
     def sub_size(self) -> int:
@@ -121,6 +143,7 @@ class BlockFormat:
         * ``"nibbles"``: a scale and a minimum of four bits in a byte, the scale lower.
         * ``"byte"``: a scale for each 16 weights, as a signed byte.
         * ``"byte32"``: the same for each 32.
+        * ``"e4m3"``: a scale for each 16 weights, in E4M3.
         * ``"power"``: d itself, the byte of a power of two, for each 32.
         * ``"packed"``: a scale of four low bits, two in a byte, and two high bits, four in a byte.
         """
@@ -128,6 +151,8 @@ class BlockFormat:
             return "power" if self.is_exponent else ""
         if self.mins is not None:
             return "nibbles" if self.scales.bits == self.mins.bits == 4 else "pair"
+        if isinstance(self.scales, E4m3):
+            return "e4m3"
         if not self.has_halves:
             return "byte32"
         return "packed" if self.scales.bits == 6 else "byte"
@@ -177,15 +202,21 @@ def dequantize_blocks(blocks: Tensor, fmt: BlockFormat) -> Tensor:
 
 def _decode(blocks: Tensor, fmt: BlockFormat) -> Tensor:
     """uint8 [..., block_bytes] -> float32 [..., block_size]."""
-    q, step = fmt.q.read(blocks), fmt.d.read(blocks)
+    q = fmt.q.read(blocks)
     if fmt.values is None:
         q = q.float()
     else:
         q = torch.tensor(fmt.values, dtype=torch.float32, device=q.device)[q.int()]
     if fmt.scales is None:
-        w = step * q
+        if fmt.m is not None and fmt.has_zero:
+            return fmt.d.read(blocks) * (q - fmt.m.read(blocks))
+        w = fmt.d.read(blocks) * q
         return w if fmt.m is None else w + fmt.m.read(blocks)
-    step = step * fmt.scales.read(blocks).float()
+    if isinstance(fmt.d, Ratio):
+        first, second = fmt.d.parts(blocks)
+        w = fmt.scales.read(blocks)[..., None] * q.unflatten(-1, (len(fmt.scales), -1))
+        return w.flatten(-2) * first / second
+    step = fmt.d.read(blocks) * fmt.scales.read(blocks).float()
     w = step[..., None] * q.unflatten(-1, (len(fmt.scales), -1))
     if fmt.m is not None and fmt.mins is not None:
         w = w - (fmt.m.read(blocks) * fmt.mins.read(blocks).float())[..., None]
@@ -356,6 +387,27 @@ _ALL = (
         q=Integers((_nibbles(1, lanes=16),)),
         values=_E2M1_DOUBLED,
     ),
+    # What GPTQ and AWQ have: a zero for each scale, which a minimum would round.
+    BlockFormat(
+        "Q4_Z",
+        ggml_id=None,
+        block_size=32,
+        block_bytes=20,
+        d=Half(0),
+        m=Zero(2),
+        q=Integers((_nibbles(4, lanes=16),)),
+    ),
+    # Codes as checkpoints have them, two neighbours in a byte. GGUF's type of this name has no d.
+    BlockFormat(
+        "NVFP4",
+        ggml_id=None,
+        block_size=64,
+        block_bytes=44,
+        d=Ratio(0),
+        scales=E4m3((Run(8, bits=8, lanes=4),)),
+        q=Integers((_nibbles(12, lanes=1, chunks=32),)),
+        values=_E2M1_DOUBLED,
+    ),
 )
 
 
@@ -371,3 +423,6 @@ class Formats(dict[str, BlockFormat]):
 
 
 FORMATS = Formats({fmt.name: fmt for fmt in _ALL})
+
+GGUF_FORMATS = {fmt.ggml_id: fmt for fmt in _ALL if fmt.ggml_id is not None}
+"""Those that GGUF files have, by their numbers there."""

@@ -1,35 +1,40 @@
 """Weights that are integers with a scale and a zero for every group: GPTQ's, AWQ's and others'.
 
 w[i, j] = scale[i, g] · (q[i, j] - zero[i, g]), g being the group of column j. That is laid out anew
-as one of GGUF's formats, exactly: of those below the smallest that has room for q - zero. So the
-kernels of packed weights multiply it, and what is decoded is what the integers say.
+as one of these formats, exactly. So the kernels of packed weights multiply it, and what is decoded
+is what the integers say.
 
 | q - zero | format | bits a weight |
 |---|---|---|
 | -8 to 7, as of four bits with the zero in the middle | Q4_0 | 4.5 |
-| -16 to 15, as of four bits with any zero | Q5_0 | 5.5 |
+| four bits with any zero | Q4_Z | 5 |
 | -128 to 127, as of eight bits with the zero in the middle | Q8_0 | 8.5 |
 
-What fits none of them is decoded: scales that float16 does not hold exactly, groups that are no
-multiples of 32 weights, and weights whose groups are not in their order (GPTQ's ``desc_act``).
+Columns whose groups are not in their order (GPTQ's ``desc_act``) are brought there, and the weights
+are :class:`~ferrum_triton.quant.Reordered`. What fits none of the formats is decoded: scales that
+float16 does not hold exactly, and groups that are no multiples of 32 weights.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.quant.formats import FORMATS
+from ferrum_triton.quant.reordered import Reordered
 from ferrum_triton.quant.tensor import QuantizedTensor
 
-# The formats by the largest magnitude they have room for, -n to n - 1; smallest first.
-TARGETS = {8: "Q4_0", 16: "Q5_0", 128: "Q8_0"}
+# Formats of q - zero, and the n of what they have room for, -n to n - 1.
+ROOM = {"Q4_0": 8, "Q8_0": 128}
 GROUP = 32
 # Where column i of eight lies in an int32 of AWQ, as a number of four bits.
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+LaidOut: TypeAlias = QuantizedTensor | Reordered | Tensor
 
 
 class Integers(NamedTuple):
@@ -50,7 +55,7 @@ def load_gptq(
     bits: int = 4,
     symmetric: bool = True,
     zeros_less_one: bool = True,
-) -> QuantizedTensor | Tensor:
+) -> LaidOut:
     """A matrix [n, k] as AutoGPTQ and GPTQModel store it.
 
     Args:
@@ -75,7 +80,7 @@ def load_gptq(
     return laid_out(found, bits, symmetric)
 
 
-def load_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> QuantizedTensor | Tensor:
+def load_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> LaidOut:
     """A matrix [n, k] as AutoAWQ's ``gemm`` stores it, of four bits.
 
     Args:
@@ -99,7 +104,7 @@ def load_compressed_tensors(
     num_columns: int,
     bits: int = 4,
     symmetric: bool = True,
-) -> QuantizedTensor | Tensor:
+) -> LaidOut:
     """A matrix [n, k] as compressed-tensors' ``pack-quantized`` stores it.
 
     Args:
@@ -130,20 +135,30 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
     Of four bits they are int8, of eight int16: differences of two of them fit.
     """
-    data = words.contiguous().view(torch.uint8)
+    rows, columns = words.shape
+    # End to end first: a tensor of one column counts as contiguous, and cannot be viewed.
+    data = words.reshape(-1).view(torch.uint8).view(rows, 4 * columns)
     if bits == 8:
         return data.to(torch.int16)
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2).view(torch.int8)
 
 
-def rooms(bits: int, symmetric: bool) -> list[int]:
-    """Magnitudes of TARGETS that come into question: one for all matrices, but for odd ones."""
-    least = 1 << (bits - symmetric)
-    return [room for room in TARGETS if room >= least] or [max(TARGETS)]
+def targets(bits: int, symmetric: bool) -> tuple[str, ...]:
+    """Formats that come into question, the first for all matrices but odd ones."""
+    if bits == 8:
+        return ("Q8_0",)
+    return ("Q4_0", "Q4_Z") if symmetric else ("Q4_Z",)
 
 
-def laid_out(found: Integers, bits: int, symmetric: bool) -> Tensor | QuantizedTensor:
-    """The same weights in one of TARGETS, or decoded to float32 where none holds them exactly.
+def has_room(kind: str, least: int, most: int) -> bool:
+    """Whether a target has room for q - zero from ``least`` to ``most``."""
+    return kind not in ROOM or -ROOM[kind] <= least <= most < ROOM[kind]
+
+
+def laid_out(found: Integers, bits: int, symmetric: bool) -> LaidOut:
+    """The same weights in one of their targets, or decoded to float32 where none holds them.
+
+    Out of the order of their groups, of one size, they are reordered.
 
     Raises:
         InputError: columns are in no groups of one size, and nothing says in which.
@@ -163,13 +178,21 @@ def laid_out(found: Integers, bits: int, symmetric: bool) -> Tensor | QuantizedT
     differences = found.q - found.zeros[:, group_of]
     is_exact = torch.equal(found.scales.half().to(found.scales.dtype), found.scales)
     least, most = (int(v) for v in differences.aminmax()) if differences.numel() else (0, 0)
-    room = next((r for r in rooms(bits, symmetric) if -r <= least and most < r), None)
-    is_whole = size > 0 and size % GROUP == 0 and torch.equal(group_of, in_order)
-    if room is None or not (is_exact and is_whole):
+    kind = next((k for k in targets(bits, symmetric) if has_room(k, least, most)), None)
+    order = group_of.argsort(stable=True)
+    is_whole = size > 0 and size % GROUP == 0 and torch.equal(group_of[order], in_order)
+    if kind is None or not (is_exact and is_whole):
         return differences * found.scales.float()[:, group_of]
-    fmt = FORMATS[TARGETS[room]]
+    is_reordered = not torch.equal(group_of, in_order)
+    fmt = FORMATS[kind]
     shape = n, k // GROUP, fmt.block_bytes
     blocks = torch.zeros(shape, dtype=torch.uint8, device=found.q.device)
-    fmt.q.write(blocks, differences.unflatten(1, (-1, GROUP)))
+    integers = found.q if fmt.has_zero else differences
+    if is_reordered:
+        integers = integers[:, order]
+    fmt.q.write(blocks, integers.unflatten(1, (-1, GROUP)))
     fmt.d.write(blocks, found.scales.repeat_interleave(size // GROUP, 1)[..., None])
-    return QuantizedTensor(blocks.flatten(1), TARGETS[room])
+    if fmt.m is not None:
+        fmt.m.write(blocks, found.zeros.repeat_interleave(size // GROUP, 1)[..., None])
+    weight = QuantizedTensor(blocks.flatten(1), kind)
+    return Reordered(weight, order) if is_reordered else weight

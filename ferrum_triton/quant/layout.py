@@ -119,6 +119,28 @@ class Integers:
         self.write_codes(blocks, (values + self.offset).to(torch.int16).to(torch.uint8))
 
 
+@dataclass(frozen=True)
+class E4m3(Integers):
+    """Bytes in E4M3, halved: numbers that scale sub-blocks as integers do in other formats.
+
+    0x7F and 0xFF, NaN in ``torch.float8_e4m3fn``, are ±480 here, as their bits would say: whoever
+    makes such blocks refuses them. Halved because the integers they multiply are E2M1 values
+    doubled.
+    """
+
+    def read(self, blocks: Tensor) -> Tensor:
+        """uint8 [..., block_bytes] -> float32 [..., len(self)]."""
+        codes = self.codes(blocks).to(torch.int32)
+        # Moved to where a float16 has its exponent, they are 2^-8 of what they stand for.
+        bits = (codes & 0x80) << 8 | (codes & 0x7F) << 7
+        return bits.to(torch.int16).view(torch.float16).float() * 2.0**7
+
+    def write(self, blocks: Tensor, values: Tensor) -> None:
+        """Store float32 [..., len(self)], each as the nearest there is of up to ±224."""
+        codes = (2 * values).clamp(-448, 448).to(torch.float8_e4m3fn)
+        self.write_codes(blocks, codes.view(torch.uint8))
+
+
 class Scale(Protocol):
     """A number a block has one of."""
 
@@ -150,6 +172,11 @@ class Half:
 
 
 @dataclass(frozen=True)
+class Zero(Half):
+    """An fp16 at byte ``at`` that is a whole number up to 16, taken from every integer."""
+
+
+@dataclass(frozen=True)
 class HalvedExponent:
     """Half of an E8M0 at byte ``at``: byte e is 2^(e - 128), two denormals among them.
 
@@ -169,3 +196,31 @@ class HalvedExponent:
         """Store powers of two; what is too small to be told, 0 included, as the smallest."""
         e = value.double().log2().clamp(-128, 127).round() + 128
         blocks[..., self.at : self.at + 1] = e.to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Two float32 from byte ``at`` on, of which the second divides the first.
+
+    Every block of a row has the same. Of a factor the second is 1, and of a divisor the first, so
+    that what is scaled by either is rounded once.
+    """
+
+    at: int
+
+    def parts(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 [..., block_bytes] -> both, float32 [..., 1]."""
+        raw = blocks[..., self.at : self.at + 8].clone(memory_format=torch.contiguous_format)
+        first, second = raw.view(torch.float32).split(1, -1)
+        return first, second
+
+    def read(self, blocks: Tensor) -> Tensor:
+        first, second = self.parts(blocks)
+        return first / second
+
+    def write(self, blocks: Tensor, value: Tensor) -> None:
+        self.write_parts(blocks, value, torch.ones_like(value))
+
+    def write_parts(self, blocks: Tensor, first: Tensor, second: Tensor) -> None:
+        """Store float32 [..., 1] each."""
+        blocks[..., self.at : self.at + 8] = torch.cat([first, second], -1).view(torch.uint8)

@@ -10,10 +10,11 @@ after the other. A plane has a row for each row of the matrix, K in its own orde
 * ``s``: sub-scales as bytes. Q4_K, Q5_K: scale and minimum of each 32 weights, unpacked from six
   bits. Q6_K: one int8 for each 16. Q2_K: the file's byte for each 16. Q3_K: the low nibbles of two
   sub-blocks in a byte, the first lower, and their upper two bits in ``t``, four in a byte. IQ4_XS:
-  one int8 for each 32. MXFP4: the exponent of each 32.
+  one int8 for each 32. MXFP4: the exponent of each 32. NVFP4: the E4M3 of each 16.
 * ``d``: fp16 for each block, or two fp16 (d below, minimum above) where there are two. MXFP4: the
   largest exponent of each 256 weights, of blocks that are not all 0. It repeats what ``s`` says:
-  products in float16 take the others relative to it.
+  products in float16 take the others relative to it. NVFP4: what scales a row, float32 each: the
+  factor of its products, and the two that make it.
 
 Rows of planes are filled up to multiples of 16 bytes with zeros. The whole is uint8 [rows,
 row_bytes], contiguous; it has as many bytes a row as that, but its own rows mean nothing, so that
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
-from ferrum_triton.quant.layout import Run
+from ferrum_triton.quant.layout import Ratio, Run
 
 ROW_ALIGN = 16
 # Low bits of an integer and the bits apart from them, as kernels unpack them.
@@ -43,6 +44,9 @@ CODE_BITS = ((2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (8, 0))
 # scaled by powers of two.
 LARGEST_OF = 256
 SUFFIX = ":planes"
+# Bytes of what scales a row. Kernels take 2^-8 of an E4M3 where half of it is meant, so that the
+# factor of products is 2^7 times the ratio.
+ROW_SCALE_BYTES, ROW_SCALE = 12, 2.0**7
 # Bytes of blocks repacked at a time: codes take up to eight times their room while they are moved.
 CHUNK_BYTES = 32 << 20
 
@@ -64,7 +68,7 @@ class PlaneFormat:
         fmt = self.file
         if (
             (fmt.low_bits, fmt.high_bits) not in CODE_BITS
-            or fmt.block_size != (LARGEST_OF if fmt.scales else 32)
+            or (fmt.block_size != (LARGEST_OF if fmt.scales else 32) and not fmt.is_row_scaled)
             or fmt.sub_size not in (16, 32)
             or (fmt.low_bits == 2 and not fmt.has_halves)
             or (fmt.values is None and fmt.is_exponent)
@@ -75,7 +79,7 @@ class PlaneFormat:
 
     @cached_property
     def plane_bytes(self) -> dict[str, Fraction]:
-        """Bytes of a block in each plane, in the order of the planes."""
+        """Bytes of a block in each plane, in the order of the planes; 0 of what a row has once."""
         fmt = self.file
         num_scales = fmt.block_size // fmt.sub_size
         # Bits of a sub-block in s and t.
@@ -89,10 +93,14 @@ class PlaneFormat:
         }
         if fmt.is_exponent:
             sizes["d"] = Fraction(fmt.block_size, LARGEST_OF)
-        return {plane: size for plane, size in sizes.items() if size}
+        if fmt.is_row_scaled:
+            sizes["d"] = Fraction(0)
+        return {plane: size for plane, size in sizes.items() if size or plane == "d"}
 
     def used_bytes(self, plane: str, num_blocks: int) -> int:
         """Bytes of a row of so many blocks in a plane, before it is filled up."""
+        if plane == "d" and self.file.is_row_scaled:
+            return ROW_SCALE_BYTES if num_blocks else 0
         return math.ceil(num_blocks * self.plane_bytes[plane])
 
     @property
@@ -277,6 +285,10 @@ def _split(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
     if fmt.high_bits:
         planes["h"] = _packed(codes >> fmt.low_bits, _plane(fmt.high_bits, fmt.block_size))
     planes |= _split_scales(blocks, fmt)
+    if isinstance(fmt.d, Ratio):
+        return {name: plane.flatten(-2) for name, plane in planes.items()} | {
+            "d": _row_scale(blocks, fmt.d)
+        }
     if fmt.is_exponent:
         planes["d"] = _largest_exponents(planes["s"], codes, fmt)
         return {name: plane.flatten(-2) for name, plane in planes.items()}
@@ -303,12 +315,29 @@ def _largest_exponents(exponents: Tensor, codes: Tensor, fmt: BlockFormat) -> Te
     return known.unflatten(-1, (-1, count)).amax(-1, keepdim=True)
 
 
+def _row_scale(blocks: Tensor, d: Ratio) -> Tensor:
+    """What scales rows, uint8 [..., rows, ROW_SCALE_BYTES], of [..., rows, blocks, block_bytes].
+
+    Raises:
+        InputError: blocks of a row have different ones.
+    """
+    stored = blocks[..., d.at : d.at + 8]
+    first = stored[..., 0, :]
+    if not torch.equal(stored, first[..., None, :].expand_as(stored)):
+        allowed = "rows of blocks that have one scale d"
+        raise InputError("to_planes", "blocks", "of several in a row", allowed, "Keep the blocks.")
+    factor = d.read(blocks[..., 0, :]) * ROW_SCALE
+    return torch.cat([factor.view(torch.uint8), first], -1)
+
+
 def _split_scales(blocks: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
     """The planes s and t, of formats that have them."""
     if fmt.is_exponent:
         return {"s": blocks[..., fmt.d.at : fmt.d.at + 1]}
     if fmt.scales is None:
         return {}
+    if fmt.scale_code == "e4m3":
+        return {"s": fmt.scales.codes(blocks)}
     if fmt.scale_code == "packed":
         codes = fmt.scales.codes(blocks)
         low, high = _scale_runs(len(fmt.scales))
@@ -337,6 +366,9 @@ def _join(blocks: Tensor, planes: dict[str, Tensor], form: PlaneFormat) -> None:
         codes = codes | high << fmt.low_bits
     fmt.q.write_codes(blocks, codes)
     _join_scales(blocks, each, fmt)
+    if isinstance(fmt.d, Ratio):
+        blocks[..., fmt.d.at : fmt.d.at + 8] = planes["d"][..., None, 4:]
+        return
     if fmt.is_exponent:
         blocks[..., fmt.d.at : fmt.d.at + 1] = each["s"]
         return
@@ -350,7 +382,9 @@ def _join_scales(blocks: Tensor, planes: dict[str, Tensor], fmt: BlockFormat) ->
     if fmt.scales is None:
         return
     stored = planes["s"]
-    if fmt.scale_code == "packed":
+    if fmt.scale_code == "e4m3":
+        fmt.scales.write_codes(blocks, stored)
+    elif fmt.scale_code == "packed":
         low, high = _scale_runs(len(fmt.scales))
         fmt.scales.write_codes(blocks, low.read(stored) | high.read(planes["t"]) << 4)
     elif fmt.scale_code == "nibbles":

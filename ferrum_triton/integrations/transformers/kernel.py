@@ -16,9 +16,9 @@ from ferrum_triton.errors import InputError
 from ferrum_triton.integrations.transformers.layers import backend_of
 from ferrum_triton.integrations.transformers.library import part
 from ferrum_triton.ops.quant import MAX_GEMV_ROWS as MAX_GEMV_ROWS
-from ferrum_triton.quant import FORMATS
+from ferrum_triton.quant.formats import GGUF_FORMATS
 
-KINDS = {fmt.ggml_id: kind for kind, fmt in FORMATS.items()}
+KINDS = {number: fmt.name for number, fmt in GGUF_FORMATS.items()}
 """The formats served, by the number a file has for them."""
 
 GEMV_TYPES = frozenset(KINDS)

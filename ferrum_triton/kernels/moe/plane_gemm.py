@@ -41,6 +41,7 @@ from ferrum_triton.kernels.quant.mma_operands import (
     halves_of,
     pointers,
     tile_of,
+    times_row_scales,
 )
 from ferrum_triton.kernels.quant.mma_steps import add_step, gated
 from ferrum_triton.kernels.quant.planes import row_sizes, row_units
@@ -223,6 +224,7 @@ def _plane_tiles_kernel(
         after = Place(tl.minimum(next_tile, tiles_n - 1).to(tl.int64) * ROWS, next_step)
         acc, scales = add_step(acc, scales, operands, here, after, num_words, TILE)
         if is_last:
+            acc = times_row_scales(acc, operands, here.rows, TILE)
             n = (first + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)
             _store_tile(
                 result, acc, factor_ptr, table, pairs_ptr, n, left, first_place, BUCKETS, SORTED

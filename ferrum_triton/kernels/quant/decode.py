@@ -1,9 +1,10 @@
 """Blocks as a file has them, decoded to float32 tiles: what every kernel of that layout shares.
 
 A lane is a byte position that holds PLANES weights, one a plane (in the low and the high half of
-the byte, say). A group is the run of lanes whose weights share their scales, plane by plane. A
-lane's bytes are loaded once for all its planes. A tile is [rows, groups, lanes] of one plane. Where
-a weight lies follows from the format's description alone; with it::
+the byte, say); or, of neighbours that share one, one of them. A group is the run of lanes whose
+weights share their scales, plane by plane. A lane's bytes are loaded once for all its planes. A
+tile is [rows, groups, lanes] of one plane. Where a weight lies follows from the format's
+description alone; with it::
 
     format                  weights  groups  lanes  planes  first weight of group s in plane p
     Q4_0, Q4_1, Q5_0, Q5_1       32       1     16       2  16p
@@ -12,6 +13,7 @@ a weight lies follows from the format's description alone; with it::
     Q4_K, Q5_K                  256       4     32       2  64s + 32p
     Q2_K, Q3_K, Q6_K            256       4     16       4  128(s // 2) + 32p + 16(s mod 2)
     IQ4_XS                      256       8     16       2  32s + 16p
+    NVFP4                        64       4     16       1  16s
 
 The order of operations is that of :mod:`ferrum_triton.quant.formats`. Compiled with
 ``enable_fp_fusion=False`` the results are equal to its bit for bit.
@@ -26,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.quant.codebooks import value_of
-from ferrum_triton.kernels.quant.planes import fp16_pair, halved_power
+from ferrum_triton.kernels.quant.planes import fp16_pair, halved_power, small_e4m3
 from ferrum_triton.kernels.rows import next_power_of_2
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
 
@@ -65,9 +67,10 @@ def _block_layout(kind: str, align: int) -> BlockLayout:
         runs.append(fmt.q.high)
     # The smallest chunk has whole bytes of every run; of equal ones, that with the most planes.
     run = min(runs, key=lambda run: (run.lanes * run.planes, -run.planes))
-    lanes = min(run.lanes, fmt.sub_size)
-    groups = fmt.block_size // (lanes * run.planes)
-    return BlockLayout(fmt, groups, lanes, run.planes, run.lanes, align)
+    lanes, planes, run_lanes = min(run.lanes, fmt.sub_size), run.planes, run.lanes
+    if lanes == 1:  # neighbours in a byte: each is a lane, and they load it together
+        lanes, planes, run_lanes = fmt.sub_size, 1, fmt.sub_size
+    return BlockLayout(fmt, fmt.block_size // (lanes * planes), lanes, planes, run_lanes, align)
 
 
 def groups_of(num_weights: int, layout: BlockLayout) -> int:
@@ -120,8 +123,17 @@ def decode(rows, g, lane, mask, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
         q = q.to(tl.float32)
     else:
         q = value_of(q, VALUES).to(tl.float32)
+    if FORMAT.is_row_scaled:
+        scale = small_e4m3(_integer(block, _quotient(first, 16), 0, mask, SCALES, 1)) * 128.0
+        at = block + FORMAT.d.at
+        ALIGN_D: tl.constexpr = _alignment_at(FORMAT.d.at, FORMAT, ALIGN)
+        above = _word_at(at, mask, ALIGN_D).to(tl.float32, bitcast=True)
+        below = _word_at(at + 4, mask, ALIGN_D).to(tl.float32, bitcast=True)
+        return tl.div_rn(scale * q * above, tl.where(mask, below, 1.0))
     step, low = _scales(block, mask, FORMAT, ALIGN)
-    if SCALES is None:
+    if FORMAT.has_zero:
+        weights = step * (q - low)
+    elif SCALES is None:
         weights = step * q
         if FORMAT.has_minimum:
             weights += low

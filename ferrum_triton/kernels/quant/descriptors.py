@@ -57,8 +57,8 @@ def _planes_of(tile: Tile) -> dict[str, tuple[torch.dtype, int]]:
     if h_columns(tile):
         planes["h"] = torch.int32, h_columns(tile)
     if s_by_tma(tile):
-        types = {"pair": torch.int16, "nibbles": torch.uint8, "byte": torch.int8}
-        planes["s"] = types[tile.format.scale_code], s_columns(tile)
+        types = {"pair": torch.int16, "byte": torch.int8}
+        planes["s"] = types.get(tile.format.scale_code, torch.uint8), s_columns(tile)
     if d_by_tma(tile):
         planes["d"] = torch.int32 if tile.format.has_minimum else torch.float16, d_columns(tile)
     return planes

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ferrum_triton.kernels.quant.codebooks import value_of
-from ferrum_triton.kernels.quant.planes import halved_power
+from ferrum_triton.kernels.quant.planes import halved_power, small_e4m3
 from ferrum_triton.kernels.quant.ptx import Asm
 from ferrum_triton.quant.formats import BlockFormat
 
@@ -101,6 +101,11 @@ def _scaled(fmt: BlockFormat) -> str:
     both = f"${8 + _word_operands(fmt)}"
     if fmt.scale_code == "power":
         scale = both  # a pair already
+    elif fmt.scale_code == "e4m3":
+        # 2^-8 of it, twice: the byte's sign at a float16's, its other bits below.
+        upper = asm.op("prmt.b32", both, "0", "0x0404")
+        low = asm.op("lop3.b32", asm.shifted(upper, -1), "0x3F803F80", "0", "0xC0")
+        scale = asm.op("lop3.b32", upper, "0x80008000", low, "0xEA")
     else:
         # As a byte under the exponent of 1024; a signed one plus 128, packed ones are stored so.
         signed = fmt.scale_code in ("byte", "byte32")
@@ -156,9 +161,16 @@ def constraints_of(fmt):
     return ",".join(["=&r"] * 8 + ["r"] * (_word_operands(fmt) + scales))
 
 
-# $0 .. $7 = $8 .. $15 times $16, plus $17 or minus $17 · $18.
+# $0 .. $7 = $8 .. $15 times $16, plus $17 or minus $17 · $18. Or less $17, which is exact, and then
+# times $16.
 TIMES = tl.constexpr("\n".join(f"mul.rn.f16x2 ${i}, ${8 + i}, $16;" for i in range(8)))
 PLUS = tl.constexpr("\n".join(f"fma.rn.f16x2 ${i}, ${8 + i}, $16, $17;" for i in range(8)))
+LESS = tl.constexpr(
+    "\n".join(
+        f"{{ .reg .b32 t; sub.rn.f16x2 t, ${8 + i}, $17; mul.rn.f16x2 ${i}, t, $16; }}"
+        for i in range(8)
+    )
+)
 _MINUS = tl.constexpr(
     "{\n.reg .b32 low;\nmul.rn.f16x2 low, $17, $18;\nneg.f16x2 low, low;\n"
     + "\n".join(f"fma.rn.f16x2 ${i}, ${8 + i}, $16, low;" for i in range(8))
@@ -237,7 +249,7 @@ def unpack(words, more, scale, FORMAT: tl.constexpr, ASM: tl.constexpr):
             shifted so that the four lowest bits of each byte are those of the word's pair.
         scale: int32 [N, W / c], signed in its lowest byte, what lies above is not read; of codes of
             three bits plus 32. Powers of two are float16, as :func:`relative_power` makes them.
-            Not read where FORMAT has none.
+            Of E4M3 the weights come out times 2^-8. Not read where FORMAT has none.
         FORMAT: the format.
         ASM: :func:`unpacking_of` it, or "".
     """
@@ -276,6 +288,8 @@ def unpack(words, more, scale, FORMAT: tl.constexpr, ASM: tl.constexpr):
         if SCALED:
             if scale.dtype == tl.float16:
                 signed = scale.to(tl.float32)
+            elif FORMAT.scale_code == "e4m3":
+                signed = small_e4m3(scale)
             else:
                 signed = scale - 32 if BITS == 3 else (scale << 24) >> 24
             scale = spread(signed, w[0].shape[1])
@@ -320,6 +334,8 @@ def second_bytes(x, W: tl.constexpr, ASM: tl.constexpr):
 def times(t, mins, d, low, FORMAT: tl.constexpr, PTX: tl.constexpr):
     """t · d, + low of formats of 32 weights, - mins · low of the others; float16 each.
 
+    Where low is a zero it is (t - low) · d.
+
     Args:
         t: of :func:`unpack`.
         d: float16 [N, W].
@@ -334,8 +350,9 @@ def times(t, mins, d, low, FORMAT: tl.constexpr, PTX: tl.constexpr):
         )
     elif PTX and FORMAT.has_minimum:
         args += (d, low)
+        ASM: tl.constexpr = LESS if FORMAT.has_zero else PLUS
         t = tl.inline_asm_elementwise(
-            PLUS, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2
+            ASM, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=2
         )
     elif PTX:
         args += (d,)
@@ -345,7 +362,9 @@ def times(t, mins, d, low, FORMAT: tl.constexpr, PTX: tl.constexpr):
     else:
         if DIFFERENCE:
             low = -(low * mins)
-        if FORMAT.has_minimum:
+        if FORMAT.has_zero:
+            low = -(low.to(tl.float32) * d.to(tl.float32))  # exact
+        elif FORMAT.has_minimum:
             low = low.to(tl.float32)
         t = ()
         for p in tl.static_range(8):

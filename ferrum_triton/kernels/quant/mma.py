@@ -43,6 +43,7 @@ from ferrum_triton.kernels.quant.mma_operands import (
     pointers,
     q_columns,
     tile_of,
+    times_row_scales,
 )
 from ferrum_triton.kernels.quant.mma_steps import add_step, gated
 from ferrum_triton.kernels.quant.planes import row_sizes, row_units
@@ -208,6 +209,7 @@ def _mma_quant_kernel(
         acc = tl.load(parts, cache_modifier=".cg")
         for split in tl.static_range(1, SPLITS):
             acc += tl.load(parts + split * PART, cache_modifier=".cg")
+    acc = times_row_scales(acc, operands, none, TILE)
     acc *= tl.load(factor_ptr + token)[None, :]
     if GATED:
         ACTIVATION: tl.constexpr = LAUNCH.activation

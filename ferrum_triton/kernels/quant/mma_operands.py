@@ -19,7 +19,7 @@ import triton.language as tl
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.quant.fragments import unpacking_of
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
-from ferrum_triton.kernels.quant.planes import halves
+from ferrum_triton.kernels.quant.planes import d_bytes, halves
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
 from ferrum_triton.quant.kinds import file_kind
 
@@ -73,8 +73,10 @@ def _tile_of(kind: str, config: MmaConfig, whole: bool, has_ptx: bool) -> Tile:
         tokens=config.tokens,
         words=config.words,
         parts=max(config.parts, halves_of(kind)),
-        # Powers of two of MXFP4 are beyond float16 before the product.
-        scale_after=fmt.scale_code == "power" or (config.scale_after and fmt.scale_code != ""),
+        # Powers of two of MXFP4 are beyond float16 before the product. What scales whole rows
+        # comes after all steps.
+        scale_after=fmt.scale_code == "power"
+        or (config.scale_after and fmt.scale_code != "" and not fmt.is_row_scaled),
         whole=whole,
     )
 
@@ -99,7 +101,7 @@ def s_columns(tile):
     """Scales of its sub-blocks, of the kind of ``scale_code``."""
     if tile.format.scale_code == "":
         return 0
-    return tile.words // (2 if tile.format.scale_code in ("byte", "nibbles") else 4)
+    return tile.words // (2 if tile.format.scale_code in ("byte", "nibbles", "e4m3") else 4)
 
 
 @triton.constexpr_function
@@ -111,13 +113,13 @@ def d_columns(tile):
 @triton.constexpr_function
 def d_unit(tile):
     """Entries of d, or of d and m, in 16 bytes: exponents of MXFP4 are bytes."""
-    return 16 if tile.format.scale_code == "power" else 4 if tile.format.has_minimum else 8
+    return 16 if tile.format.scale_code == "power" else 16 // d_bytes(tile.format)
 
 
 @triton.constexpr_function
 def s_by_tma(tile):
     """Whether a descriptor brings scales: those of 16 words are too narrow for one."""
-    return tile.format.scale_code in ("pair", "nibbles", "byte") and tile.words == 32
+    return tile.format.scale_code in ("pair", "nibbles", "byte", "e4m3") and tile.words == 32
 
 
 @triton.constexpr_function
@@ -143,7 +145,7 @@ class Pointers(NamedTuple):
     h: Any  # int32 [rows, h_columns]
     s: Any  # [rows, s_columns]
     t: Any  # int32 [rows, 1], upper bits of packed scales
-    d: Any  # [rows], float16, or float16 d and m as int32
+    d: Any  # [rows], float16, or float16 d and m as int32; float32 of what scales rows
     x: Any  # float16 [tokens, 8 words / parts]
     sums: Any  # float16 [tokens, words]
 
@@ -245,6 +247,8 @@ def pointers(
         d = planes_ptr
     elif TILE.format.has_minimum:
         d = planes_ptr.to(tl.pointer_type(tl.int32))
+    elif TILE.format.is_row_scaled:
+        d = planes_ptr.to(tl.pointer_type(tl.float32))
     else:
         d = planes_ptr.to(tl.pointer_type(tl.float16))
     d += row * rows.d * d_unit(TILE)
@@ -272,12 +276,12 @@ def block_scales(operands, place, TILE: tl.constexpr):
 @triton.jit
 def weight_scales(operands, loaded, place, TILE: tl.constexpr):
     """d and m of each row's weights of a step, float16 [rows, blocks], where they scale weights."""
-    m = 0.0
+    d, m = 1.0, 0.0
     if TILE.format.scale_code == "":
         d = loaded.d
         if TILE.format.has_minimum:
             d, m = halves(d)
-    else:
+    elif not TILE.format.is_row_scaled:
         # Halves, which the compiler's pipeline leaves alone: they come from L1, and each thread
         # asks for those of its rows.
         EACH: tl.constexpr = 2 if TILE.format.has_minimum else 1
@@ -287,6 +291,15 @@ def weight_scales(operands, loaded, place, TILE: tl.constexpr):
         if TILE.format.has_minimum:
             m = tl.load(d_ptr + 1)
     return Scales(d, m)
+
+
+@triton.jit
+def times_row_scales(acc, operands, rows, TILE: tl.constexpr):
+    """acc, the sums over all steps of rows, times what scales whole rows where there is such."""
+    if TILE.format.is_row_scaled:
+        d = tl.load(operands.at.d + rows * operands.rows.d * d_unit(TILE))
+        acc *= d[:, None]
+    return acc
 
 
 @triton.jit

@@ -42,7 +42,7 @@ def _every_other_pair(words, TILE: tl.constexpr):
 
 @triton.jit
 def _weights(words, more, scale, low, scales, W: tl.constexpr, TILE: tl.constexpr):
-    """Eight products' weights, float16 [rows, W]; without d where it scales the product.
+    """Eight products' weights, float16 [rows, W]; without d where it scales products or rows.
 
     Args:
         words, more, scale: the operands of ``unpack``.
@@ -52,7 +52,7 @@ def _weights(words, more, scale, low, scales, W: tl.constexpr, TILE: tl.constexp
     FORMAT: tl.constexpr = TILE.format
     ASM: tl.constexpr = TILE.asm
     t = unpack(words, more, scale, FORMAT, ASM)
-    if not TILE.scale_after:
+    if not (TILE.scale_after or FORMAT.is_row_scaled):
         mins, m = 0.0, scales.m
         if FORMAT.has_minimum:
             m = spread(m, W)

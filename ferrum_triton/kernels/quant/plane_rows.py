@@ -12,7 +12,13 @@ from torch import Tensor
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.quant.codebooks import value_of
 from ferrum_triton.kernels.quant.fragments import spread
-from ferrum_triton.kernels.quant.planes import fp16_pair, halved_power, row_sizes, row_units
+from ferrum_triton.kernels.quant.planes import (
+    fp16_pair,
+    halved_power,
+    row_sizes,
+    row_units,
+    small_e4m3,
+)
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.kinds import file_kind
@@ -76,6 +82,52 @@ def _sub_scales(s_ptr, t_ptr, sub, mask, FORMAT: tl.constexpr):
     return scale, low
 
 
+@triton.jit
+def _scaled(q, s_ptr, t_ptr, d_ptr, first, num_weights, FORMAT: tl.constexpr):
+    """Weights from their integers q [rows, BLOCK_K], those of a row from ``first`` on."""
+    BLOCK_K: tl.constexpr = q.shape[1]
+    block = first // FORMAT.block_size + tl.arange(0, BLOCK_K // FORMAT.block_size)[None, :]
+    if FORMAT.is_exponent:
+        d_ptr = s_ptr
+    else:
+        D_TYPE: tl.constexpr = tl.int32 if FORMAT.has_minimum else tl.float16
+        d_ptr = d_ptr.to(tl.pointer_type(D_TYPE))
+    d = tl.load(d_ptr + block, mask=block < num_weights // FORMAT.block_size, other=0)
+    if FORMAT.has_minimum:
+        d, m = fp16_pair(d)
+    elif FORMAT.is_exponent:
+        d = halved_power(d)
+    else:
+        d = d.to(tl.float32)
+    if FORMAT.has_zero:
+        w = spread(d, BLOCK_K) * (q - spread(m, BLOCK_K))
+    elif FORMAT.scales is None:
+        w = spread(d, BLOCK_K) * q
+        if FORMAT.has_minimum:
+            w = w + spread(m, BLOCK_K)
+    else:
+        SUB_BLOCKS: tl.constexpr = BLOCK_K // FORMAT.sub_size
+        sub = first // FORMAT.sub_size + tl.arange(0, SUB_BLOCKS)[None, :]
+        mask = sub < num_weights // FORMAT.sub_size
+        scale, low = _sub_scales(s_ptr, t_ptr, sub, mask, FORMAT)
+        step = spread(d, SUB_BLOCKS) * scale.to(tl.float32)
+        w = spread(step, BLOCK_K) * q
+        if FORMAT.has_minimum:
+            w = w - spread(spread(m, SUB_BLOCKS) * low.to(tl.float32), BLOCK_K)
+    return w
+
+
+@triton.jit
+def _row_scaled(q, s_ptr, d_ptr, first, num_weights, FORMAT: tl.constexpr):
+    """The same, of sub-blocks with scales in E4M3 and rows with a ratio."""
+    SUB_BLOCKS: tl.constexpr = q.shape[1] // FORMAT.sub_size
+    sub = first // FORMAT.sub_size + tl.arange(0, SUB_BLOCKS)[None, :]
+    scale = tl.load(s_ptr + sub, mask=sub < num_weights // FORMAT.sub_size, other=0)
+    scale = small_e4m3(scale.to(tl.int32)) * 128.0
+    parts = d_ptr.to(tl.pointer_type(tl.float32)) + 1  # behind the factor of products
+    return tl.div_rn(spread(scale, q.shape[1]) * q * tl.load(parts), tl.load(parts + 1))
+
+
 @kernel(dynamic=("first_row",))
 def _decode_planes_kernel(
     y_ptr,  # [n, k]
@@ -116,32 +168,10 @@ def _decode_planes_kernel(
     d_ptr = planes_ptr + row * d_row
 
     q = _integers(q_ptr, h_ptr, first, num_weights, FORMAT, BLOCK_K)
-    block = first // FORMAT.block_size + tl.arange(0, BLOCK_K // FORMAT.block_size)[None, :]
-    if FORMAT.is_exponent:
-        d_ptr = s_ptr
+    if FORMAT.is_row_scaled:
+        w = _row_scaled(q, s_ptr, d_ptr, first, num_weights, FORMAT)
     else:
-        D_TYPE: tl.constexpr = tl.int32 if FORMAT.has_minimum else tl.float16
-        d_ptr = d_ptr.to(tl.pointer_type(D_TYPE))
-    d = tl.load(d_ptr + block, mask=block < num_weights // FORMAT.block_size, other=0)
-    if FORMAT.has_minimum:
-        d, m = fp16_pair(d)
-    elif FORMAT.is_exponent:
-        d = halved_power(d)
-    else:
-        d = d.to(tl.float32)
-    if FORMAT.scales is None:
-        w = spread(d, BLOCK_K) * q
-        if FORMAT.has_minimum:
-            w = w + spread(m, BLOCK_K)
-    else:
-        SUB_BLOCKS: tl.constexpr = BLOCK_K // FORMAT.sub_size
-        sub = first // FORMAT.sub_size + tl.arange(0, SUB_BLOCKS)[None, :]
-        mask = sub < num_weights // FORMAT.sub_size
-        scale, low = _sub_scales(s_ptr, t_ptr, sub, mask, FORMAT)
-        step = spread(d, SUB_BLOCKS) * scale.to(tl.float32)
-        w = spread(step, BLOCK_K) * q
-        if FORMAT.has_minimum:
-            w = w - spread(spread(m, SUB_BLOCKS) * low.to(tl.float32), BLOCK_K)
+        w = _scaled(q, s_ptr, t_ptr, d_ptr, first, num_weights, FORMAT)
 
     k = first + tl.arange(0, BLOCK_K)[None, :]
     mask = (n < num_rows)[:, None] & (k < num_weights)

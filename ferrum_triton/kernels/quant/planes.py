@@ -15,7 +15,7 @@ the bytes of two words::
     Q2_K            w                  w                  4(e % 2) and 2 more, others
     Q5_0 .. Q6_K    low | high << 4    the same           0, others
     Q8_0            w ^ 0x80 each      the same           0, none
-    IQ4, MXFP4      table[w] each      the same           0, none
+    IQ4, FP4        table[w] each      the same           0, none
 """
 
 from dataclasses import dataclass
@@ -182,6 +182,12 @@ def _scale_bytes(layout):
     return 1 if code == "byte32" else 2 * layout.span if code == "nibbles" else 2
 
 
+@triton.constexpr_function
+def d_bytes(fmt):
+    """Bytes of d, and of m where there is one."""
+    return 4 if fmt.has_minimum or fmt.is_row_scaled else 2
+
+
 @triton.jit
 def _load_scales(d_ptr, s_ptr, t_ptr, at, mask, LAYOUT: tl.constexpr, PTX: tl.constexpr):
     """The scales of a part, as they are stored: those of d, s and t that there are."""
@@ -190,8 +196,9 @@ def _load_scales(d_ptr, s_ptr, t_ptr, at, mask, LAYOUT: tl.constexpr, PTX: tl.co
     if CODE == "power":
         raw = (load_one(s_ptr + at, mask),)  # bytes still, which loops carry packed
     else:
-        d_ptr = d_ptr.to(pointer_to(4 if LAYOUT.format.has_minimum else 2))
-        raw = load_words(d_ptr + at // PARTS, mask, 1, PTX, "")
+        d_ptr = d_ptr.to(pointer_to(d_bytes(LAYOUT.format)))
+        block = tl.zeros_like(at) if LAYOUT.format.is_row_scaled else at // PARTS
+        raw = load_words(d_ptr + block, mask, 1, PTX, "")
         if CODE != "":
             s_ptr = s_ptr.to(pointer_to(_scale_bytes(LAYOUT)))
             raw += load_words(s_ptr + at, mask, 1, PTX, "")
@@ -372,8 +379,18 @@ def halved_power(e):
 
 
 @triton.jit
+def small_e4m3(e4m3):
+    """2^-8 of what the lowest byte of an int32 stands for in E4M3, float32."""
+    half = ((e4m3 & 0x80) << 8) | ((e4m3 & 0x7F) << 7)
+    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def sub_scales(raw, FORMAT: tl.constexpr):
-    """The integers of a group's sub-blocks: scales, then minimums where there are."""
+    """The integers of a group's sub-blocks: scales, then minimums where there are.
+
+    Of E4M3 they are float32, 2^-8 of what is meant.
+    """
     CODE: tl.constexpr = FORMAT.scale_code
     if CODE == "pair":
         integers = (raw[1] & 0xFF, raw[1] >> 8)
@@ -381,6 +398,10 @@ def sub_scales(raw, FORMAT: tl.constexpr):
         integers = ((raw[1] << 24) >> 24,)
     elif CODE == "byte":
         integers = ((raw[1] << 24) >> 24, (raw[1] << 16) >> 24)
+    elif CODE == "e4m3":
+        # Both at once, as the upper bytes of halves of a word.
+        both = (raw[1] & 0xFF) << 8 | (raw[1] & 0xFF00) << 16
+        integers = fp16_pair(((both >> 1) & 0x3F803F80) | (both & -0x7FFF8000))
     elif CODE == "nibbles":
         s = raw[1]
         integers = (s & 0xF, (s >> 8) & 0xF, (s >> 4) & 0xF, s >> 12)
@@ -397,12 +418,16 @@ def sub_scales(raw, FORMAT: tl.constexpr):
 
 @triton.jit
 def block_scales(raw, FORMAT: tl.constexpr):
-    """d, and the minimum where there is one, as float32."""
+    """d, and the minimum where there is one or a zero makes one, as float32."""
     if FORMAT.has_minimum:
         d, m = fp16_pair(raw[0])
+        if FORMAT.has_zero:
+            m = -(d * m)  # exact
         scales = (d, m)
     elif FORMAT.is_exponent:
         scales = (halved_power(raw[0]),)
+    elif FORMAT.is_row_scaled:
+        scales = (raw[0].to(tl.float32, bitcast=True),)
     else:
         scales = (raw[0].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
     return scales

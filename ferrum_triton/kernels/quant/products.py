@@ -81,6 +81,8 @@ def gemv_heuristic(
         rows, warps = 4, 8
     elif num_tokens == 1 and kind in ("Q2_K", "Q3_K"):
         rows, warps = 16, 4
+    elif num_tokens > 4 and kind in ("NVFP4", "Q4_Z"):
+        rows, warps = 4, 4  # eight would spill, of NVFP4 256 bytes a thread on sm_80
     else:
         rows, warps = 8, 4
     parts = num_groups // span_of(FORMATS[kind], num_groups)

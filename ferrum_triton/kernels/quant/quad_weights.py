@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.quant.fragments import (
+    LESS,
     PLUS,
     PLUS_CONSTRAINTS,
     TIMES,
@@ -30,6 +31,7 @@ from ferrum_triton.kernels.quant.planes import (
     layout_of,
     load_words,
     pointer_to,
+    small_e4m3,
     uses_ptx,
 )
 from ferrum_triton.kernels.quant.thread_products import permuted
@@ -68,6 +70,8 @@ def thread_bytes(plane, fmt):
         return {"": 0, "packed": 2, "byte32": 2, "power": 2}.get(fmt.scale_code, 4)
     if fmt.scale_code == "power":
         return 1
+    if fmt.is_row_scaled:
+        return 4  # of a whole row
     return (4 if fmt.has_minimum else 2) * (1 if fmt.scale_code else 2)
 
 
@@ -108,7 +112,9 @@ def load_rows(matrix, row, thread, block, mask, LAYOUT: tl.constexpr, ROWS: tl.c
     if SCALES == "":
         d_ptr = _pointer(planes_ptr, row, thread, block, LAYOUT.d, D_EACH)
     else:
-        d_ptr = planes_ptr + row * LAYOUT.d + block * D_EACH
+        d_ptr = planes_ptr + row * LAYOUT.d
+        if not FORMAT.is_row_scaled:
+            d_ptr += block * D_EACH
     rows = ()
     for r in tl.static_range(ROWS):
         q = ()
@@ -155,7 +161,7 @@ def _scale(s, d, J: tl.constexpr, SCALES: tl.constexpr):
         scale = s[0] >> (8 * (J // 2))
     elif SCALES == "pair":
         scale = s[0] >> (16 * (J // 2))
-    elif SCALES == "byte":
+    elif SCALES == "byte" or SCALES == "e4m3":
         scale = s[0] >> (8 * J)
     elif SCALES == "nibbles":
         scale = (s[0] >> (8 * J)) & 15
@@ -180,6 +186,8 @@ def _unpacked(words, more, scale, FORMAT: tl.constexpr):
         scale -= 32
     elif FORMAT.scale_code == "power":
         scale, _ = fp16_pair(scale)
+    elif FORMAT.scale_code == "e4m3":
+        scale = small_e4m3(scale)
     else:
         scale = (scale << 24) >> 24
     pairs = ()
@@ -237,21 +245,22 @@ def weights(row, J: tl.constexpr, LAYOUT: tl.constexpr):
             pairs,
             _twice(both, 0, PTX),
             _twice(both, 1, PTX),
+            FORMAT.has_zero,
             PTX,
         )
     elif SCALES == "":
-        pairs = _times(pairs, _twice(d[0], J // 2, PTX), None, PTX)
+        pairs = _times(pairs, _twice(d[0], J // 2, PTX), None, False, PTX)
     return pairs
 
 
 @triton.jit
-def _times(pairs, d, low, PTX: tl.constexpr):
-    """pairs · d + low, which are pairs of the same number."""
+def _times(pairs, d, low, IS_ZERO: tl.constexpr, PTX: tl.constexpr):
+    """pairs · d + low, or (pairs - low) · d; d and low are pairs of the same number."""
     if PTX and low is not None:
         args = pairs
         args += (d, low)
         pairs = tl.inline_asm_elementwise(
-            PLUS, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
+            LESS if IS_ZERO else PLUS, PLUS_CONSTRAINTS, args, dtype=_EIGHT, is_pure=True, pack=1
         )
     elif PTX:
         args = pairs
@@ -264,6 +273,8 @@ def _times(pairs, d, low, PTX: tl.constexpr):
         added = 0.0
         if low is not None:
             added, _ = fp16_pair(low)
+            if IS_ZERO:
+                added = -(added * factor)
         out = ()
         for p in tl.static_range(8):
             first, second = fp16_pair(pairs[p])
@@ -281,6 +292,8 @@ def late_scales(row, LAYOUT: tl.constexpr):
         d, m = fp16_pair(row[3][0])
     elif LAYOUT.format.scale_code == "power":
         d = largest_power(row[3][0])
+    elif LAYOUT.format.is_row_scaled:
+        d = row[3][0].to(tl.float32, bitcast=True)
     else:
         d, _ = fp16_pair(row[3][0])
     return d, m

@@ -285,7 +285,7 @@ def _group_value(total, first, dots, activations, raw, FORMAT: tl.constexpr):
     CODE: tl.constexpr = FORMAT.scale_code
     out = ()
     for m in tl.static_range(len(x)):
-        if CODE == "byte":  # beyond int32
+        if CODE == "byte" or CODE == "e4m3":  # beyond int32, or no integer
             dot = factors[1].to(tl.float32) * dots[m].to(tl.float32)
             dot = tl.fma(factors[0].to(tl.float32), first[m].to(tl.float32), dot)
         elif CODE == "byte32":
