@@ -105,6 +105,7 @@ class Op:
         self.kinds: dict[str, frozenset[str]] = {}
         self.shape_rules: list[Callable[..., None]] = []
         self.call_rules: list[Callable[..., None]] = []
+        self.data_rules: list[Callable[..., None]] = []
         self.static = tuple(
             name
             for name, parameter in self.signature.parameters.items()
@@ -196,6 +197,11 @@ class Op:
     def call_rule(self, fn: Callable[..., None]) -> Callable[..., None]:
         """Register a check on scalar arguments, run at every call. It must read no tensor data."""
         self.call_rules.append(fn)
+        return fn
+
+    def data_rule(self, fn: Callable[..., None]) -> Callable[..., None]:
+        """Register a check of what tensors hold, which waits for it: for debugging doors alone."""
+        self.data_rules.append(fn)
         return fn
 
     def reject(self, argument: str, got: str, allowed: str, advice: str = "") -> NoReturn:

@@ -17,6 +17,7 @@ FAMILIES = (
     "rope",
     "paged_cache",
     "attention",
+    "linear_attention",
     "moe",
     "fp8_experts",
     "sampling",

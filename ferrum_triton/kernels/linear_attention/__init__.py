@@ -1,0 +1,1 @@
+"""Linear attention: gated delta rule, its convolution, its gates."""
