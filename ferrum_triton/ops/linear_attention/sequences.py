@@ -155,7 +155,7 @@ def refuse_shared_slots(of_op: Op, states, slots, kept_slots=None) -> None:
 def sequence_sample(
     make, seq_lens, hostile=False, with_states=True, with_offsets=False, with_kept=False
 ) -> tuple[int | None, dict]:
-    """How many slots there are, if any, and the arguments that describe sequences of ``seq_lens``."""
+    """Slots that there are, if any, and the arguments that describe sequences of ``seq_lens``."""
     num_seqs, num_tokens = len(seq_lens), sum(seq_lens)
     num_slots = num_seqs + with_kept * num_tokens + 2 * hostile
     is_decode = set(seq_lens) == {1} and not hostile and (with_states or num_seqs == 1)
