@@ -43,7 +43,7 @@ DELTA_AXES = {
     "group_size": (1, 3),
     "head_k_dim": (1, 16, 40),
     "head_v_dim": (1, 16, 24),
-    "state_dtype": (torch.float32, torch.bfloat16),
+    "state_dtype": (torch.bfloat16, torch.float32),
     "scale": (None, 0.5),
     **SEQUENCE_AXES,
 }
