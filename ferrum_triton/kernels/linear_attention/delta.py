@@ -1,7 +1,7 @@
 """The gated delta rule token by token: a program has a block of values of one head's state.
 
 A state is read once, held in registers for all tokens of its sequence, and written once. Many small
-programs of one warp keep the memory busy: sums over keys need no other warp.
+programs keep the memory busy.
 """
 
 import triton.language as tl
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.linear_attention.sequences import Batch, layout_of, span_of
+from ferrum_triton.kernels.linear_attention.sequences import Batch, Layout, layout_of, span_of
 from ferrum_triton.kernels.parameters import power_of_two, tile_refusal
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -109,13 +109,10 @@ def _gdn_decode_kernel(
 
 
 def decode_heuristic(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> Config:
-    """32 values, a line of a float32 state's row, on one warp: 16 KB a program of 128 keys.
-
-    Two warps where keys are so many that one would hold more than 128 numbers a thread.
-    """
+    """32 values, a line of a float32 state's row, and 64 numbers a thread: 2 warps of 128 keys."""
     block_k = next_power_of_2(head_k_dim)
     block_v = min(next_power_of_2(head_v_dim), 32)
-    warps = max(block_k * block_v // (128 * gpu.warp_size), 1)
+    warps = max(block_k * block_v // (64 * gpu.warp_size), 1)
     return {"BLOCK_V": block_v, "num_warps": warps}
 
 
@@ -144,30 +141,21 @@ decode_config = Tunable(
 )
 
 
-@ops.gdn_decode.impl("triton")
-def gdn_decode(
+def launch_tokens(
+    y: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    states: Tensor | None = None,
-    slots: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    pos_offsets: Tensor | None = None,
-    kept_slots: Tensor | None = None,
-    scale: float | None = None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    num_tokens, num_k_heads, head_k_dim = q.shape
+    states: Tensor | None,
+    layout: Layout,
+    kept_slots: Tensor | None,
+    scale: float | None,
+) -> None:
+    """y ← the recurrence of tokens, one after the other."""
+    num_k_heads, head_k_dim = q.shape[1:]
     num_v_heads, head_v_dim = v.shape[1:]
-    y = v.new_empty(v.shape) if out is None else out
-    if num_tokens == 0:
-        return y
-    layout = layout_of(num_tokens, states, slots, cu_seqlens, pos_offsets)
-    if layout.num_seqs == 0:
-        return y
     heads = layout.num_seqs * num_v_heads
     config = decode_config.pick(q.device, heads, head_k_dim, head_v_dim)
     strides = (0, 0, 0) if states is None else states.stride()
@@ -204,4 +192,26 @@ def gdn_decode(
         **layout.tensors,
         **config,
     )
+
+
+@ops.gdn_decode.impl("triton")
+def gdn_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor | None = None,
+    slots: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    pos_offsets: Tensor | None = None,
+    kept_slots: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    y = v.new_empty(v.shape) if out is None else out
+    layout = layout_of(v.shape[0], states, slots, cu_seqlens, pos_offsets)
+    if y.numel() and layout.num_seqs:
+        launch_tokens(y, q, k, v, g, beta, states, layout, kept_slots, scale)
     return y

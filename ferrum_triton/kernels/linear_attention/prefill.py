@@ -11,6 +11,8 @@ diagonal of β_i e^(G_i - G_j) k_i · k_j. So there are two launches:
 States between chunks never come to memory. The second launch has five products a chunk in place of
 the two that depend on the chunk before, which takes less time than writing the states and reading
 them again for a third.
+
+Tensor cores would round float32, whose tokens are taken one by one instead.
 """
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.linear_attention.delta import launch_tokens
 from ferrum_triton.kernels.linear_attention.sequences import (
     Batch,
     block_of,
@@ -39,7 +42,7 @@ LEAST_GATE = tl.constexpr(-104.0)
 
 
 @triton.jit
-def inverse_of_unit(a, PRECISION: tl.constexpr):
+def inverse_of_unit(a):
     """(I + a)⁻¹ of a [CHUNK, CHUNK] that has nothing on its diagonal and above.
 
     Blocks on the diagonal are merged two by two: [[P, 0], [B, Q]]⁻¹ is P⁻¹ and Q⁻¹ with
@@ -49,11 +52,11 @@ def inverse_of_unit(a, PRECISION: tl.constexpr):
     j = tl.arange(0, CHUNK)[None, :]
     inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -a, 0.0))
     for level in tl.static_range(1, 6):
-        size: tl.constexpr = 2**level
-        is_below = (i // (2 * size) == j // (2 * size)) & (i // size != j // size)
+        # Of size 2**level, in pairs.
+        is_below = (i >> level != j >> level) & (i >> (level + 1) == j >> (level + 1))
         below = tl.where(is_below, a, 0.0)
-        below = tl.dot(inverse, below, input_precision=PRECISION)
-        inverse -= tl.dot(below, inverse, input_precision=PRECISION)
+        below = tl.dot(inverse, below, input_precision="tf32")
+        inverse -= tl.dot(below, inverse, input_precision="tf32")
     return inverse
 
 
@@ -85,7 +88,6 @@ def _gdn_chunk_kernel(
     EACH: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
     BLOCK_S: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What the tokens of a chunk are to each other, for one head."""
@@ -113,17 +115,16 @@ def _gdn_chunk_kernel(
         is_below = i[:, None] > i[None, :]
         decay = tl.exp(tl.where(is_below, total[:, None] - total[None, :], float("-inf")))
 
-        products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        inverse = inverse_of_unit(products * decay * beta[:, None], PRECISION)
-        inverse *= beta[None, :]
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        scores *= tl.where(i[:, None] == i[None, :], 1.0, decay) * scale
-
         row = token * num_v_heads + head
         at = row[:, None] * CHUNK + i[None, :]
         element: tl.constexpr = inverses_ptr.dtype.element_ty
-        tl.store(inverses_ptr + at, inverse.to(element), mask=known[:, None])
+        scores = tl.dot(q, tl.trans(k))
+        scores *= tl.where(i[:, None] == i[None, :], 1.0, decay) * scale
         tl.store(scores_ptr + at, scores.to(element), mask=known[:, None])
+        products = tl.dot(k, tl.trans(k))
+        inverse = inverse_of_unit(products * decay * beta[:, None])
+        inverse *= beta[None, :]
+        tl.store(inverses_ptr + at, inverse.to(element), mask=known[:, None])
         tl.store(sums_ptr + row, total, mask=known)
 
 
@@ -162,7 +163,6 @@ def _gdn_scan_kernel(
     EACH: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
     BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The chunks of one sequence in their order, for a block of values of one head."""
@@ -190,9 +190,9 @@ def _gdn_scan_kernel(
     element: tl.constexpr = v_ptr.dtype.element_ty
     k_head = head // group
     for first in range(0, span.length, CHUNK):
-        known = i < span.length - first
+        in_chunk = i < span.length - first
         token = span.start + first + i
-        in_rows = known[:, None] & in_keys[None, :]
+        in_rows = in_chunk[:, None] & in_keys[None, :]
         k_rows = k_ptr + token[:, None] * stride_k_token + k_head * stride_k_head + key[None, :]
         q_rows = q_ptr + token[:, None] * stride_q_token + k_head * stride_q_head + key[None, :]
         v_rows = v_ptr + token[:, None] * stride_v_token + head * stride_v_head + value[None, :]
@@ -200,67 +200,66 @@ def _gdn_scan_kernel(
         at = row[:, None] * CHUNK + i[None, :]
         k = tl.load(k_rows, mask=in_rows, other=0.0)
         q = tl.load(q_rows, mask=in_rows, other=0.0)
-        v = tl.load(v_rows, mask=known[:, None] & in_values[None, :], other=0.0)
-        inverse = tl.load(inverses_ptr + at, mask=known[:, None], other=0.0)
-        scores = tl.load(scores_ptr + at, mask=known[:, None], other=0.0)
-        total = tl.load(sums_ptr + row, mask=known, other=0.0)
+        v = tl.load(v_rows, mask=in_chunk[:, None] & in_values[None, :], other=0.0)
+        inverse = tl.load(inverses_ptr + at, mask=in_chunk[:, None], other=0.0)
+        scores = tl.load(scores_ptr + at, mask=in_chunk[:, None], other=0.0)
+        total = tl.load(sums_ptr + row, mask=in_chunk, other=0.0)
         last = tl.minimum(span.length - first, CHUNK) - 1
         at_end = tl.load(sums_ptr + (span.start + first + last) * num_v_heads + head)
 
         before = state.to(element)
         decay = tl.exp(total)[:, None]
-        told = tl.dot(k, before, input_precision=PRECISION)
-        y = tl.dot(q, before, input_precision=PRECISION) * (decay * scale)
+        told = tl.dot(k, before)
+        y = tl.dot(q, before) * (decay * scale)
         wanted = (v.to(tl.float32) - decay * told).to(element)
-        change = tl.dot(inverse, wanted, input_precision=PRECISION)
-        y = tl.dot(scores, change.to(element), y, input_precision=PRECISION)
+        change = tl.dot(inverse, wanted)
+        y = tl.dot(scores, change.to(element), y)
         faded = (change * tl.exp(at_end - total)[:, None]).to(element)
-        state = tl.dot(tl.trans(k), faded, state * tl.exp(at_end), input_precision=PRECISION)
+        state = tl.dot(tl.trans(k), faded, state * tl.exp(at_end))
 
         out_rows = out_ptr + token[:, None] * stride_out_token + head * stride_out_head
         out = y.to(out_ptr.dtype.element_ty)
-        tl.store(out_rows + value[None, :], out, mask=known[:, None] & in_values[None, :])
+        tl.store(out_rows + value[None, :], out, mask=in_chunk[:, None] & in_values[None, :])
     if states_ptr is not None:
         target = states_ptr + tl.maximum(span.target, 0) * stride_states_slot + in_head
         known = in_state & (span.target >= 0)
         tl.store(target, state.to(states_ptr.dtype.element_ty), mask=known)
 
 
-def scan_heuristic(
-    gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int, is_float32: bool
-) -> Config:
-    """64 values where that leaves a program for every SM, else 32; 16 of float32, without cores."""
-    block_v = 64 if num_heads * cdiv(head_v_dim, 64) >= 2 * gpu.num_sms else 32
-    block_v = min(max(next_power_of_2(head_v_dim), 16), 16 if is_float32 else block_v)
-    return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": 1 if is_float32 else 2}
+def heuristic(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> Config:
+    """32 values, and the next chunk on its way while one is computed.
+
+    Two such programs have room on an SM of Hopper. Tensor cores before it take their operands from
+    registers, of which 8 warps have enough.
+    """
+    block_v = min(max(next_power_of_2(head_v_dim), 16), 32)
+    warps = 8 if (0, 0) < gpu.capability < (9, 0) else 4
+    return {"CHUNK_WARPS": 4, "BLOCK_V": block_v, "num_warps": warps, "num_stages": 2}
 
 
-def scan_candidates(
-    gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int, is_float32: bool
-) -> list[Config]:
-    """16 to 128 values, 4 or 8 warps, and chunks on their way while one is computed."""
+def candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> list[Config]:
+    """16 to 64 values, and none to two chunks on their way."""
     return [
-        {"BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
-        for block_v in (16, 32, 64, 128)
+        {"CHUNK_WARPS": chunk_warps, "BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
+        for chunk_warps in (4, 8)
+        for block_v in (16, 32, 64)
         for warps in (4, 8)
         for stages in (1, 2, 3)
         if block_v < 2 * max(head_v_dim, 16)
     ]
 
 
-def scan_fits(
-    gpu: Gpu, config: Config, num_heads: int, head_k_dim: int, head_v_dim: int, is_float32: bool
-) -> str:
+def fits(gpu: Gpu, config: Config, num_heads: int, head_k_dim: int, head_v_dim: int) -> str:
     return tile_refusal(gpu, config, max(next_power_of_2(head_k_dim), 16) * config["BLOCK_V"])
 
 
-scan_config = Tunable(
+prefill_config = Tunable(
     "gdn_prefill",
-    ("num_heads", "head_k_dim", "head_v_dim", "is_float32"),
-    scan_heuristic,
-    scan_candidates,
-    fits=scan_fits,
-    parameters={"BLOCK_V": power_of_two(16, 256)},
+    ("num_heads", "head_k_dim", "head_v_dim"),
+    heuristic,
+    candidates,
+    fits=fits,
+    parameters={"CHUNK_WARPS": power_of_two(1, 16), "BLOCK_V": power_of_two(16, 256)},
 )
 
 
@@ -287,7 +286,12 @@ def gdn_prefill(
     layout = layout_of(num_tokens, states, slots, cu_seqlens, pos_offsets)
     if layout.num_seqs == 0:
         return y
-    is_float32 = v.dtype == torch.float32
+    if v.dtype == torch.float32:
+        launch_tokens(y, q, k, v, g, beta, states, layout, None, scale)
+        return y
+    heads = layout.num_seqs * num_v_heads
+    config = dict(prefill_config.pick(q.device, heads, head_k_dim, head_v_dim))
+    chunk_warps = config.pop("CHUNK_WARPS")
     shared = {
         "q_ptr": q,
         "k_ptr": k,
@@ -304,7 +308,6 @@ def gdn_prefill(
         "scale": head_k_dim**-0.5 if scale is None else scale,
         "EACH": layout.each,
         "BLOCK_K": max(next_power_of_2(head_k_dim), 16),
-        "PRECISION": "ieee" if is_float32 else "tf32",
         **layout.tensors,
     }
     _gdn_chunk_kernel.launch(
@@ -314,11 +317,9 @@ def gdn_prefill(
         stride_g_token=g.stride(0),
         stride_beta_token=beta.stride(0),
         BLOCK_S=layout.block_s,
-        num_warps=4,
+        num_warps=chunk_warps,
         **shared,
     )
-    heads = layout.num_seqs * num_v_heads
-    config = scan_config.pick(q.device, heads, head_k_dim, head_v_dim, is_float32)
     strides = (0, 0, 0) if states is None else states.stride()
     _gdn_scan_kernel.launch(
         (heads * cdiv(head_v_dim, config["BLOCK_V"]),),

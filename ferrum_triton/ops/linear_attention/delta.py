@@ -234,7 +234,6 @@ def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, scal
             )
             for batch, length in ((1, 4096), (1, 8192), (8, 4096))
         ),
-        Case("fp32/k16v32d128/1x4096", torch.float32, {**HEADS, "seq_lens": (4096,)}),
     ],
     mutates=("states",),
     # Tokens of a chunk meet in products, where one is multiplied by another's zero.
@@ -271,7 +270,8 @@ def gdn_prefill(
 
     Returns:
         [num_tokens, num_v_heads, head_v_dim] in v's dtype. Products are of values in v's dtype,
-        summed in float32; a state is in float32 from chunk to chunk.
+        summed in float32; a state is in float32 from chunk to chunk. Float32 itself is computed
+        token by token, as by :func:`gdn_decode`.
 
     Source: Yang et al., "Gated Delta Networks", 2024; Yang et al., "Parallelizing Linear
     Transformers with the Delta Rule over Sequence Length", 2024 (the WY form).
