@@ -14,6 +14,7 @@ from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.linear_attention.sequences import (
     Batch,
+    Layout,
     block_of,
     layout_of,
     span_of,
@@ -170,15 +171,18 @@ def _causal_conv1d_kernel(
         tl.store(y_rows, y.to(y_ptr.dtype.element_ty), mask=in_tile)
 
 
-def block_heuristic(gpu: Gpu, num_tokens: int, num_seqs: int, num_channels: int) -> Config:
-    """16 tokens and 128 channels on 4 warps; a decode step has no more than a token a program."""
-    few = num_tokens == num_seqs
-    return {"BLOCK_T": 1 if few else 16, "num_warps": 1 if few else 4}
+# Channels of a program: as many as a head usually has.
+BLOCK_C = 128
 
 
-def block_candidates(gpu: Gpu, num_tokens: int, num_seqs: int, num_channels: int) -> list[Config]:
+def block_heuristic(gpu: Gpu, each: bool, num_tokens: int, num_channels: int) -> Config:
+    """16 tokens and 128 channels on 4 warps; one token a program where sequences have no more."""
+    return {"BLOCK_T": 1 if each else 16, "num_warps": 1 if each else 4}
+
+
+def block_candidates(gpu: Gpu, each: bool, num_tokens: int, num_channels: int) -> list[Config]:
     """8 to 64 tokens, of which a thread has 8 to 64 values."""
-    if num_tokens == num_seqs:
+    if each:
         return [{"BLOCK_T": 1, "num_warps": warps} for warps in (1, 2, 4)]
     return [
         {"BLOCK_T": block_t, "num_warps": warps}
@@ -188,11 +192,7 @@ def block_candidates(gpu: Gpu, num_tokens: int, num_seqs: int, num_channels: int
     ]
 
 
-# Channels of a program: as many as a head usually has.
-BLOCK_C = 128
-
-
-def block_fits(gpu: Gpu, config: Config, num_tokens: int, num_seqs: int, num_channels: int) -> str:
+def block_fits(gpu: Gpu, config: Config, each: bool, num_tokens: int, num_channels: int) -> str:
     return tile_refusal(gpu, config, config["BLOCK_T"] * BLOCK_C)
 
 
@@ -200,7 +200,7 @@ def tunable_blocks(op: str) -> Tunable:
     """The choice of an op that convolves blocks of tokens."""
     return Tunable(
         op,
-        ("num_tokens", "num_seqs", "num_channels"),
+        ("each", "num_tokens", "num_channels"),
         block_heuristic,
         block_candidates,
         fits=block_fits,
@@ -211,10 +211,10 @@ def tunable_blocks(op: str) -> Tunable:
 conv_config = tunable_blocks("causal_conv1d")
 
 
-def block_config(tunable: Tunable, x: Tensor, weight: Tensor, layout: Any) -> dict[str, Any]:
+def block_config(tunable: Tunable, x: Tensor, weight: Tensor, layout: Layout) -> dict[str, Any]:
     """A launch's configuration, whose first block has all the tokens that read a state."""
     history = weight.shape[1] - 1
-    config = dict(tunable.pick(x.device, x.shape[0], layout.num_seqs, x.shape[1]))
+    config = dict(tunable.pick(x.device, layout.each, *x.shape))
     least = 1 if layout.each else next_power_of_2(max(history, 1))
     config["BLOCK_T"] = max(config["BLOCK_T"], least)
     return config | {"BLOCK_H": next_power_of_2(max(history, 1)), "WIDTH": history + 1}

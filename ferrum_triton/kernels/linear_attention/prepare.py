@@ -117,14 +117,14 @@ def _gdn_prepare_kernel(
             if SHAPE.l2_norm:
                 squares = tl.sum(tl.where(in_head[None, :], x * x, 0.0), axis=1)
                 x *= tl.rsqrt(squares + eps)[:, None]
-            x = x.to(q_ptr.dtype.element_ty)
+            normed = x.to(q_ptr.dtype.element_ty)
             if head < NUM_K:
                 q_rows = q_ptr + token[:, None] * stride_q_token + head.to(tl.int64) * stride_q_head
-                tl.store(q_rows + d[None, :], x, mask=in_tile)
+                tl.store(q_rows + d[None, :], normed, mask=in_tile)
             else:
                 k_head = (head - NUM_K).to(tl.int64)
                 k_rows = k_ptr + token[:, None] * stride_k_token + k_head * stride_k_head
-                tl.store(k_rows + d[None, :], x, mask=in_tile)
+                tl.store(k_rows + d[None, :], normed, mask=in_tile)
 
 
 @dataclass(frozen=True)
