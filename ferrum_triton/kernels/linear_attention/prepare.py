@@ -166,8 +166,9 @@ def gdn_prepare(
     *,
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    results = ops.gdn_prepare.fake(qkv, b, a, weight, a_log, dt_bias, num_k_heads, head_k_dim)
-    q, k, v, g, beta = results if out is None else out
+    if out is None:
+        out = ops.gdn_prepare.fake(qkv, b, a, weight, a_log, dt_bias, num_k_heads, head_k_dim)
+    q, k, v, g, beta = out
     num_tokens, num_v_heads, head_v_dim = v.shape
     layout = layout_of(num_tokens, states, slots, cu_seqlens, pos_offsets)
     if num_tokens == 0 or layout.num_seqs == 0:
