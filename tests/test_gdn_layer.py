@@ -8,8 +8,8 @@ from ferrum_triton.testing import assert_close
 from tests.harness import BACKENDS
 
 pytest.importorskip("transformers", reason="transformers makes the layer")
-from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen  # noqa: E402
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig  # noqa: E402
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 K_HEADS, V_HEADS, K_DIM, V_DIM, HIDDEN = 2, 4, 16, 24, 32
 

@@ -1476,7 +1476,8 @@ class Backend:
 
         Returns:
             [num_tokens, num_v_heads, head_v_dim] in v's dtype. Products are of values in v's dtype,
-            summed in float32; a state is in float32 from chunk to chunk.
+            summed in float32; a state is in float32 from chunk to chunk. Float32 itself is computed
+            token by token, as by :func:`gdn_decode`.
 
         Source: Yang et al., "Gated Delta Networks", 2024; Yang et al., "Parallelizing Linear
         Transformers with the Delta Rule over Sequence Length", 2024 (the WY form).
