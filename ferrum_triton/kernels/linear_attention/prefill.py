@@ -42,21 +42,31 @@ LEAST_GATE = tl.constexpr(-104.0)
 
 
 @triton.jit
-def inverse_of_unit(a):
-    """(I + a)⁻¹ of a [CHUNK, CHUNK] that has nothing on its diagonal and above.
+def merged(inverse, a, i, j, LEVEL: tl.constexpr):
+    """Inverses of diagonal blocks of size 2**LEVEL, merged two by two.
 
-    Blocks on the diagonal are merged two by two: [[P, 0], [B, Q]]⁻¹ is P⁻¹ and Q⁻¹ with
-    -Q⁻¹ B P⁻¹ below. No power of a is taken, as would grow where keys are alike.
+    [[P, 0], [B, Q]]⁻¹ is P⁻¹ and Q⁻¹ with -Q⁻¹ B P⁻¹ below. No power of a is taken, as would grow
+    where keys are alike.
     """
-    i = tl.arange(0, CHUNK)[:, None]
-    j = tl.arange(0, CHUNK)[None, :]
-    inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -a, 0.0))
-    for level in tl.static_range(1, 6):
-        # Of size 2**level, in pairs.
-        is_below = (i >> level != j >> level) & (i >> (level + 1) == j >> (level + 1))
-        below = tl.where(is_below, a, 0.0)
-        below = tl.dot(inverse, below, input_precision="tf32")
-        inverse -= tl.dot(below, inverse, input_precision="tf32")
+    is_below = (i >> LEVEL != j >> LEVEL) & (i >> (LEVEL + 1) == j >> (LEVEL + 1))
+    below = tl.dot(inverse, tl.where(is_below, a, 0.0), input_precision="tf32")
+    return inverse - tl.dot(below, inverse, input_precision="tf32")
+
+
+@triton.jit
+def inverse_of_unit(a):
+    """(I + a)⁻¹ of a [CHUNK, CHUNK] that has nothing on its diagonal and above."""
+    # Four blocks of 16 on the diagonal, each a warp's own, then all.
+    block, other = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, None, :, None]
+    blocks = tl.sum(tl.where(block == other, a.reshape(4, 16, 4, 16), 0.0), axis=2)
+    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    inverses = tl.where(i == j, 1.0, tl.where(i >> 1 == j >> 1, -blocks, 0.0))
+    for level in tl.static_range(1, 4):
+        inverses = merged(inverses, blocks, i, j, level)
+    inverse = tl.where(block == other, inverses[:, :, None, :], 0.0).reshape(CHUNK, CHUNK)
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    for level in tl.static_range(4, 6):
+        inverse = merged(inverse, a, i, j, level)
     return inverse
 
 
