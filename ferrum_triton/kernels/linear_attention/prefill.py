@@ -132,7 +132,9 @@ def _gdn_chunk_kernel(
         scores *= tl.where(i[:, None] == i[None, :], 1.0, decay) * scale
         tl.store(scores_ptr + at, scores.to(element), mask=known[:, None])
         products = tl.dot(k, tl.trans(k))
-        inverse = inverse_of_unit(products * decay * beta[:, None])
+        inverse = tl.where(i[:, None] == i[None, :], 1.0, tl.zeros([CHUNK, CHUNK], tl.float32))
+        if rest > 1:  # a batch may have many sequences of one token beside a prompt
+            inverse = inverse_of_unit(products * decay * beta[:, None])
         inverse *= beta[None, :]
         tl.store(inverses_ptr + at, inverse.to(element), mask=known[:, None])
         tl.store(sums_ptr + row, total, mask=known)
@@ -244,7 +246,7 @@ def heuristic(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> Con
     """
     block_v = min(max(next_power_of_2(head_v_dim), 16), 32)
     warps = 8 if (0, 0) < gpu.capability < (9, 0) else 4
-    return {"CHUNK_WARPS": 4, "BLOCK_V": block_v, "num_warps": warps, "num_stages": 2}
+    return {"CHUNK_WARPS": warps, "BLOCK_V": block_v, "num_warps": warps, "num_stages": 2}
 
 
 def candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> list[Config]:
