@@ -238,6 +238,7 @@ def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, scal
     mutates=("states",),
     # Tokens of a chunk meet in products, where one is multiplied by another's zero.
     finite=("q", "k", "v", "g", "beta", "states"),
+    rounded={"states": "v"},
 )
 def gdn_prefill(
     q: Tensor,
