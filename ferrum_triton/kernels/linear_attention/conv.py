@@ -144,7 +144,6 @@ def _causal_conv1d_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y[t, c] = f(bias[c] + Σ_j weight[c, j] · x[t - (WIDTH - 1) + j, c])"""
@@ -152,7 +151,7 @@ def _causal_conv1d_kernel(
     pdl_trigger(PDL)
     pieces = tl.cdiv(num_channels, BLOCK_C)
     batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
-    seq, block = block_of(batch, tl.program_id(0) // pieces, EACH, BLOCK_T, BLOCK_S)
+    seq, block = block_of(batch, tl.program_id(0) // pieces, EACH, BLOCK_T)
     span = span_of(batch, seq, EACH)
     if (block >= 0) & (block * BLOCK_T < span.length):
         channel = tl.program_id(0) % pieces * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -273,7 +272,6 @@ def causal_conv1d(
         ACTIVATION=activation,
         EACH=layout.each,
         BLOCK_C=BLOCK_C,
-        BLOCK_S=layout.block_s,
         **layout.tensors,
         **config,
     )

@@ -97,7 +97,6 @@ def _gdn_chunk_kernel(
     scale,
     EACH: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
-    BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What the tokens of a chunk are to each other, for one head."""
@@ -105,7 +104,7 @@ def _gdn_chunk_kernel(
     pdl_trigger(PDL)
     head = (tl.program_id(0) % num_v_heads).to(tl.int64)
     batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
-    seq, block = block_of(batch, tl.program_id(0) // num_v_heads, EACH, CHUNK, BLOCK_S)
+    seq, block = block_of(batch, tl.program_id(0) // num_v_heads, EACH, CHUNK)
     span = span_of(batch, seq, EACH)
     rest = span.length - block * CHUNK
     if (block >= 0) & (rest > 0):
@@ -346,7 +345,6 @@ def gdn_prefill(
         beta_ptr=beta,
         stride_g_token=g.stride(0),
         stride_beta_token=beta.stride(0),
-        BLOCK_S=layout.block_s,
         num_warps=chunk_warps,
         maxnreg=chunk_registers or None,
         **shared,

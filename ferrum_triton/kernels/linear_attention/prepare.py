@@ -67,7 +67,6 @@ def _gdn_prepare_kernel(
     WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What :func:`ferrum_triton.ops.linear_attention.prepare.gdn_prepare` returns of one head."""
@@ -77,7 +76,7 @@ def _gdn_prepare_kernel(
     HEADS: tl.constexpr = 2 * NUM_K + SHAPE.num_v_heads
     head = tl.program_id(0) % HEADS
     batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
-    seq, block = block_of(batch, tl.program_id(0) // HEADS, EACH, BLOCK_T, BLOCK_S)
+    seq, block = block_of(batch, tl.program_id(0) // HEADS, EACH, BLOCK_T)
     span = span_of(batch, seq, EACH)
     if (block >= 0) & (block * BLOCK_T < span.length):
         is_value = head >= 2 * NUM_K
@@ -213,7 +212,6 @@ def gdn_prepare(
         eps=eps,
         SHAPE=shape,
         EACH=layout.each,
-        BLOCK_S=layout.block_s,
         **layout.tensors,
         **config,
     )
