@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ferrum_triton.kernels.rows import cdiv
 
-# Sequences that a program looks at together to find its own.
-BLOCK_S = tl.constexpr(64)
+# Sequences that a program looks at together to find its own: one for each lane.
+BLOCK_S = tl.constexpr(32)
 
 
 class Batch(NamedTuple):
