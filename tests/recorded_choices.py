@@ -32,6 +32,8 @@ BOOL = (False, True)
 KINDS = ("Q4_K", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4")
 PLANES = tuple(f"{kind}:planes" for kind in KINDS)
 PAIRS = [(STAR, 8, BOOL), (STAR, 128, BOOL), (300, STAR, True)]
+CONVOLVED = [(BOOL, STAR, 8, 8192), (False, 4096, STAR, 8192), (False, 4096, 1, STAR)]
+DELTA = [(STAR, 128, 128), (32, STAR, 128), (32, 128, STAR)]
 TILES = [(STAR, 128, PLANES), (2000, STAR, "Q4_K:planes")]
 
 # What each op's heuristic is asked: a value for each dimension, several of which each is asked, or
@@ -49,7 +51,7 @@ ASKED: dict[str, list[tuple]] = {
         ),
         ROWS,
     ),
-    **dict.fromkeys((*SPLITS, *FLAT, "clamped_swiglu_moe_id"), BLOCKS),
+    **dict.fromkeys((*SPLITS, *FLAT, "clamped_swiglu_moe_id", "sigmoid_gate"), BLOCKS),
     "embedding_lookup_dev": [(STAR, 4096), (1, STAR), (4096, STAR)],
     "gemm": [
         (BOOL, STAR, 4096, 4096),
@@ -91,6 +93,8 @@ ASKED: dict[str, list[tuple]] = {
         ((1, 32, 256), 8, 4096, 512, STAR, True),
     ],
     "paged_varlen_attention": [(STAR, BOOL, BOOL)],
+    **dict.fromkeys(("causal_conv1d", "gdn_prepare"), CONVOLVED),
+    **dict.fromkeys(("gdn_decode", "gdn_prefill"), DELTA),
     "gemv_quant_moe_id": PAIRS,
     "gemv_quant_moe_id_gate_up_silu": PAIRS,
     "gemm_moe_id_fp8_128x128": [(BOOL, STAR, 128, 2048, 768), (True, (8, 2048), STAR, 2048, 768)],
@@ -126,6 +130,8 @@ TRIED: dict[str, list[tuple]] = {
     "paged_decode_attention": [(1, 8, 4096, (512, 4096), 4, False, True)],
     "qkv_paged_decode_attention": [(1, 8, 4096, (512, 1024), 4, True)],
     "paged_varlen_attention": [(128, False, True)],
+    **{op: [(BOOL, 4096, 8, 8192)] for op, asked in ASKED.items() if asked is CONVOLVED},
+    **{op: [(32, 128, 128)] for op, asked in ASKED.items() if asked is DELTA},
     "gemv_quant_moe_id": [(8, (128, 2048), BOOL)],
     "gemv_quant_moe_id_gate_up_silu": [(8, (128, 2048), BOOL)],
     "gemm_moe_id_fp8_128x128": [(BOOL, (8, 2048), 128, 2048, 768)],

@@ -50,6 +50,8 @@ TRACED = {
     "flash_attention": {"batch": 2, "q_len": 2},
     "paged_decode_attention": {"batch": 2, "q_len": 2},
     "paged_varlen_attention": {"q_lens": (2, 1)},
+    "gdn_decode": {"seq_lens": (2, 1)},
+    "gdn_prefill": {"seq_lens": (2, 1)},
 }
 
 

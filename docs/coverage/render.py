@@ -119,7 +119,8 @@ def render() -> str:
         rows = [_row(entry) for entry in TABLE if entry.where == where]
         lines += ["", f"## {TITLES.get(where, where)}", ""]
         lines += _table(("name", "here", "absorbed by", "test"), rows)
-    lines += ["", "## Planned", "", *_table(("family", *STATUSES), _planned())]
+    if planned := _planned():
+        lines += ["", "## Planned", "", *_table(("family", *STATUSES), planned)]
     return "\n".join(lines) + "\n"
 
 

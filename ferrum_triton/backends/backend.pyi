@@ -1371,6 +1371,188 @@ class Backend:
         Returns:
             [num_tokens, num_heads, head_dim] in q's dtype; computed in float32.
         """
+    def causal_conv1d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        states: Tensor | None = None,
+        slots: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        pos_offsets: Tensor | None = None,
+        kept_slots: Tensor | None = None,
+        bias: Tensor | None = None,
+        activation: str = 'silu',
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t, c] = f(bias[c] + Σ_j weight[c, j] · x[t - (width - 1) + j, c]), within each sequence.
+
+        Inputs before a sequence's first token are in its state: its last width - 1 inputs, oldest
+        first, unrounded by the activation f. A decode step is a call of one token a sequence.
+
+        Args:
+            x: [num_tokens, num_channels]; rows may be strided.
+            weight: [num_channels, width], any float dtype; width up to 16.
+            states: [num_slots, width - 1, num_channels], written in place; None means zeros, and that
+                none is kept. Channels are innermost, as in x, so that both are read alike.
+            slots, cu_seqlens, pos_offsets, kept_slots: as in
+                :mod:`ferrum_triton.ops.linear_attention.sequences`.
+            bias: [num_channels], or None.
+            activation: ``"silu"`` or ``"none"``.
+
+        Returns:
+            [num_tokens, num_channels] in x's dtype; computed in float32, rounded once.
+        """
+    def gdn_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        states: Tensor | None = None,
+        slots: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        pos_offsets: Tensor | None = None,
+        kept_slots: Tensor | None = None,
+        scale: float | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = scale · Sᵀ q, token by token.
+
+        For a decode step, and for the few tokens of a sequence whose guesses are verified. Any number
+        of tokens is right; :func:`gdn_prefill` is faster for many.
+
+        Args:
+            q, k: [num_tokens, num_k_heads, head_k_dim], normalised by the caller; widths up to 256.
+            v: [num_tokens, num_v_heads, head_v_dim].
+            g: [num_tokens, num_v_heads] in float32, the logarithm of what a state is multiplied by;
+                0 or less in a model, -inf forgets.
+            beta: [num_tokens, num_v_heads] in float32.
+            states: [num_slots, num_v_heads, head_k_dim, head_v_dim], written in place; any float
+                dtype, to which a state is rounded when it is written, while it is float32 from token to
+                token of a call. None means zeros, and that none is kept.
+            slots, cu_seqlens, pos_offsets, kept_slots: as in
+                :mod:`ferrum_triton.ops.linear_attention.sequences`.
+            scale: None means 1 / sqrt(head_k_dim).
+
+        Returns:
+            [num_tokens, num_v_heads, head_v_dim] in v's dtype; computed in float32.
+
+        Source: Yang et al., "Gated Delta Networks", 2024.
+        """
+    def gdn_prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        states: Tensor | None = None,
+        slots: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        pos_offsets: Tensor | None = None,
+        scale: float | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = scale · Sᵀ q, by chunks of 64 tokens.
+
+        :func:`gdn_decode` for prompts: the same result, from products of matrices. A value that is not
+        finite may make NaN of any result of its sequence from its own chunk on; other sequences do not
+        see it.
+
+        Args:
+            q, k: [num_tokens, num_k_heads, head_k_dim], normalised by the caller; widths up to 256.
+            v: [num_tokens, num_v_heads, head_v_dim].
+            g: [num_tokens, num_v_heads] in float32, 0 or less; -inf forgets.
+            beta: [num_tokens, num_v_heads] in float32.
+            states: [num_slots, num_v_heads, head_k_dim, head_v_dim], written in place, as in
+                :func:`gdn_decode`.
+            slots, cu_seqlens, pos_offsets: as in
+                :mod:`ferrum_triton.ops.linear_attention.sequences`.
+            scale: None means 1 / sqrt(head_k_dim).
+
+        Returns:
+            [num_tokens, num_v_heads, head_v_dim] in v's dtype. Products are of values in v's dtype,
+            summed in float32; a state is in float32 from chunk to chunk. Float32 itself is computed
+            token by token, as by :func:`gdn_decode`.
+
+        Source: Yang et al., "Gated Delta Networks", 2024; Yang et al., "Parallelizing Linear
+        Transformers with the Delta Rule over Sequence Length", 2024 (the WY form).
+        """
+    def sigmoid_gate(
+        self,
+        values: Tensor,
+        gate: Tensor,
+        residual: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y = residual + values · sigmoid(gate), with a gate for each value or for each row.
+
+        In place with ``out=values``, or with ``out=residual``.
+
+        Args:
+            values: [..., hidden_size]; rows may be strided.
+            gate: [..., hidden_size], as beside the queries of gated attention, or [..., 1], as of a
+                shared expert.
+            residual: [..., hidden_size], of values' dtype or float32; None adds nothing.
+
+        Returns:
+            A tensor of values' shape, in residual's dtype where there is one, else in values'; computed
+            in float32, rounded once.
+
+        Source: Qiu et al., "Gated Attention for Large Language Models", 2025.
+        """
+    def gdn_prepare(
+        self,
+        qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        weight: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        num_k_heads: int,
+        head_k_dim: int,
+        states: Tensor | None = None,
+        slots: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        pos_offsets: Tensor | None = None,
+        kept_slots: Tensor | None = None,
+        l2_norm: bool = True,
+        eps: float = 1e-06,
+        *,
+        out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """x = silu(conv(qkv)); q, k = x / sqrt(Σ x² + eps); β = σ(b); g = -e^a_log · softplus(a + dt).
+
+        The convolution is :func:`causal_conv1d`'s, and nothing is rounded after it before it is
+        returned. One launch for any mix of prompts and single tokens.
+
+        Args:
+            qkv: [num_tokens, num_channels], each row packed as [q | k | v]; rows may be strided, as
+                columns of one projection are. Qwen3-Next's projection, whose rows are interleaved by
+                key head, is put into this order when it is loaded.
+            b, a: [num_tokens, num_v_heads].
+            weight: [num_channels, width], the convolution's, any float dtype.
+            a_log, dt_bias: [num_v_heads], any float dtype.
+            num_k_heads: heads of q and of k.
+            head_k_dim: their width; values have the other channels.
+            states: [num_slots, width - 1, num_channels], the convolution's, written in place; None
+                means zeros, and that none is kept.
+            slots, cu_seqlens, pos_offsets, kept_slots: as in
+                :mod:`ferrum_triton.ops.linear_attention.sequences`.
+            l2_norm: whether q and k are divided by their norms.
+            eps: added to the sum of squares.
+
+        Returns:
+            q, k [num_tokens, num_k_heads, head_k_dim] and v [num_tokens, num_v_heads, head_v_dim] in
+            qkv's dtype; g and beta [num_tokens, num_v_heads] in float32.
+
+        Source: Yang et al., "Gated Delta Networks", 2024; Qwen3-Next, 2025.
+        """
     def clamped_swiglu_moe_id(
         self,
         gate: Tensor,

@@ -76,6 +76,10 @@ def make_door(
     def admit(key: tuple | None, arguments: dict[str, Any]) -> Callable[..., Any] | bool:
         if key is None or checks_all or key[:num_checked] not in checked:
             check(op, dict(arguments), device_type)
+        if checks_all:
+            arguments.pop("out", None)
+            for rule in op.data_rules:
+                rule(**arguments)
         if key is None or checks_all:
             return False
         if max(len(admitted), len(checked)) >= MAX_ADMITTED:

@@ -16,6 +16,7 @@ FAMILIES = (
     "rope",
     "paged_cache",
     "attention",
+    "linear_attention",
     "moe",
     "fp8",
     "sampling",

@@ -1,0 +1,366 @@
+"""The gated delta rule in chunks of 64 tokens, whose products run on tensor cores.
+
+With the sum G_i of a chunk's g up to its token i, and the state S at its start, the changes D that
+its tokens make of the state solve (I + A) D = β (V - e^G K S), where A is what lies below the
+diagonal of β_i e^(G_i - G_j) k_i · k_j. So there are two launches:
+
+* one for all chunks at once inverts I + A, and has the scores e^(G_i - G_j) q_i · k_j;
+* one goes from chunk to chunk with the state of a head, or a block of its values, in registers:
+  D = (I + A)⁻¹ β (V - e^G K S), y = e^G Q S + scores D, S ← e^G_last S + (e^(G_last - G) K)ᵀ D.
+
+So states between chunks never come to memory. A third launch, for the products that no later chunk
+waits for, would have them and the changes written and read: 96 KB a chunk and head of 128.
+
+Tensor cores would round float32, whose tokens are taken one by one instead, as are those that are
+sequences of their own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.linear_attention.delta import launch_tokens
+from ferrum_triton.kernels.linear_attention.sequences import (
+    Batch,
+    block_of,
+    layout_of,
+    span_of,
+)
+from ferrum_triton.kernels.parameters import integer, power_of_two, tile_refusal
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
+from ferrum_triton.kernels.tuning import Config, Tunable
+from ferrum_triton.ops.linear_attention import delta as ops
+
+CHUNK = tl.constexpr(64)
+
+# Below this e^g is zero in float32. Sums of a chunk stay finite, and so do their differences.
+LEAST_GATE = tl.constexpr(-104.0)
+
+
+@triton.jit
+def merged(inverse, a, i, j, LEVEL: tl.constexpr):
+    """Inverses of diagonal blocks of size 2**LEVEL, merged two by two.
+
+    [[P, 0], [B, Q]]⁻¹ is P⁻¹ and Q⁻¹ with -Q⁻¹ B P⁻¹ below. No power of a is taken, as would grow
+    where keys are alike.
+    """
+    is_below = (i >> LEVEL != j >> LEVEL) & (i >> (LEVEL + 1) == j >> (LEVEL + 1))
+    below = tl.dot(inverse, tl.where(is_below, a, 0.0), input_precision="tf32")
+    return inverse - tl.dot(below, inverse, input_precision="tf32")
+
+
+@triton.jit
+def inverse_of_unit(a):
+    """(I + a)⁻¹ of a [CHUNK, CHUNK] that has nothing on its diagonal and above."""
+    # Four blocks of 16 on the diagonal, each a warp's own, then all.
+    block, other = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, None, :, None]
+    blocks = tl.sum(tl.where(block == other, a.reshape(4, 16, 4, 16), 0.0), axis=2)
+    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    inverses = tl.where(i == j, 1.0, tl.where(i >> 1 == j >> 1, -blocks, 0.0))
+    for level in tl.static_range(1, 4):
+        inverses = merged(inverses, blocks, i, j, level)
+    inverse = tl.where(block == other, inverses[:, :, None, :], 0.0).reshape(CHUNK, CHUNK)
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    for level in tl.static_range(4, 6):
+        inverse = merged(inverse, a, i, j, level)
+    return inverse
+
+
+@kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "scale"))
+def _gdn_chunk_kernel(
+    inverses_ptr,  # [num_tokens, num_v_heads, CHUNK]: rows of (I + A)⁻¹ β
+    scores_ptr,  # [num_tokens, num_v_heads, CHUNK]: rows of e^(G_i - G_j) q_i · k_j
+    sums_ptr,  # [num_tokens, num_v_heads] float32: G
+    q_ptr,  # [num_tokens, num_k_heads, head_k_dim]
+    k_ptr,  # [num_tokens, num_k_heads, head_k_dim]
+    g_ptr,  # [num_tokens, num_v_heads]
+    beta_ptr,  # [num_tokens, num_v_heads]
+    slots_ptr,  # [num_seqs] or None
+    cu_seqlens_ptr,  # [num_seqs + 1] or None
+    pos_offsets_ptr,  # [num_seqs] or None
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    stride_g_token,
+    stride_beta_token,
+    num_v_heads,
+    group,
+    head_k_dim,
+    num_seqs,
+    num_tokens,
+    num_slots,
+    scale,
+    BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
+    PDL: tl.constexpr,
+):
+    """What the tokens of a chunk are to each other, for one head."""
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
+    head = (tl.program_id(0) % num_v_heads).to(tl.int64)
+    batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
+    seq, block = block_of(batch, tl.program_id(0) // num_v_heads, False, CHUNK)
+    span = span_of(batch, seq, False)
+    rest = span.length - block * CHUNK
+    if (block >= 0) & (rest > 0):
+        i = tl.arange(0, CHUNK)
+        key = tl.arange(0, BLOCK_K)
+        token = span.start + block * CHUNK + i
+        known = i < rest
+        in_rows = known[:, None] & (key < head_k_dim)[None, :]
+        k_head = head // group
+        k_rows = k_ptr + token[:, None] * stride_k_token + k_head * stride_k_head + key[None, :]
+        q_rows = q_ptr + token[:, None] * stride_q_token + k_head * stride_q_head + key[None, :]
+        k = tl.load(k_rows, mask=in_rows, other=0.0)
+        q = tl.load(q_rows, mask=in_rows, other=0.0)
+        g = tl.load(g_ptr + token * stride_g_token + head, mask=known, other=0.0)
+        beta = tl.load(beta_ptr + token * stride_beta_token + head, mask=known, other=0.0)
+        total = tl.cumsum(tl.where(g < LEAST_GATE, LEAST_GATE, g), axis=0)
+        is_below = i[:, None] > i[None, :]
+        decay = tl.exp(tl.where(is_below, total[:, None] - total[None, :], float("-inf")))
+
+        row = token * num_v_heads + head
+        at = row[:, None] * CHUNK + i[None, :]
+        element: tl.constexpr = inverses_ptr.dtype.element_ty
+        scores = tl.dot(q, tl.trans(k))
+        scores *= tl.where(i[:, None] == i[None, :], 1.0, decay) * scale
+        tl.store(scores_ptr + at, scores.to(element), mask=known[:, None])
+        products = tl.dot(k, tl.trans(k))
+        inverse = tl.where(i[:, None] == i[None, :], 1.0, tl.zeros([CHUNK, CHUNK], tl.float32))
+        if rest > 1:  # a batch may have many sequences of one token beside a prompt
+            inverse = inverse_of_unit(products * decay * beta[:, None])
+        inverse *= beta[None, :]
+        tl.store(inverses_ptr + at, inverse.to(element), mask=known[:, None])
+        tl.store(sums_ptr + row, total, mask=known)
+
+
+@kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "scale"))
+def _gdn_scan_kernel(
+    out_ptr,  # [num_tokens, num_v_heads, head_v_dim]
+    states_ptr,  # [num_slots, num_v_heads, head_k_dim, head_v_dim] or None, updated
+    q_ptr,  # [num_tokens, num_k_heads, head_k_dim]
+    k_ptr,  # [num_tokens, num_k_heads, head_k_dim]
+    v_ptr,  # [num_tokens, num_v_heads, head_v_dim]
+    inverses_ptr,  # [num_tokens, num_v_heads, CHUNK]
+    scores_ptr,  # [num_tokens, num_v_heads, CHUNK]
+    sums_ptr,  # [num_tokens, num_v_heads]
+    slots_ptr,  # [num_seqs] or None
+    cu_seqlens_ptr,  # [num_seqs + 1] or None
+    pos_offsets_ptr,  # [num_seqs] or None
+    stride_out_token,
+    stride_out_head,
+    stride_states_slot,
+    stride_states_head,
+    stride_states_key,
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    num_v_heads,
+    group,
+    head_k_dim,
+    head_v_dim,
+    num_seqs,
+    num_tokens,
+    num_slots,
+    scale,
+    BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The chunks of one sequence in their order, for a block of values of one head."""
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(head_v_dim, BLOCK_V)
+    head = (pid // blocks % num_v_heads).to(tl.int64)
+    batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
+    span = span_of(batch, pid // (blocks * num_v_heads), False)
+
+    i = tl.arange(0, CHUNK)
+    key = tl.arange(0, BLOCK_K)
+    value = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_keys, in_values = key < head_k_dim, value < head_v_dim
+    in_state = in_keys[:, None] & in_values[None, :]
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if states_ptr is not None:
+        in_head = head * stride_states_head + key[:, None].to(tl.int64) * stride_states_key
+        in_head += value[None, :]
+        source = tl.maximum(span.source, 0) * stride_states_slot
+        known = in_state & (span.source >= 0)
+        state = tl.load(states_ptr + source + in_head, mask=known, other=0.0).to(tl.float32)
+
+    element: tl.constexpr = v_ptr.dtype.element_ty
+    k_head = head // group
+    for first in range(0, span.length, CHUNK):
+        in_chunk = i < span.length - first
+        token = span.start + first + i
+        in_rows = in_chunk[:, None] & in_keys[None, :]
+        k_rows = k_ptr + token[:, None] * stride_k_token + k_head * stride_k_head + key[None, :]
+        q_rows = q_ptr + token[:, None] * stride_q_token + k_head * stride_q_head + key[None, :]
+        v_rows = v_ptr + token[:, None] * stride_v_token + head * stride_v_head + value[None, :]
+        row = token * num_v_heads + head
+        at = row[:, None] * CHUNK + i[None, :]
+        k = tl.load(k_rows, mask=in_rows, other=0.0)
+        q = tl.load(q_rows, mask=in_rows, other=0.0)
+        v = tl.load(v_rows, mask=in_chunk[:, None] & in_values[None, :], other=0.0)
+        inverse = tl.load(inverses_ptr + at, mask=in_chunk[:, None], other=0.0)
+        scores = tl.load(scores_ptr + at, mask=in_chunk[:, None], other=0.0)
+        total = tl.load(sums_ptr + row, mask=in_chunk, other=0.0)
+        last = tl.minimum(span.length - first, CHUNK) - 1
+        at_end = tl.load(sums_ptr + (span.start + first + last) * num_v_heads + head)
+
+        before = state.to(element)
+        decay = tl.exp(total)[:, None]
+        told = tl.dot(k, before)
+        y = tl.dot(q, before) * (decay * scale)
+        wanted = (v.to(tl.float32) - decay * told).to(element)
+        change = tl.dot(inverse, wanted)
+        y = tl.dot(scores, change.to(element), y)
+        faded = (change * tl.exp(at_end - total)[:, None]).to(element)
+        state = tl.dot(tl.trans(k), faded, state * tl.exp(at_end))
+
+        out_rows = out_ptr + token[:, None] * stride_out_token + head * stride_out_head
+        out = y.to(out_ptr.dtype.element_ty)
+        tl.store(out_rows + value[None, :], out, mask=in_chunk[:, None] & in_values[None, :])
+    if states_ptr is not None:
+        target = states_ptr + tl.maximum(span.target, 0) * stride_states_slot + in_head
+        known = in_state & (span.target >= 0)
+        tl.store(target, state.to(states_ptr.dtype.element_ty), mask=known)
+
+
+def heuristic(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> Config:
+    """32 values, and the next chunk on its way while one is computed, if there is room for it.
+
+    Two such programs have room on an SM of Hopper, and three of the launch before, with as many
+    registers. Tensor cores that take operands from registers alone want 8 warps' for them, as do
+    more keys than 128.
+    """
+    block_k = next_power_of_2(head_k_dim)
+    block_v = min(max(next_power_of_2(head_v_dim), 16), 32 if block_k <= 128 else 16)
+    warps = 8 if gpu.capability[0] in (8, 12) or block_k > 128 else 4
+    chunk = 2 * CHUNK.value * (2 * block_k + 2 * CHUNK.value + block_v)
+    return {
+        "CHUNK_WARPS": warps,
+        "CHUNK_REGISTERS": 168 if gpu.arch == "sm_90" and block_k == 128 else 0,
+        "BLOCK_V": block_v,
+        "num_warps": warps,
+        "num_stages": 2 if 2 * chunk <= gpu.shared_limit else 1,
+    }
+
+
+def candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> list[Config]:
+    """Other launches for the chunks, and for what goes from chunk to chunk."""
+    usual = heuristic(gpu, num_heads, head_k_dim, head_v_dim)
+    chunks = [
+        {**usual, "CHUNK_WARPS": warps, "CHUNK_REGISTERS": registers}
+        for warps, registers in ((4, 0), (4, 168), (4, 128), (8, 0), (8, 128))
+    ]
+    scans = [
+        {**usual, "BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
+        for block_v in (16, 32, 64)
+        for warps in (4, 8)
+        for stages in (1, 2, 3)
+        if block_v < 2 * max(head_v_dim, 16)
+    ]
+    return chunks + scans
+
+
+def fits(gpu: Gpu, config: Config, num_heads: int, head_k_dim: int, head_v_dim: int) -> str:
+    return tile_refusal(gpu, config, max(next_power_of_2(head_k_dim), 16) * config["BLOCK_V"])
+
+
+prefill_config = Tunable(
+    "gdn_prefill",
+    ("num_heads", "head_k_dim", "head_v_dim"),
+    heuristic,
+    candidates,
+    fits=fits,
+    parameters={
+        "CHUNK_WARPS": power_of_two(1, 16),
+        "CHUNK_REGISTERS": integer(0, 255),
+        "BLOCK_V": power_of_two(16, 256),
+    },
+)
+
+
+@ops.gdn_prefill.impl("triton")
+def gdn_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor | None = None,
+    slots: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    pos_offsets: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_tokens, num_k_heads, head_k_dim = q.shape
+    num_v_heads, head_v_dim = v.shape[1:]
+    y = v.new_empty(v.shape) if out is None else out
+    if num_tokens == 0:
+        return y
+    layout = layout_of(num_tokens, states, slots, cu_seqlens, pos_offsets)
+    if layout.num_seqs == 0:
+        return y
+    if v.dtype == torch.float32 or layout.each:
+        launch_tokens(y, q, k, v, g, beta, states, layout, None, scale)
+        return y
+    heads = layout.num_seqs * num_v_heads
+    config = dict(prefill_config.pick(q.device, heads, head_k_dim, head_v_dim))
+    chunk_warps, chunk_registers = config.pop("CHUNK_WARPS"), config.pop("CHUNK_REGISTERS")
+    shared = {
+        "q_ptr": q,
+        "k_ptr": k,
+        "inverses_ptr": v.new_empty(num_tokens, num_v_heads, CHUNK.value),
+        "scores_ptr": v.new_empty(num_tokens, num_v_heads, CHUNK.value),
+        "sums_ptr": torch.empty(num_tokens, num_v_heads, dtype=torch.float32, device=v.device),
+        "stride_q_token": q.stride(0),
+        "stride_q_head": q.stride(1),
+        "stride_k_token": k.stride(0),
+        "stride_k_head": k.stride(1),
+        "num_v_heads": num_v_heads,
+        "group": num_v_heads // num_k_heads,
+        "head_k_dim": head_k_dim,
+        "scale": head_k_dim**-0.5 if scale is None else scale,
+        "BLOCK_K": max(next_power_of_2(head_k_dim), 16),
+        **layout.tensors,
+    }
+    _gdn_chunk_kernel.launch(
+        (layout.blocks(num_tokens, CHUNK.value) * num_v_heads,),
+        g_ptr=g,
+        beta_ptr=beta,
+        stride_g_token=g.stride(0),
+        stride_beta_token=beta.stride(0),
+        num_warps=chunk_warps,
+        maxnreg=chunk_registers or None,
+        **shared,
+    )
+    strides = (0, 0, 0) if states is None else states.stride()
+    _gdn_scan_kernel.launch(
+        (heads * cdiv(head_v_dim, config["BLOCK_V"]),),
+        out_ptr=y,
+        states_ptr=states,
+        v_ptr=v,
+        stride_out_token=y.stride(0),
+        stride_out_head=y.stride(1),
+        stride_states_slot=strides[0],
+        stride_states_head=strides[1],
+        stride_states_key=strides[2],
+        stride_v_token=v.stride(0),
+        stride_v_head=v.stride(1),
+        head_v_dim=head_v_dim,
+        **shared,
+        **config,
+    )
+    return y
