@@ -515,48 +515,6 @@ class Backend:
         Returns:
             [m, n] in a's dtype.
         """
-    def quantize_fp8_groups(
-        self,
-        x: Tensor,
-        *,
-        out: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """code = x / scale rounded to the nearest even, scale = max |x| / 448, by groups of 128.
-
-        Both divisions are those of float32, rounded once. A group whose max |x| is below 2^-100 has a
-        scale of 1, by which its codes are zeros. One that holds NaN or an infinity has a scale of NaN
-        and codes of zeros, so that every product with it is NaN.
-
-        Args:
-            x: [m, k]. The last group of a row may have fewer columns than 128.
-
-        Returns:
-            codes: float8_e4m3fn [m, k].
-            scales: float32 [m, ceil(k / 128)].
-        """
-    def gemm_fp8_128x128(
-        self,
-        a: Tensor,
-        weight: Tensor,
-        scales: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """y[m, n] = Σ_g s[m, g] · scales[n / 128, g] · Σ_{k in g} q[m, k] · weight[n, k].
-
-        q and s are what :func:`quantize_fp8_groups` makes of a, and g runs over groups of 128 columns:
-        sums of codes by codes within a group, and then over groups, in float32. Tensor cores of Hopper
-        keep 14 bits of the former, for activations of 16 bits. One definition at any number of tokens.
-
-        Args:
-            a: [m, k].
-            weight: float8_e4m3fn [n, k], stored [out_features, in_features].
-            scales: float32 [ceil(n / 128), ceil(k / 128)], by which codes of a block are multiplied:
-                ``weight_scale_inv`` of files.
-
-        Returns:
-            [m, n] in a's dtype, rounded once.
-        """
     def dequantize(
         self,
         blocks: Tensor,
@@ -1959,6 +1917,25 @@ class Backend:
 
         Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, sections 2.1.2 and 4.2.
         """
+    def quantize_fp8_groups(
+        self,
+        x: Tensor,
+        *,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """code = x / scale rounded to the nearest even, scale = max |x| / 448, by groups of 128.
+
+        Both divisions are those of float32, rounded once. A group whose max |x| is below 2^-100 has a
+        scale of 1, by which its codes are zeros. One that holds NaN or an infinity has a scale of NaN
+        and codes of zeros, so that every product with it is NaN.
+
+        Args:
+            x: [m, k]. The last group of a row may have fewer columns than 128.
+
+        Returns:
+            codes: float8_e4m3fn [m, k].
+            scales: float32 [m, ceil(k / 128)].
+        """
     def gemm_moe_id_fp8_128x128(
         self,
         a: Tensor,
@@ -2007,6 +1984,29 @@ class Backend:
 
         Returns:
             [num_tokens, top_k, n] in a's dtype.
+        """
+    def gemm_fp8_128x128(
+        self,
+        a: Tensor,
+        weight: Tensor,
+        scales: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[m, n] = Σ_g s[m, g] · scales[n / 128, g] · Σ_{k in g} q[m, k] · weight[n, k].
+
+        q and s are what :func:`quantize_fp8_groups` makes of a, and g runs over groups of 128 columns:
+        sums of codes by codes within a group, and then over groups, in float32. Tensor cores of Hopper
+        keep 14 bits of the former, for activations of 16 bits. One definition at any number of tokens.
+
+        Args:
+            a: [m, k].
+            weight: float8_e4m3fn [n, k], stored [out_features, in_features].
+            scales: float32 [ceil(n / 128), ceil(k / 128)], by which codes of a block are multiplied:
+                ``weight_scale_inv`` of files.
+
+        Returns:
+            [m, n] in a's dtype, rounded once.
         """
     def argmax_rows(
         self,
