@@ -5,6 +5,7 @@ Activations are there, or they are a norm that is computed on the way to the pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,6 +29,25 @@ class Linear:
 
     weight: Matrix | FusedTensor
     bias: Tensor | None = None
+
+
+def stacked(
+    parts: Sequence[Matrix], bias: Tensor | None, in_planes: bool, apart: bool = False
+) -> Linear:
+    """Matrices stacked along their rows, neighbours of one format in one matrix.
+
+    Args:
+        parts: the matrices, over the same columns.
+        bias: float32, of all rows, or None.
+        in_planes: whether packed ones are laid out in planes.
+        apart: whether those that are all laid out so are kept from being joined.
+    """
+    have_planes = all(isinstance(part, QuantizedTensor) and part.has_planes for part in parts)
+    keep_apart = in_planes and apart and have_planes
+    fused = FusedTensor(tuple(parts)) if keep_apart else FusedTensor.of(parts)
+    if in_planes:
+        fused = fused.in_planes()
+    return Linear(fused if len(fused.parts) > 1 else fused.parts[0], bias)
 
 
 def matmul(
@@ -143,6 +163,9 @@ class ReadyNorm(NamedTuple):
     def values(self, backend: Backend) -> Tensor:
         return self.like
 
+    def gate_up(self, backend: Backend, *matrices: Any) -> Tensor:
+        return backend.gemv_quant_gate_up_silu(self.like, *matrices)
+
 
 AnyNorm: TypeAlias = Norm | OpenNorm | ReadyNorm
 
@@ -220,7 +243,7 @@ def gated_norm(backend: Backend, norm: AnyNorm, linear: Linear) -> Tensor:
     weight, few = linear.weight, norm.like.shape[0] <= MOST_TOKENS
     packed = _few_in_planes(norm.like, weight) if linear.bias is None else ()
     is_pair = len(packed) == 2 and packed[0].shape == packed[1].shape
-    if is_pair and not isinstance(norm, ReadyNorm):
+    if is_pair:
         gate, up = packed
         return norm.gate_up(backend, gate.blocks, up.blocks, gate.kind, up.kind)
     if isinstance(norm, OpenNorm) and isinstance(weight, Tensor):

@@ -27,8 +27,8 @@ from ferrum_triton.files.int_weights import IntFiles
 from ferrum_triton.files.safetensors import SafetensorsFiles
 from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.experts import DenseExperts, Experts, Fp8Experts, PackedExperts
-from ferrum_triton.models.linear import Linear, Matrix, Table, keeps_packed
-from ferrum_triton.quant import FORMATS, Fp8Blocks, FusedTensor, QuantizedTensor
+from ferrum_triton.models.linear import Linear, Matrix, Table, keeps_packed, stacked
+from ferrum_triton.quant import FORMATS, Fp8Blocks, QuantizedTensor
 from ferrum_triton.quant.finite import count_out_of_range
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -331,12 +331,7 @@ class Loader:
                 raise FileError(self.source.path, f"some of {spelled} are missing")
             pairs = zip(names, sizes.values(), strict=True)
             bias = torch.cat([self.vector(f"{name}.bias", size) for name, size in pairs])
-        have_planes = all(isinstance(part, QuantizedTensor) and part.has_planes for part in parts)
-        keep_apart = self.in_planes and apart and have_planes
-        fused = FusedTensor(tuple(parts)) if keep_apart else FusedTensor.of(parts)
-        if self.in_planes:
-            fused = fused.in_planes()
-        return Linear(fused if len(fused.parts) > 1 else fused.parts[0], bias)
+        return stacked(parts, bias, self.in_planes, apart)
 
     def table(self, name: str, shape: tuple[int, int]) -> Table:
         """A matrix that no other is stacked on."""
@@ -389,9 +384,13 @@ class Loader:
     def error(self, name: str, reason: str) -> FileError:
         return FileError(self.source.path, f"tensor {self.source.spelled(name)!r} {reason}")
 
+    def leaves_out(self, name: str) -> bool:
+        """Whether a tensor, by the source's own name, is of a part that is not run here."""
+        return False
+
     def refuse_unread(self) -> None:
         """Refuse a source of which something was left out."""
-        if unread := self.source.unread():
+        if unread := [name for name in self.source.unread() if not self.leaves_out(name)]:
             reason = f"{len(unread)} tensors have no place in this model, {unread[0]!r} the first"
             raise FileError(self.source.path, reason)
 
