@@ -57,6 +57,8 @@ _FUSED = {
 # Hugging Face's files hold what a norm multiplies by less one.
 HF_NORM_OFFSET = 1.0
 
+# What says how much a state takes in, and how much it loses.
+_GATES = ("beta", "alpha")
 _NESTED = "model.language_model."
 # Parts of Hugging Face's files that are not run: the vision tower, and layers that guess ahead.
 _LEFT_OUT = ("model.visual.", "mtp.")
@@ -127,14 +129,11 @@ class Qwen35Loader(LlamaLoader):
                 self.rows(f"{prefix}attn_gate.weight", hidden, values.flatten()),
             ]
         if f"{prefix}ssm_ba.weight" in self.source:
-            rows = torch.arange(2 * config.num_v_heads).view(config.num_k_heads, 2, -1)
-            parts.append(
-                self.rows(f"{prefix}ssm_ba.weight", hidden, rows.transpose(0, 1).flatten())
-            )
+            by_head = torch.arange(2 * config.num_v_heads).view(config.num_k_heads, 2, -1)
+            order = by_head.transpose(0, 1).flatten()
+            parts.append(self.rows(f"{prefix}ssm_ba.weight", hidden, order))
         else:
-            parts += [
-                self.rows(f"{prefix}ssm_{x}.weight", hidden, heads) for x in ("beta", "alpha")
-            ]
+            parts += [self.rows(f"{prefix}ssm_{b}.weight", hidden, heads) for b in _GATES]
         decay = self.plain(f"{prefix}ssm_a", (config.num_v_heads,))
         if (decay > 0).any():
             raise self.error(f"{prefix}ssm_a", "lets states grow: expected numbers up to 0")
@@ -274,7 +273,7 @@ class Qwen35(Llama):
             states = [kind[place] for kind in cache.states]
             spans = step.spans
             if spans is None:
-                slots = cache.slots[: len(step.positions)]
+                slots = cache.state_slots[: len(step.positions)]
                 spans = Spans(slots, step.positions, step.cu_seqlens)
             attended = self._delta_net(products, layer, states, spans, step.longest)
             return predicted_rows(attended, step) if is_last else attended

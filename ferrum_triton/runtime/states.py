@@ -27,7 +27,7 @@ class StateCache(PagedKvCache):
 
     Attributes:
         states: of each kind a tensor per layer, [num_seqs, *shape].
-        slots: [num_seqs] int32 on the device, the slot of each sequence: its number.
+        state_slots: [num_seqs] int32 on the device, the slot of each sequence: its number.
     """
 
     can_share = False
@@ -48,11 +48,11 @@ class StateCache(PagedKvCache):
             ]
             for shape, dtype in shapes
         ]
-        self.slots = torch.arange(num_seqs, dtype=torch.int32, device=device)
+        self.state_slots = torch.arange(num_seqs, dtype=torch.int32, device=device)
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*super().tensors, *(t for kind in self.states for t in kind), self.slots]
+        return [*super().tensors, *(t for kind in self.states for t in kind), self.state_slots]
 
     def set_lens(self, lengths: Mapping[int, int]) -> None:
         """As of the paged cache.
