@@ -135,7 +135,7 @@ class Qwen35Loader(LlamaLoader):
         else:
             parts += [self.rows(f"{prefix}ssm_{b}.weight", hidden, heads) for b in _GATES]
         decay = self.plain(f"{prefix}ssm_a", (config.num_v_heads,))
-        if (decay > 0).any():
+        if not self.allow_non_finite and (decay > 0).any():
             raise self.error(f"{prefix}ssm_a", "lets states grow: expected numbers up to 0")
         return DeltaWeights(
             **common,
@@ -255,11 +255,8 @@ class Qwen35(Llama):
     def _cache_of(self, **sizes: Any) -> StateCache:
         config = self.config
         num_linear = sum(config.linear)
-        inputs = (config.taps - 1, config.num_channels)
-        state = (config.num_v_heads, config.head_k_dim, config.head_v_dim)
         return StateCache(
-            # A state is summed up over thousands of tokens: 16 bits would lose what each adds.
-            shapes=[(inputs, self.dtype), (state, torch.float32)],
+            shapes=config.states_of(self.dtype),
             num_state_layers=num_linear,
             **sizes | {"num_layers": config.num_layers - num_linear},
         )

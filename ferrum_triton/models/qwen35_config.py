@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from ferrum_triton.errors import FileError
 from ferrum_triton.files.int_weights import packing_of
 from ferrum_triton.models.config import LlamaConfig
@@ -66,6 +68,16 @@ class Qwen35Config(LlamaConfig):
     def num_channels(self) -> int:
         """Channels of the convolution: of queries, keys and values."""
         return 2 * self.key_dim + self.value_dim
+
+    def states_of(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what a Gated DeltaNet keeps of a sequence.
+
+        The last inputs of its convolution are activations, of ``dtype``. The state of its delta
+        rule is a sum over thousands of tokens: in 16 bits it would lose what each of them adds.
+        """
+        inputs = (self.taps - 1, self.num_channels)
+        state = (self.num_v_heads, self.head_k_dim, self.head_v_dim)
+        return [(inputs, dtype), (state, torch.float32)]
 
     def checked(self, path: Path) -> Self:
         heads = f"{self.num_v_heads} value heads over {self.num_k_heads} key heads"
