@@ -65,6 +65,8 @@ class Op:
         over: parameters that what the op writes may be exactly: each element is read before it, or
             the row that it is in, is written.
         in_host_memory: parameters that may lie in pinned memory of the host, wherever others lie.
+        rounded: parameters that are written in a wider dtype than what they are sums of, and the
+            activations whose dtype that is.
         num_outputs: tensors returned; ops that return none only mutate.
         after_norm: parameter of the activations of a product that reads its weights as soon as it
             is launched. Calls of few tokens are timed behind a norm that writes these activations,
@@ -84,6 +86,7 @@ class Op:
         finite: Sequence[str] = (),
         over: Sequence[str] = (),
         in_host_memory: Sequence[str] = (),
+        rounded: Mapping[str, str] | None = None,
         after_norm: str = "",
     ) -> None:
         functools.update_wrapper(self, reference)
@@ -93,6 +96,7 @@ class Op:
         self.signature = inspect.signature(reference)
         self.mutates = tuple(mutates)
         self.finite = tuple(finite)
+        self.rounded = dict(rounded or {})
         self.after_norm = after_norm
         optional = {
             name
@@ -231,6 +235,14 @@ class Op:
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         tensors += [arguments[name] for name in self.mutates if arguments[name] is not None]
         return sum(t.numel() * t.element_size() for t in (*tensors, *outputs))
+
+    def left_in(self, name: str, arguments: Mapping[str, Any]) -> Tensor:
+        """What a call left in a parameter, in the dtype in which it can be held against another."""
+        written = arguments[name]
+        if name not in self.rounded:
+            return written
+        dtypes = written.dtype, arguments[self.rounded[name]].dtype
+        return written.to(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps))
 
     def operations(self, arguments: Mapping[str, Any]) -> int | None:
         """Useful arithmetic operations of a call, or None for an op bound by memory."""

@@ -64,9 +64,6 @@ ROUNDED_SUMS = (
 # Products whose weights may be rounded to the activations' dtype, whatever that of a result is.
 ROUNDED_WEIGHTS = ("gemm_quant", "linear_quant_open_norm")
 
-# Ops whose states are sums of products of 16-bit activations, whatever the states' dtype.
-ROUNDED_STATES = ("gdn_prefill",)
-
 GUARD = 32  # elements before and after a tensor; 33 puts its start off the 16-byte grid
 LAYOUTS = ("plain", "misaligned", "padded", "permuted", "expanded")
 
@@ -243,9 +240,7 @@ def assert_call_matches(
             g = g.to(arguments["a"].dtype)  # sums are exact, but not of the weights as they were
         assert_close(g.to(w.device), w, scale=scale, name=f"{op.name} output {i}")
     for name, value in left.items():
-        g = arguments[name]
-        if op.name in ROUNDED_STATES and g.dtype == torch.float32:
-            g = g.to(arguments["v"].dtype)
+        g = op.left_in(name, arguments)
         assert_close(g.to(value.device), value, name=f"{op.name} {name}")
 
 

@@ -32,7 +32,7 @@ BOOL = (False, True)
 KINDS = ("Q4_K", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4")
 PLANES = tuple(f"{kind}:planes" for kind in KINDS)
 PAIRS = [(STAR, 8, BOOL), (STAR, 128, BOOL), (300, STAR, True)]
-CONVOLVED = [(BOOL, STAR, 8192), (BOOL, 4096, STAR)]
+CONVOLVED = [(BOOL, STAR, 8, 8192), (False, 4096, STAR, 8192), (False, 4096, 1, STAR)]
 DELTA = [(STAR, 128, 128), (32, STAR, 128), (32, 128, STAR)]
 TILES = [(STAR, 128, PLANES), (2000, STAR, "Q4_K:planes")]
 
@@ -130,7 +130,7 @@ TRIED: dict[str, list[tuple]] = {
     "paged_decode_attention": [(1, 8, 4096, (512, 4096), 4, False, True)],
     "qkv_paged_decode_attention": [(1, 8, 4096, (512, 1024), 4, True)],
     "paged_varlen_attention": [(128, False, True)],
-    **{op: [(BOOL, 4096, 8192)] for op, asked in ASKED.items() if asked is CONVOLVED},
+    **{op: [(BOOL, 4096, 8, 8192)] for op, asked in ASKED.items() if asked is CONVOLVED},
     **{op: [(32, 128, 128)] for op, asked in ASKED.items() if asked is DELTA},
     "gemv_quant_moe_id": [(8, (128, 2048), BOOL)],
     "gemv_quant_moe_id_gate_up_silu": [(8, (128, 2048), BOOL)],

@@ -86,11 +86,15 @@ def _gdn_decode_kernel(
     out_row = out_ptr + head * stride_out_head + value
     for step in range(span.length):
         token = span.start + step
-        q = tl.load(q_row + token * stride_q_token, mask=in_keys, other=0.0).to(tl.float32)
-        k = tl.load(k_row + token * stride_k_token, mask=in_keys, other=0.0).to(tl.float32)
-        v = tl.load(v_row + token * stride_v_token, mask=in_values, other=0.0).to(tl.float32)
-        decay = tl.exp(tl.load(g_ptr + token * stride_g_token + head))
+        q_loaded = tl.load(q_row + token * stride_q_token, mask=in_keys, other=0.0)
+        k_loaded = tl.load(k_row + token * stride_k_token, mask=in_keys, other=0.0)
+        v_loaded = tl.load(v_row + token * stride_v_token, mask=in_values, other=0.0)
+        g = tl.load(g_ptr + token * stride_g_token + head)
         beta = tl.load(beta_ptr + token * stride_beta_token + head)
+        # Widening goes through a barrier, which no load would pass: all are on their way by now.
+        q, k = q_loaded.to(tl.float32), k_loaded.to(tl.float32)
+        v = v_loaded.to(tl.float32)
+        decay = tl.exp(g)
         state *= decay
         change = beta * (v - tl.sum(state * k[:, None], axis=0))
         state += k[:, None] * change[None, :]

@@ -29,7 +29,7 @@ from ferrum_triton.kernels.linear_attention.sequences import (
     layout_of,
     span_of,
 )
-from ferrum_triton.kernels.parameters import power_of_two, tile_refusal
+from ferrum_triton.kernels.parameters import integer, power_of_two, tile_refusal
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
@@ -97,7 +97,6 @@ def _gdn_chunk_kernel(
     scale,
     EACH: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
-    BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What the tokens of a chunk are to each other, for one head."""
@@ -105,7 +104,7 @@ def _gdn_chunk_kernel(
     pdl_trigger(PDL)
     head = (tl.program_id(0) % num_v_heads).to(tl.int64)
     batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
-    seq, block = block_of(batch, tl.program_id(0) // num_v_heads, EACH, CHUNK, BLOCK_S)
+    seq, block = block_of(batch, tl.program_id(0) // num_v_heads, EACH, CHUNK)
     span = span_of(batch, seq, EACH)
     rest = span.length - block * CHUNK
     if (block >= 0) & (rest > 0):
@@ -132,7 +131,9 @@ def _gdn_chunk_kernel(
         scores *= tl.where(i[:, None] == i[None, :], 1.0, decay) * scale
         tl.store(scores_ptr + at, scores.to(element), mask=known[:, None])
         products = tl.dot(k, tl.trans(k))
-        inverse = inverse_of_unit(products * decay * beta[:, None])
+        inverse = tl.where(i[:, None] == i[None, :], 1.0, tl.zeros([CHUNK, CHUNK], tl.float32))
+        if rest > 1:  # a batch may have many sequences of one token beside a prompt
+            inverse = inverse_of_unit(products * decay * beta[:, None])
         inverse *= beta[None, :]
         tl.store(inverses_ptr + at, inverse.to(element), mask=known[:, None])
         tl.store(sums_ptr + row, total, mask=known)
@@ -237,26 +238,40 @@ def _gdn_scan_kernel(
 
 
 def heuristic(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> Config:
-    """32 values, and the next chunk on its way while one is computed.
+    """32 values, and the next chunk on its way while one is computed, if there is room for it.
 
-    Two such programs have room on an SM of Hopper. Tensor cores before it take their operands from
-    registers, of which 8 warps have enough.
+    Two such programs have room on an SM of Hopper, and three of the launch before, with as many
+    registers. Tensor cores that take operands from registers alone want 8 warps' for them, as do
+    more keys than 128.
     """
-    block_v = min(max(next_power_of_2(head_v_dim), 16), 32)
-    warps = 8 if (0, 0) < gpu.capability < (9, 0) else 4
-    return {"CHUNK_WARPS": 4, "BLOCK_V": block_v, "num_warps": warps, "num_stages": 2}
+    block_k = next_power_of_2(head_k_dim)
+    block_v = min(max(next_power_of_2(head_v_dim), 16), 32 if block_k <= 128 else 16)
+    warps = 8 if gpu.capability[0] in (8, 12) or block_k > 128 else 4
+    chunk = 2 * CHUNK.value * (2 * block_k + 2 * CHUNK.value + block_v)
+    return {
+        "CHUNK_WARPS": warps,
+        "CHUNK_REGISTERS": 168 if gpu.arch == "sm_90" and block_k == 128 else 0,
+        "BLOCK_V": block_v,
+        "num_warps": warps,
+        "num_stages": 2 if 2 * chunk <= gpu.shared_limit else 1,
+    }
 
 
 def candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> list[Config]:
-    """16 to 64 values, and none to two chunks on their way."""
-    return [
-        {"CHUNK_WARPS": chunk_warps, "BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
-        for chunk_warps in (4, 8)
+    """Other launches for the chunks, and for what goes from chunk to chunk."""
+    usual = heuristic(gpu, num_heads, head_k_dim, head_v_dim)
+    chunks = [
+        {**usual, "CHUNK_WARPS": warps, "CHUNK_REGISTERS": registers}
+        for warps, registers in ((4, 0), (4, 168), (4, 128), (8, 0), (8, 128))
+    ]
+    scans = [
+        {**usual, "BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
         for block_v in (16, 32, 64)
         for warps in (4, 8)
         for stages in (1, 2, 3)
         if block_v < 2 * max(head_v_dim, 16)
     ]
+    return chunks + scans
 
 
 def fits(gpu: Gpu, config: Config, num_heads: int, head_k_dim: int, head_v_dim: int) -> str:
@@ -269,7 +284,11 @@ prefill_config = Tunable(
     heuristic,
     candidates,
     fits=fits,
-    parameters={"CHUNK_WARPS": power_of_two(1, 16), "BLOCK_V": power_of_two(16, 256)},
+    parameters={
+        "CHUNK_WARPS": power_of_two(1, 16),
+        "CHUNK_REGISTERS": integer(0, 255),
+        "BLOCK_V": power_of_two(16, 256),
+    },
 )
 
 
@@ -301,7 +320,7 @@ def gdn_prefill(
         return y
     heads = layout.num_seqs * num_v_heads
     config = dict(prefill_config.pick(q.device, heads, head_k_dim, head_v_dim))
-    chunk_warps = config.pop("CHUNK_WARPS")
+    chunk_warps, chunk_registers = config.pop("CHUNK_WARPS"), config.pop("CHUNK_REGISTERS")
     shared = {
         "q_ptr": q,
         "k_ptr": k,
@@ -326,8 +345,8 @@ def gdn_prefill(
         beta_ptr=beta,
         stride_g_token=g.stride(0),
         stride_beta_token=beta.stride(0),
-        BLOCK_S=layout.block_s,
         num_warps=chunk_warps,
+        maxnreg=chunk_registers or None,
         **shared,
     )
     strides = (0, 0, 0) if states is None else states.stride()

@@ -66,8 +66,7 @@ def _gdn_prepare_kernel(
     EACH: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What :func:`ferrum_triton.ops.linear_attention.prepare.gdn_prepare` returns of one head."""
@@ -77,7 +76,7 @@ def _gdn_prepare_kernel(
     HEADS: tl.constexpr = 2 * NUM_K + SHAPE.num_v_heads
     head = tl.program_id(0) % HEADS
     batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
-    seq, block = block_of(batch, tl.program_id(0) // HEADS, EACH, BLOCK_T, BLOCK_S)
+    seq, block = block_of(batch, tl.program_id(0) // HEADS, EACH, BLOCK_T)
     span = span_of(batch, seq, EACH)
     if (block >= 0) & (block * BLOCK_T < span.length):
         is_value = head >= 2 * NUM_K
@@ -89,29 +88,33 @@ def _gdn_prepare_kernel(
             qkv_ptr, states_ptr, kept_slots_ptr, stride_qkv_token, stride_states_slot,
             stride_states_row, num_slots,
         )  # fmt: skip
-        x = convolve_block(
-            inputs, weight_ptr, stride_weight_channel, span, block, first + d, in_head, WIDTH,
-            BLOCK_T, BLOCK_H,
-        )  # fmt: skip
-        x = silu(x)
         local = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         known = local < span.length
         token = span.start + local
+        # Before anything waits for what it loads.
+        gated = known & is_value
+        b = tl.load(b_ptr + token * stride_b_token + v_head, mask=gated, other=0.0)
+        a = tl.load(a_ptr + token * stride_a_token + v_head, mask=gated, other=0.0)
+        dt_bias = tl.load(dt_bias_ptr + v_head)
+        a_log = tl.load(a_log_ptr + v_head)
+        x = convolve_block(
+            inputs, weight_ptr, stride_weight_channel, span, block, first + d, in_head, WIDTH,
+            BLOCK_T, BLOCK_W,
+        )  # fmt: skip
+        x = silu(x)
         in_tile = known[:, None] & in_head[None, :]
         if is_value:
             v_rows = v_ptr + token[:, None] * stride_v_token + v_head.to(tl.int64) * stride_v_head
             tl.store(v_rows + d[None, :], x.to(v_ptr.dtype.element_ty), mask=in_tile)
-            b = tl.load(b_ptr + token * stride_b_token + v_head, mask=known, other=0.0)
             beta = tl.sigmoid(b.to(tl.float32))
             tl.store(beta_ptr + token * stride_beta_token + v_head, beta, mask=known)
-            a = tl.load(a_ptr + token * stride_a_token + v_head, mask=known, other=0.0)
-            a = a.to(tl.float32) + tl.load(dt_bias_ptr + v_head).to(tl.float32)
+            dt = a.to(tl.float32) + dt_bias.to(tl.float32)
             # log(1 + e) as e · log(u) / (u - 1) of u = 1 + e rounded, which keeps a small e's bits.
-            e = tl.exp(tl.where(a > 20.0, 20.0, a))  # of NaN too
+            e = tl.exp(tl.where(dt > 20.0, 20.0, dt))  # of NaN too
             u = 1.0 + e
             softplus = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-            softplus = tl.where(a > 20.0, a, softplus)
-            g = -tl.exp(tl.load(a_log_ptr + v_head).to(tl.float32)) * softplus
+            softplus = tl.where(dt > 20.0, dt, softplus)
+            g = -tl.exp(a_log.to(tl.float32)) * softplus
             tl.store(g_ptr + token * stride_g_token + v_head, g, mask=known)
         else:
             if SHAPE.l2_norm:
@@ -209,7 +212,6 @@ def gdn_prepare(
         eps=eps,
         SHAPE=shape,
         EACH=layout.each,
-        BLOCK_S=layout.block_s,
         **layout.tensors,
         **config,
     )

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2
+from ferrum_triton.kernels.rows import cdiv
 
-# Sequences that a program looks at together to find its own.
-MOST_AT_ONCE = 128
+# Sequences that a program looks at together to find its own: one for each lane.
+BLOCK_S = tl.constexpr(32)
 
 
 class Batch(NamedTuple):
@@ -67,7 +67,7 @@ def span_of(batch, seq, EACH: tl.constexpr):
 
 
 @triton.jit
-def block_of(batch, index, EACH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+def block_of(batch, index, EACH: tl.constexpr, BLOCK_T: tl.constexpr):
     """The sequence that block ``index`` is of, and its number there; negative for no block.
 
     Blocks begin where their sequence does. Those of sequence s are counted from
@@ -99,13 +99,11 @@ class Layout(NamedTuple):
         num_seqs: sequences.
         each: whether each token is a sequence of its own.
         tensors: arguments of a kernel by name.
-        block_s: sequences that are looked at together.
     """
 
     num_seqs: int
     each: bool
     tensors: dict[str, Any]
-    block_s: int
 
     def blocks(self, num_tokens: int, block_t: int) -> int:
         """A bound on the blocks of all sequences, as :func:`block_of` counts them."""
@@ -137,5 +135,4 @@ def layout_of(
         "num_slots": 0 if states is None else states.shape[0],
     }
     each = cu_seqlens is None and num_seqs == num_tokens
-    block_s = min(next_power_of_2(max(num_seqs, 1)), MOST_AT_ONCE)
-    return Layout(num_seqs, each, tensors, 1 if cu_seqlens is None else block_s)
+    return Layout(num_seqs, each, tensors)

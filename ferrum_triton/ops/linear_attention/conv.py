@@ -8,6 +8,7 @@ from ferrum_triton.ops.linear_attention.sequences import (
     SEQUENCE_TENSORS,
     check_kept,
     check_sequences,
+    lengths,
     read_states,
     refuse_shared_slots,
     sequence_sample,
@@ -84,9 +85,9 @@ def conv_sample(make, num_channels, width, seq_lens, state_dtype=None, **axes):
     return {"weight": make.weight(num_channels, width), **arguments}
 
 
-def _conv_case(name: str, num_channels: int, *seq_lens: int) -> Case:
-    axes = {"num_channels": num_channels, "width": 4, "seq_lens": seq_lens}
-    return Case(f"bf16/c{num_channels}w4/{name}", torch.bfloat16, axes)
+def _conv_case(name: str, batch: int, q_len: int) -> Case:
+    axes = {"batch": batch, "q_len": q_len, "num_channels": 8192, "width": 4}
+    return Case(f"bf16/c8192w4/{name}", torch.bfloat16, axes)
 
 
 @op(
@@ -107,9 +108,9 @@ def _conv_case(name: str, num_channels: int, *seq_lens: int) -> Case:
         **SEQUENCE_AXES,
     },
     bench=[
-        _conv_case("b1", 8192, 1),
-        _conv_case("b256", 8192, *[1] * 256),
-        _conv_case("1x4096", 8192, 4096),
+        _conv_case("b1", 1, 1),
+        _conv_case("b256", 256, 1),
+        _conv_case("1x4096", 1, 4096),
     ],
     mutates=("states",),
 )
@@ -167,7 +168,10 @@ def _(x, weight, states, slots, cu_seqlens, pos_offsets, kept_slots, bias, activ
 
 
 @causal_conv1d.sample
-def _(make, num_channels, seq_lens, activation="silu", with_bias=False, **axes):
+def _(
+    make, num_channels, seq_lens=None, batch=1, q_len=1, activation="silu", with_bias=False, **axes
+):
+    seq_lens = lengths(seq_lens, batch, q_len)
     return {
         "x": make.randn(sum(seq_lens), num_channels),
         "bias": make.weight(num_channels) if with_bias else None,

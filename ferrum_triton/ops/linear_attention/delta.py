@@ -20,6 +20,7 @@ from ferrum_triton.ops.linear_attention.sequences import (
     SEQUENCE_TENSORS,
     check_kept,
     check_sequences,
+    lengths,
     read_states,
     refuse_shared_slots,
     sequence_sample,
@@ -97,10 +98,11 @@ def check_delta(of_op: Op, q, v, states, slots, cu_seqlens, pos_offsets) -> None
 
 
 def delta_sample(
-    make, num_k_heads, group_size, head_k_dim, head_v_dim, seq_lens, state_dtype=torch.float32,
-    scale=None, decay=1.0, **axes,
+    make, num_k_heads, group_size, head_k_dim, head_v_dim, seq_lens=None, batch=1, q_len=1,
+    state_dtype=torch.float32, scale=None, decay=1.0, **axes,
 ):  # fmt: skip
     """Tokens as :func:`gdn_prepare` makes them: keys of norm 1, decays and betas up to 1."""
+    seq_lens = lengths(seq_lens, batch, q_len)
     num_tokens, num_v_heads = sum(seq_lens), num_k_heads * group_size
     num_slots, arguments = sequence_sample(make, seq_lens, **axes)
     if num_slots is not None:
@@ -149,9 +151,9 @@ def _fake(q, k, v, *_, **__):
         Case(
             f"fp32/k16v32d128/{name}",
             torch.bfloat16,
-            {**HEADS, "seq_lens": (length,) * batch, **axes},
+            {"batch": batch, "q_len": q_len, **HEADS, **axes},
         )
-        for name, batch, length, axes in (
+        for name, batch, q_len, axes in (
             ("b1", 1, 1, {}),
             ("b32", 32, 1, {}),
             ("b256", 256, 1, {}),
@@ -226,18 +228,17 @@ def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, scal
     tensors=DELTA_TENSORS,
     axes={**DELTA_AXES, "seq_lens": ((), (1, 1), (2, 0, 70, 1), (64,), (5, 3))},
     bench=[
-        *(
-            Case(
-                f"bf16/k16v32d128/{batch}x{length}",
-                torch.bfloat16,
-                {**HEADS, "seq_lens": (length,) * batch},
-            )
-            for batch, length in ((1, 4096), (1, 8192), (8, 4096))
-        ),
+        Case(
+            f"bf16/k16v32d128/{batch}x{q_len}",
+            torch.bfloat16,
+            {"batch": batch, "q_len": q_len, **HEADS},
+        )
+        for batch, q_len in ((1, 4096), (1, 8192), (8, 4096))
     ],
     mutates=("states",),
     # Tokens of a chunk meet in products, where one is multiplied by another's zero.
     finite=("q", "k", "v", "g", "beta", "states"),
+    rounded={"states": "v"},
 )
 def gdn_prefill(
     q: Tensor,

@@ -14,15 +14,16 @@ from ferrum_triton.ops.linear_attention.sequences import (
     SEQUENCE_AXES,
     check_kept,
     check_sequences,
+    lengths,
     refuse_shared_slots,
 )
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, op
 
 
-def _prepare_case(name: str, *seq_lens: int) -> Case:
+def _prepare_case(name: str, batch: int, q_len: int) -> Case:
     heads = {"num_k_heads": 16, "group_size": 2, "head_k_dim": 128, "head_v_dim": 128}
-    axes = {**heads, "width": 4, "seq_lens": seq_lens}
+    axes = {"batch": batch, "q_len": q_len, **heads, "width": 4}
     return Case(f"bf16/k16v32d128/{name}", torch.bfloat16, axes)
 
 
@@ -49,11 +50,11 @@ def _prepare_case(name: str, *seq_lens: int) -> Case:
         **SEQUENCE_AXES,
     },
     bench=[
-        _prepare_case("b1", 1),
-        _prepare_case("b32", *[1] * 32),
-        _prepare_case("b256", *[1] * 256),
-        _prepare_case("1x4096", 4096),
-        _prepare_case("8x4096", *[4096] * 8),
+        _prepare_case("b1", 1, 1),
+        _prepare_case("b32", 32, 1),
+        _prepare_case("b256", 256, 1),
+        _prepare_case("1x4096", 1, 4096),
+        _prepare_case("8x4096", 8, 4096),
     ],
     mutates=("states",),
     static=("num_k_heads", "head_k_dim"),
@@ -156,7 +157,11 @@ def _(
 
 
 @gdn_prepare.sample
-def _(make, num_k_heads, group_size, head_k_dim, head_v_dim, width, seq_lens, l2_norm=True, **axes):
+def _(
+    make, num_k_heads, group_size, head_k_dim, head_v_dim, width, seq_lens=None, batch=1, q_len=1,
+    l2_norm=True, **axes,
+):  # fmt: skip
+    seq_lens = lengths(seq_lens, batch, q_len)
     num_tokens, num_v_heads = sum(seq_lens), num_k_heads * group_size
     num_channels = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
     return {

@@ -23,6 +23,8 @@ A copy of a slot, for a prefix that sequences share, is ``copy_slice(states[a], 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -152,6 +154,11 @@ def refuse_shared_slots(of_op: Op, states, slots, kept_slots=None) -> None:
         of_op.reject(name, f"holding {slot} more than once", "slots that all differ")
 
 
+def lengths(seq_lens: Sequence[int] | None, batch: int, q_len: int) -> tuple[int, ...]:
+    """Tokens of each sequence of a sample: told one by one, or as many sequences alike."""
+    return (q_len,) * batch if seq_lens is None else tuple(seq_lens)
+
+
 def sequence_sample(
     make, seq_lens, hostile=False, with_states=True, with_offsets=False, with_kept=False
 ) -> tuple[int | None, dict]:
@@ -159,7 +166,7 @@ def sequence_sample(
     num_seqs, num_tokens = len(seq_lens), sum(seq_lens)
     num_slots = num_seqs + with_kept * num_tokens + 2 * hostile
     is_decode = set(seq_lens) == {1} and not hostile and (with_states or num_seqs == 1)
-    ends = [0, *(sum(seq_lens[: i + 1]) for i in range(num_seqs))]
+    ends = [0, *itertools.accumulate(seq_lens)]
     ints = {"dtype": torch.int32, "device": make.device}
     arguments = {"cu_seqlens": None if is_decode else torch.tensor(ends, **ints)}
     if with_offsets:
