@@ -8,6 +8,7 @@ with one that every token has.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -242,7 +243,7 @@ class Qwen35(Llama):
 
     config: Qwen35Config
 
-    @property
+    @functools.cached_property
     def _places(self) -> list[int]:
         """The number of each layer among those of its kind."""
         linear = self.config.linear
@@ -254,11 +255,11 @@ class Qwen35(Llama):
 
     def _cache_of(self, **sizes: Any) -> StateCache:
         config = self.config
-        num_linear = sum(config.linear)
+        num_linear = sum(config.linear[: config.num_layers])  # of the layers that there are
         return StateCache(
             shapes=config.states_of(self.dtype),
             num_state_layers=num_linear,
-            **sizes | {"num_layers": config.num_layers - num_linear},
+            **sizes | {"num_layers": max(config.num_layers - num_linear, 1)},
         )
 
     def _attended(self, norm: AnyNorm, index: int, step: Step, cache: PagedKvCache) -> Tensor:

@@ -43,7 +43,7 @@ class StateCache(PagedKvCache):
         num_seqs, device = len(self.blocks), self.kv_lens.device
         self.states = [
             [
-                torch.empty((num_seqs, *shape), dtype=dtype, device=device)
+                torch.zeros((num_seqs, *shape), dtype=dtype, device=device)
                 for _ in range(num_state_layers)
             ]
             for shape, dtype in shapes
