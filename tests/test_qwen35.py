@@ -184,8 +184,11 @@ def test_a_gguf_file_of_qwen3_next(tmp_path):
     theirs, ids = make("qwen3_next", layer_types=LAYERS[:2] * 2), tokens(12)
     want = logits_of(theirs, ids)
     for is_joined in (False, True):
-        tensors = dict(tensors_of_next(theirs, is_joined))
-        write_gguf(tmp_path / "model.gguf", "qwen3next", METADATA, tensors)
+        tensors, metadata = dict(tensors_of_next(theirs, is_joined)), dict(METADATA)
+        if is_joined:  # with a layer that guesses ahead, which is left out
+            metadata |= {"block_count": len(LAYERS) + 1, "nextn_predict_layers": 1}
+            tensors["blk.4.nextn.eh_proj.weight"] = torch.zeros(64, 128)
+        write_gguf(tmp_path / "model.gguf", "qwen3next", metadata, tensors)
         model = load_model(tmp_path / "model.gguf", get_backend("cpu"))
         assert not model.config.has_tiled_values
         assert_same(run(model, ids), want)
@@ -246,11 +249,23 @@ METADATA = {
 }
 
 
-def test_interpreted_kernels_equal_transformers(tmp_path, interpreted):
+@pytest.mark.parametrize("kind", KINDS)
+def test_interpreted_kernels_equal_transformers(kind, tmp_path, interpreted):
     """A layer of each kind: a chunk by products of matrices, then tokens in turn."""
-    theirs = make("qwen3_5_moe", layer_types=LAYERS[:2], num_hidden_layers=2)
+    theirs = make(kind, layer_types=LAYERS[:2], num_hidden_layers=2)
     theirs.save_pretrained(tmp_path)
     model, ids = load_model(tmp_path, get_backend("interpret")), tokens(20, seed=5)
-    got = run(model, *ids.split([18, 1, 1]))
-    assert_same(got, logits_of(theirs, ids))
+    assert_same(run(model, *ids.split([18, 1, 1])), logits_of(theirs, ids))
     assert {"_gdn_prepare_kernel", "_gated_rms_norm_kernel", "_sigmoid_gate_kernel"} <= interpreted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuda_equals_transformers(tiny, kind, dtype):
+    directory, theirs = tiny(kind)
+    model, ids = load_model(directory, get_backend("cuda"), dtype), tokens(38, seed=6)
+    want = logits_of(theirs, ids)
+    got = run(model, *ids.cuda().split([30, 5, 1, 1, 1]))
+    bound = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}[dtype]
+    assert (got - want).norm() < bound * want.norm()

@@ -1,10 +1,12 @@
 """States of sequences that join, leave and are sent away; what has no state to go on from."""
 
+import dataclasses
 import random
 
 import pytest
 import torch
 
+from bench.random_models import CONFIGS
 from ferrum_triton import FileError, InputError, get_backend
 from ferrum_triton.models import load_model
 from ferrum_triton.models.engine import Engine
@@ -108,6 +110,44 @@ def test_bytes_of_a_step(models):
 
 
 PATH = "config.json"
+PUBLISHED = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": {
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+        "vocab_size": 248320,
+    },
+}
+
+
+def test_the_shape_of_benches_is_what_was_published():
+    config = Qwen35Config.from_hf(PUBLISHED, PATH)
+    bench = CONFIGS["qwen3.5-9b"]
+    assert config == dataclasses.replace(bench, max_positions=config.max_positions)
 
 
 @pytest.mark.parametrize(

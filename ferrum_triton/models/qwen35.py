@@ -49,11 +49,11 @@ HF_NAMES = {
 }
 # Of GGUF's names as a whole: these have other endings.
 _WHOLE_NAMES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
-# Where each expert's matrices are found in a tensor of all experts.
+# Tensors of all experts, and the part that is meant: all of it, the first or the second half.
 _FUSED = {
-    "ffn_gate_exps": ("gate_up_proj", 0),
-    "ffn_up_exps": ("gate_up_proj", 1),
-    "ffn_down_exps": ("down_proj", None),
+    "ffn_down_exps": ("down_proj", 0),
+    "ffn_gate_exps": ("gate_up_proj", 1),
+    "ffn_up_exps": ("gate_up_proj", 2),
 }
 # Hugging Face's files hold what a norm multiplies by less one.
 HF_NORM_OFFSET = 1.0
@@ -187,7 +187,7 @@ class Qwen35Loader(LlamaLoader):
 
     def leaves_out(self, name: str) -> bool:
         block = name.split(".")[1] if name.startswith("blk.") else ""
-        is_behind = block.isdigit() and int(block) >= self.config.num_layers
+        is_behind = block.isdecimal() and int(block) >= self.config.num_layers
         return is_behind or name.startswith(_LEFT_OUT)
 
 
@@ -234,7 +234,8 @@ class Qwen35Source(MixtureSource):
             if stored.dim() != 3:
                 reason = f"tensor {self.spelled(name)!r} has shape {list(stored.shape)}"
                 raise FileError(self.path, f"{reason}, not that of a matrix of each expert")
-            return stored if fused[1] is None else stored.chunk(2, dim=1)[fused[1]]
+            middle = stored.shape[1] // 2
+            return stored[:, (slice(None), slice(middle), slice(middle, None))[fused[1]]]
         return stored
 
 
