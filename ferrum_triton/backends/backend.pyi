@@ -1392,7 +1392,7 @@ class Backend:
 
         Args:
             x: [num_tokens, num_channels]; rows may be strided.
-            weight: [num_channels, width], any float dtype.
+            weight: [num_channels, width], any float dtype; width up to 16.
             states: [num_slots, width - 1, num_channels], written in place; None means zeros, and that
                 none is kept. Channels are innermost, as in x, so that both are read alike.
             slots, cu_seqlens, pos_offsets, kept_slots: as in

@@ -20,6 +20,9 @@ from ferrum_triton.registry import Case, Op, op
 
 ACTIVATION = ("none", "silu")
 
+# Kernels are written out tap by tap.
+MAX_WIDTH = 16
+
 CONV_TENSORS = {
     "states": "float[num_slots, history, num_channels]",
     **SEQUENCE_TENSORS,
@@ -69,8 +72,8 @@ def convolve(x, weight, bias, states, slots, cu_seqlens, pos_offsets, kept_slots
 
 def check_conv(of_op: Op, num_channels: int, weight: Tensor, states: Tensor | None) -> None:
     """Hold the state against the width of the convolution."""
-    if weight.shape[1] == 0:
-        of_op.reject("weight", "of width 0", "a width of 1 or more")
+    if not 1 <= weight.shape[1] <= MAX_WIDTH:
+        of_op.reject("weight", f"of width {weight.shape[1]}", f"a width of 1 to {MAX_WIDTH}")
     if states is not None and tuple(states.shape[1:]) != (weight.shape[1] - 1, num_channels):
         want = f"[num_slots, {weight.shape[1] - 1}, {num_channels}]"
         of_op.reject("states", f"of shape {list(states.shape)}", f"{want}, after weight")
@@ -132,7 +135,7 @@ def causal_conv1d(
 
     Args:
         x: [num_tokens, num_channels]; rows may be strided.
-        weight: [num_channels, width], any float dtype.
+        weight: [num_channels, width], any float dtype; width up to 16.
         states: [num_slots, width - 1, num_channels], written in place; None means zeros, and that
             none is kept. Channels are innermost, as in x, so that both are read alike.
         slots, cu_seqlens, pos_offsets, kept_slots: as in
