@@ -1,5 +1,6 @@
 """Qwen3.5, its mixtures and Qwen3-Next: logits of transformers, in any steps, from any file."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from ferrum_triton import get_backend
 from ferrum_triton.models import load_model
+from ferrum_triton.models.experts import mixture
+from ferrum_triton.models.linear import Linear
 from ferrum_triton.models.qwen35 import HF_NAMES, Qwen35
 from ferrum_triton.models.step import varlen_step
 from ferrum_triton.quant import QuantizedTensor
@@ -177,6 +180,20 @@ def test_a_gguf_file_is_what_transformers_reads_of_it(architecture, tmp_path):
     parts = packed.weights.layers[0].qkv.weight.parts
     assert all(isinstance(part, QuantizedTensor) for part in parts), "they stay packed"
     assert_same(run(packed, *ids[:7].split([5, 1, 1])), run(model, ids[:7]))
+
+
+@torch.inference_mode()
+def test_a_shared_expert_in_planes(tmp_path, interpreted):
+    """As a GPU has it: gate, up and activation are one launch."""
+    tiny_files.write(tmp_path / "model.gguf", "qwen35moe")
+    model, h = load_model(tmp_path / "model.gguf", get_backend("interpret")), torch.randn(2, 64)
+    experts = model.weights.layers[0].mlp
+    want = mixture(model.backend, h, experts)
+    in_planes = Linear(experts.shared.gate_up.weight.in_planes())
+    shared = dataclasses.replace(experts.shared, gate_up=in_planes)
+    got = mixture(model.backend, h, dataclasses.replace(experts, shared=shared))
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert "_gemv_several_kernel" in interpreted
 
 
 def test_a_gguf_file_of_qwen3_next(tmp_path):
