@@ -11,7 +11,8 @@ diagonal of β_i e^(G_i - G_j) k_i · k_j. So there are two launches:
 So states between chunks never come to memory. A third launch, for the products that no later chunk
 waits for, would have them and the changes written and read: 96 KB a chunk and head of 128.
 
-Tensor cores would round float32, whose tokens are taken one by one instead.
+Tensor cores would round float32, whose tokens are taken one by one instead, as are those that are
+sequences of their own.
 """
 
 import torch
@@ -94,7 +95,6 @@ def _gdn_chunk_kernel(
     num_tokens,
     num_slots,
     scale,
-    EACH: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
     PDL: tl.constexpr,
 ):
@@ -103,8 +103,8 @@ def _gdn_chunk_kernel(
     pdl_trigger(PDL)
     head = (tl.program_id(0) % num_v_heads).to(tl.int64)
     batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
-    seq, block = block_of(batch, tl.program_id(0) // num_v_heads, EACH, CHUNK)
-    span = span_of(batch, seq, EACH)
+    seq, block = block_of(batch, tl.program_id(0) // num_v_heads, False, CHUNK)
+    span = span_of(batch, seq, False)
     rest = span.length - block * CHUNK
     if (block >= 0) & (rest > 0):
         i = tl.arange(0, CHUNK)
@@ -170,7 +170,6 @@ def _gdn_scan_kernel(
     num_tokens,
     num_slots,
     scale,
-    EACH: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
@@ -182,7 +181,7 @@ def _gdn_scan_kernel(
     blocks = tl.cdiv(head_v_dim, BLOCK_V)
     head = (pid // blocks % num_v_heads).to(tl.int64)
     batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
-    span = span_of(batch, pid // (blocks * num_v_heads), EACH)
+    span = span_of(batch, pid // (blocks * num_v_heads), False)
 
     i = tl.arange(0, CHUNK)
     key = tl.arange(0, BLOCK_K)
@@ -314,7 +313,7 @@ def gdn_prefill(
     layout = layout_of(num_tokens, states, slots, cu_seqlens, pos_offsets)
     if layout.num_seqs == 0:
         return y
-    if v.dtype == torch.float32:
+    if v.dtype == torch.float32 or layout.each:
         launch_tokens(y, q, k, v, g, beta, states, layout, None, scale)
         return y
     heads = layout.num_seqs * num_v_heads
@@ -334,7 +333,6 @@ def gdn_prefill(
         "group": num_v_heads // num_k_heads,
         "head_k_dim": head_k_dim,
         "scale": head_k_dim**-0.5 if scale is None else scale,
-        "EACH": layout.each,
         "BLOCK_K": max(next_power_of_2(head_k_dim), 16),
         **layout.tensors,
     }
