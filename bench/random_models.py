@@ -9,6 +9,7 @@ are random bytes under scales that keep activations about as large as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from ferrum_triton.models import Decoder, Llama, LlamaConfig
 from ferrum_triton.models.config_rope import RopeConfig
 from ferrum_triton.models.gemma3 import Gemma3, Gemma3Config
 from ferrum_triton.models.gpt_oss import GptOss, GptOssConfig, GptOssLoader
+from ferrum_triton.models.qwen35 import Qwen35, Qwen35Loader
+from ferrum_triton.models.qwen35_config import Qwen35Config
 from ferrum_triton.models.weights import POST_NORMS, Matrix, Source, load_weights
 from ferrum_triton.quant import FORMATS, QuantizedTensor
 
@@ -83,6 +86,17 @@ def _gpt_oss() -> GptOssConfig:
     )
 
 
+def _qwen35() -> Qwen35Config:
+    layers = 32
+    return Qwen35Config(
+        **{
+            **vars(_llama(4096, 12288, layers, "16/4/256", 248320, qk_norm=True)),
+            "rope": RopeConfig(theta=1e7, dim=64),
+            "linear": tuple(i % 4 != 3 for i in range(layers)),
+        }
+    )
+
+
 CONFIGS: dict[str, LlamaConfig] = {
     "qwen3-8b": _llama(4096, 12288, 36, "32/8/128", 151936, qk_norm=True),
     "llama-3.1-8b": _llama(4096, 14336, 32, "32/8/128", 128256),
@@ -91,6 +105,7 @@ CONFIGS: dict[str, LlamaConfig] = {
     ),
     "gemma3-27b": _gemma(),
     "gpt-oss-20b": _gpt_oss(),
+    "qwen3.5-9b": _qwen35(),
     "smollm2-135m": _llama(576, 1536, 30, "9/3/64", 49152, tie_embeddings=True),
 }
 
@@ -101,19 +116,21 @@ class RandomSource(Source):
     def __init__(self, config: LlamaConfig, form: str, device: torch.device | str) -> None:
         self.path = Path("random")
         self._config, self._form, self._device = config, form, device
-        self._shapes = dict(_shapes(config))
+        self.shapes = dict(_shapes(config))
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self.shapes)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._shapes
+        return name in self.shapes
 
     def fetch(self, name: str) -> Matrix:
-        shape = self._shapes[name]
+        shape = self.shapes[name]
         on = {"dtype": torch.bfloat16, "device": self._device}
         if name.endswith(".bias"):
             return 0.1 * torch.randn(shape, **on)
+        if name.endswith("ssm_a"):  # states fade by half in one to a hundred tokens
+            return -torch.empty(shape, **on).uniform_(0.01, 1.0)
         if len(shape) == 1:
             return 1 + 0.1 * torch.randn(shape, **on)
         kind = self.kind(name)
@@ -124,7 +141,7 @@ class RandomSource(Source):
     def kind(self, name: str) -> str:
         """The file's format of a matrix; ``""`` for a dense one."""
         kind = self._wanted(name)
-        if kind and self._shapes[name][-1] % FORMATS[kind].block_size:  # as llama.cpp falls back
+        if kind and self.shapes[name][-1] % FORMATS[kind].block_size:  # as llama.cpp falls back
             return "Q8_0"
         return kind
 
@@ -133,7 +150,8 @@ class RandomSource(Source):
         in_mxfp4 = self._form == "mxfp4" or isinstance(self._config, GptOssConfig)
         if in_mxfp4 and "_exps." in name:
             return "MXFP4"
-        if self._form in ("bf16", "mxfp4") or "ffn_gate_inp" in name or name.endswith(".bias"):
+        is_small = any(part in name for part in ("ffn_gate_inp", "ssm_conv1d"))
+        if self._form in ("bf16", "mxfp4") or is_small or name.endswith(".bias"):
             return ""
         if self._form in ALIKE:
             return ALIKE[self._form]
@@ -141,12 +159,13 @@ class RandomSource(Source):
         more = layer >= 0 and uses_more_bits(layer, self._config.num_layers)
         tied = self._config.tie_embeddings and name == "token_embd.weight"
         wide = name == "output.weight" or tied
-        return "Q6_K" if wide or (more and ("attn_v" in name or "ffn_down" in name)) else "Q4_K"
+        with_more = any(part in name for part in ("attn_v", "attn_qkv", "ffn_down"))
+        return "Q6_K" if wide or (more and with_more) else "Q4_K"
 
 
 def uses_more_bits(layer: int, num_layers: int) -> bool:
     """Whether Q4_K_M has V and down of a layer in Q6_K: the first and last eighth, and every third
-    between (llama.cpp's ``use_more_bits``).
+    between (llama.cpp's ``use_more_bits``). Of a Gated DeltaNet Q, K and V are one matrix.
     """
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
@@ -200,7 +219,16 @@ def _shapes(config: LlamaConfig) -> Mapping[str, tuple[int, ...]]:
         else:
             each |= {f"ffn_{part}": (inner, hidden) for part in ("gate", "up")}
             each["ffn_down"] = (hidden, inner)
-        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in each.items()}
+        if isinstance(config, Qwen35Config):
+            each["post_attention_norm"] = each.pop("ffn_norm")
+            each["attn_q"] = (2 * config.q_dim, hidden)  # and gates
+            if config.linear[layer]:
+                each = {name: shape for name, shape in each.items() if name not in _ATTENTION}
+                each |= _delta_net(config)
+        shapes |= {
+            f"blk.{layer}.{name if name in _WHOLE_NAMES else name + '.weight'}": shape
+            for name, shape in each.items()
+        }
         if is_gpt_oss:  # every product of a layer has a bias
             products = {n: s for n, s in each.items() if n.startswith(("attn_", "ffn_"))}
             shapes |= {
@@ -209,6 +237,27 @@ def _shapes(config: LlamaConfig) -> Mapping[str, tuple[int, ...]]:
                 if len(shape) > 1
             }
     return shapes
+
+
+# What a layer without full attention lacks, and what it has under names that are whole.
+_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm", "attn_output")
+_WHOLE_NAMES = ("ssm_a", "ssm_dt.bias")
+
+
+def _delta_net(config: Qwen35Config) -> dict[str, tuple[int, ...]]:
+    """The tensors of a Gated DeltaNet by GGUF's names."""
+    hidden, num_heads = config.hidden_size, config.num_v_heads
+    return {
+        "attn_qkv": (config.num_channels, hidden),
+        "attn_gate": (config.value_dim, hidden),
+        "ssm_beta": (num_heads, hidden),
+        "ssm_alpha": (num_heads, hidden),
+        "ssm_conv1d": (config.num_channels, config.taps),
+        "ssm_a": (num_heads,),
+        "ssm_dt.bias": (num_heads,),
+        "ssm_norm": (config.head_v_dim,),
+        "ssm_out": (hidden, config.value_dim),
+    }
 
 
 def random_model(
@@ -223,6 +272,9 @@ def random_model(
         family = Gemma3
     elif isinstance(config, GptOssConfig):
         family, loader = GptOss, GptOssLoader
+    elif isinstance(config, Qwen35Config):
+        family, loader = Qwen35, Qwen35Loader
+        config = replace(config, has_tiled_values=form != "bf16")  # as in a GGUF file
     weights = load_weights(
         source,
         config,

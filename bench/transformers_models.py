@@ -19,13 +19,19 @@ from ferrum_triton.models.config import LlamaConfig
 from ferrum_triton.models.config_rope import RopeConfig
 from ferrum_triton.models.gemma3 import Gemma3Config
 from ferrum_triton.models.gpt_oss import GptOssConfig
+from ferrum_triton.models.qwen35 import HF_NAMES as QWEN35_NAMES
+from ferrum_triton.models.qwen35_config import Qwen35Config
 from ferrum_triton.models.weights import HF_NAMES
 from ferrum_triton.quant import FORMATS
 
 # Steps before those that are timed, and answers: the first ones compile and record graphs.
 WARM_UP_STEPS, ANSWERS = 8, 3
 
-_GGUF_NAMES = {theirs: ours for ours, theirs in HF_NAMES.items()}
+_GGUF_NAMES = {
+    theirs: ours
+    for ours, theirs in [*HF_NAMES.items(), *QWEN35_NAMES.items()]
+    if ours in HF_NAMES or theirs.startswith("linear_attn.")
+}
 
 
 def their_config(config: LlamaConfig) -> Any:
@@ -57,6 +63,18 @@ def their_config(config: LlamaConfig) -> Any:
         scalar = round(config.softmax_scale**-2)
         more = {"rope_parameters": ropes, "query_pre_attn_scalar": scalar}
         return transformers.Gemma3TextConfig(**shapes | more)
+    if isinstance(config, Qwen35Config):
+        kinds = ["linear_attention" if linear else "full_attention" for linear in config.linear]
+        part = config.rope.dim / config.head_dim
+        return transformers.Qwen3_5TextConfig(
+            **shapes | {"rope_parameters": _rope(config.rope) | {"partial_rotary_factor": part}},
+            layer_types=kinds,
+            linear_num_key_heads=config.num_k_heads,
+            linear_num_value_heads=config.num_v_heads,
+            linear_key_head_dim=config.head_k_dim,
+            linear_value_head_dim=config.head_v_dim,
+            linear_conv_kernel_dim=config.taps,
+        )
     chosen = {"num_experts_per_tok": config.experts_per_token}
     if isinstance(config, GptOssConfig):
         return transformers.GptOssConfig(**shapes, num_local_experts=config.num_experts, **chosen)

@@ -1,5 +1,6 @@
 """Benches of decode steps: the decoder that is timed, what it launches, what its rows say."""
 
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -9,12 +10,13 @@ import torch
 
 from bench import decode, decode_layer, first_answer, transformers_models
 from bench.launches import record
-from bench.random_models import CONFIGS, random_model, uses_more_bits
+from bench.random_models import CONFIGS, RandomSource, random_model, uses_more_bits
 from bench.results import read_rows
 from bench.timed_step import TimedStep
 from ferrum_triton import OPS, get_backend
 from ferrum_triton.backends import Backend
 from ferrum_triton.models.engine import Engine
+from ferrum_triton.models.qwen35_config import Qwen35Config
 from tests.tiny_models import shrunk
 
 
@@ -92,6 +94,10 @@ def test_half_of_the_layers_have_more_bits():
         ("decode/qwen3-8b/bf16/b8/ctx1024", 36, 7),
         ("decode/qwen3-8b/bf16/b32/ctx1024", 36, 8),
         ("decode/qwen3-30b-a3b/q4_K/b1/ctx1024", 48, 11),
+        ("decode/qwen3.5-9b/q4_K/b1/ctx1024", 32, 7),
+        ("decode/qwen3.5-9b/q4_K/b8/ctx1024", 32, 12),
+        ("decode/qwen3.5-9b/bf16/b1/ctx1024", 32, 8),
+        ("decode/qwen3.5-9b/bf16/b8/ctx1024", 32, 9),
     ],
 )
 def test_a_layer_launches_no_more_than_is_published(row, layers, most):
@@ -109,6 +115,8 @@ def test_a_layer_launches_no_more_than_is_published(row, layers, most):
         ("gemma3-27b", "bf16"),
         ("qwen3-30b-a3b", "bf16"),
         ("gpt-oss-20b", "mxfp4"),
+        ("qwen3.5-9b", "q4_1"),
+        ("qwen3.5-9b", "bf16"),
     ],
 )
 def test_steps_of_random_models_follow_from_the_cache(name, form):
@@ -139,12 +147,15 @@ def test_large_models_have_a_step_at_their_sizes(row):
 def test_published_shapes_have_their_numbers_of_weights():
     def weights(name):
         config = CONFIGS[name]
+        if isinstance(config, Qwen35Config):
+            return sum(map(math.prod, RandomSource(config, "bf16", "meta").shapes.values())) / 1e9
         attention = config.hidden_size * (2 * config.q_dim + 2 * config.kv_dim)
         mlp = 3 * config.hidden_size * config.intermediate_size * (config.num_experts or 1)
         ends = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
         return (config.num_layers * (attention + mlp) + ends) / 1e9
 
     published = {"qwen3-8b": 8.2, "gemma3-27b": 27.0, "gpt-oss-20b": 20.9, "qwen3-30b-a3b": 30.5}
+    published["qwen3.5-9b"] = 8.95
     for name, billions in published.items():
         assert weights(name) == pytest.approx(billions, rel=0.01), name
 

@@ -11,6 +11,7 @@ from bench.cases import code_of
 from bench.random_models import CONFIGS, random_blocks
 from ferrum_triton.integrations.transformers import convert as convert_model
 from ferrum_triton.integrations.transformers.layers import PackedLinear
+from ferrum_triton.models.qwen35_config import Qwen35Config
 from ferrum_triton.testing import TensorFactory
 from tests.test_bench_decode import shrunk
 
@@ -44,8 +45,12 @@ def test_rows_of_a_converted_layer_have_code():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_has_the_same_shapes(name):
     config = CONFIGS[name]
-    windows = {"windows": config.windows[:1]} if hasattr(config, "windows") else {}
-    config = replace(config, num_layers=1, **windows)
+    changed = {"num_layers": 1}
+    if hasattr(config, "windows"):
+        changed["windows"] = config.windows[:1]
+    if isinstance(config, Qwen35Config):  # a layer of each kind
+        changed = {"num_layers": 2, "linear": (False, True)}
+    config = replace(config, **changed)
     theirs = transformers_models.their_model(config, "meta")
     source = transformers_models.RandomSource(config, "bf16", "meta")
     linears = {
@@ -56,6 +61,7 @@ def test_transformers_has_the_same_shapes(name):
     ours = {key: source.fetch(key).shape for key in linears if key in source}
     assert ours and all(linears[key] == tuple(shape) for key, shape in ours.items())
     assert {"blk.0.attn_q.weight", "blk.0.attn_output.weight"} <= ours.keys()
+    assert len(ours) == len(linears) or not isinstance(config, Qwen35Config)
     assert theirs.dtype == torch.bfloat16
 
 

@@ -150,7 +150,7 @@ def check_formats(backend, collective):
     rank = collective.rank
     for dtype, whole in layers(backend, torch.Generator().manual_seed(3)):
         parallel = made(backend, collective, dtype)
-        part: Experts = whole.shared(parallel)
+        part: Experts = whole.spread(parallel)
         sizes = [m.shape[0] for m in part.matrices]
         assert sizes == [NUM_EXPERTS // WORLD] * len(sizes)
         generator = torch.Generator().manual_seed(29 + rank)
@@ -239,7 +239,7 @@ def check_graph(backend, collective):
     rank = collective.rank
     generator = torch.Generator().manual_seed(4)
     for dtype, whole in layers(backend, torch.Generator().manual_seed(3)):
-        part = whole.shared(made(backend, collective, dtype))
+        part = whole.spread(made(backend, collective, dtype))
         count = (4, 2)[rank]
         h = torch.zeros(count, HIDDEN, dtype=dtype, device=backend.device)
         ids = torch.zeros(count, TOP_K, dtype=torch.int32, device=backend.device)

@@ -12,6 +12,7 @@ import torch
 
 from bench.random_models import CONFIGS
 from ferrum_triton.models.config import LlamaConfig, RopeConfig
+from ferrum_triton.models.qwen35_config import Qwen35Config
 from ferrum_triton.models.weights import Matrix, Packed, Source
 from ferrum_triton.quant import FORMATS, QuantizedTensor, quantize_blocks
 from tests import gguf_writer
@@ -220,6 +221,9 @@ def shrunk(name, width=64, head_dim=16):
         sizes |= {"num_experts": 4, "experts_per_token": 2}
     if hasattr(config, "windows"):
         sizes["windows"] = (8, 0)
+    if isinstance(config, Qwen35Config):
+        sizes |= {"linear": (True, False), "num_k_heads": 2, "num_v_heads": 4}
+        sizes |= {"head_k_dim": head_dim, "head_v_dim": width // 4}
     ropes = {
         rope: getattr(config, rope) for rope in ("rope", "local_rope") if hasattr(config, rope)
     }

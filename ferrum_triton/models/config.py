@@ -127,10 +127,11 @@ class LlamaConfig:
             raise FileError(path, "keys and values of different head sizes are not supported")
         tokens = metadata.get("tokenizer.ggml.tokens")
         vocabulary = len(tokens) if isinstance(tokens, list) else None
+        inner = keys.size("expert_feed_forward_length", 0, least=0)  # all that mixtures may have
         return {
             "vocab_size": keys.size("vocab_size", vocabulary),
             "hidden_size": hidden,
-            "intermediate_size": keys.size("feed_forward_length"),
+            "intermediate_size": keys.size("feed_forward_length", inner or None),
             "num_layers": keys.size("block_count"),
             "num_heads": heads,
             "num_kv_heads": keys.size("attention.head_count_kv", heads),

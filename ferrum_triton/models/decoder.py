@@ -137,7 +137,7 @@ class Decoder(ABC):
         if capacity > self._num_positions:
             self._grow_tables(capacity)
         blocks = -(-capacity // BLOCK_SIZE)
-        return PagedKvCache(
+        return self._cache_of(
             num_layers=self.config.num_layers,
             num_blocks=blocks * num_seqs if num_blocks is None else num_blocks,
             block_size=BLOCK_SIZE,
@@ -151,6 +151,10 @@ class Decoder(ABC):
             layout="nhd" if self.backend.device.type == "cpu" else "hnd",
             device=self.backend.device,
         )
+
+    def _cache_of(self, **sizes: Any) -> PagedKvCache:
+        """A cache of these sizes. A family that keeps more than keys and values adds it."""
+        return PagedKvCache(**sizes)
 
     def _grow_tables(self, num_positions: int) -> None:
         """Only as long as the caches need: a context of a million positions takes a gigabyte."""
@@ -240,11 +244,13 @@ class Decoder(ABC):
         tables: tuple[Tensor, Tensor],
         sliding_window: int,
         softmax_scale: float | None = None,
+        pool_index: int | None = None,
     ) -> Tensor:
         """Attention, before the layer's last product; reads and extends a layer's cache.
 
         Args:
             qkv: [num_tokens, q_dim + 2 · kv_dim], the products with the layer's Q, K and V.
+            pool_index: which of the cache's pools is the layer's; None is that of its number.
 
         Returns:
             [num_tokens, q_dim]. After the last layer only the tokens after which to predict are of
@@ -252,10 +258,11 @@ class Decoder(ABC):
         """
         backend, config = self.backend, self.config
         layer: LayerWeights = self.weights.layers[index]
-        pool = (cache.k[index], cache.v[index])
+        at = index if pool_index is None else pool_index
+        pool = (cache.k[at], cache.v[at])
         scales = {}
         if cache.kind.quantised:
-            scales = {"k_scales": cache.k_scales[index], "v_scales": cache.v_scales[index]}
+            scales = {"k_scales": cache.k_scales[at], "v_scales": cache.v_scales[at]}
         settings: dict[str, Any] = {
             "sinks": layer.sinks,
             "softmax_scale": softmax_scale,

@@ -3,7 +3,8 @@
 The reference loop of a kernel library, small on purpose: serving at scale is an engine's work.
 Sequences join and leave between steps. A step is either a decode step of all that run, replayed
 from a graph, or, while a prompt is read, chunks of prompts beside single tokens of the others.
-Prompts that begin alike share the blocks of their beginning. Where blocks run out, the youngest
+Prompts that begin alike share the blocks of their beginning, where blocks are all that is known of
+it: a model with states reads each prompt from its start. Where blocks run out, the youngest
 sequence gives up its own and is read again later; its draws depend on its seed and positions alone,
 so its text is the same.
 """
@@ -199,7 +200,7 @@ class Engine:
         """Have waiting sequences join while there are rows and blocks for their prompts."""
         while self._waiting and self._free_rows and not self.runner.num_in_flight:
             seq, allocator = self._waiting[0], self._cache.allocator
-            shared = self._prefixes.find(seq.ids)
+            shared = self._prefixes.find(seq.ids) if self._cache.can_share else []
             # The last token goes through the model in any case, and its block is copied then.
             whole = len(shared) * BLOCK_SIZE == len(seq.ids)
             fresh = blocks_of(len(seq.ids)) - len(shared) + whole

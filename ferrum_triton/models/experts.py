@@ -11,8 +11,18 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from ferrum_triton.backends import Backend
+from ferrum_triton.models.linear import Linear, ReadyNorm, apply, gated_norm
 from ferrum_triton.quant import Fp8Blocks, QuantizedTensor
 from ferrum_triton.runtime.expert_parallel import ExpertParallel
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert that every token has, by as much as a gate of its own says."""
+
+    gate: Tensor  # [1, hidden_size]
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +40,7 @@ class Experts(ABC):
     top_k: int
     norm_topk_prob: bool = True
     parallel: ExpertParallel | None = None
+    shared: SharedExpert | None = None
 
     @property
     @abstractmethod
@@ -55,7 +66,7 @@ class Experts(ABC):
             return self.outputs(backend, h, ids)
         return self.parallel.outputs(h, ids, functools.partial(self.outputs, backend))
 
-    def shared(self, parallel: ExpertParallel) -> Self:
+    def spread(self, parallel: ExpertParallel) -> Self:
         """This rank's experts alone, in memory of their own."""
         mine = slice(parallel.experts.start, parallel.experts.stop)
         stacks = {name: _part(getattr(self, name), mine) for name in self.STACKS}
@@ -134,7 +145,8 @@ class Fp8Experts(Experts):
 def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:
     """The sum of p_e · down_e(silu(gate_e(h)) · up_e(h)) over the likeliest experts e of each row.
 
-    p are the probabilities of a softmax over all experts.
+    p are the probabilities of a softmax over all experts. A shared expert s is added, as
+    sigmoid(gate_s(h)) · s(h).
 
     Args:
         backend: the backend that computes.
@@ -146,7 +158,12 @@ def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:
     """
     logits = backend.gemm(h, experts.router, wide=True)
     ids, weights, _ = backend.route_topk_softmax(logits, experts.top_k, experts.norm_topk_prob)
-    return backend.weighted_sum(experts.slots(backend, h, ids), weights)
+    y = backend.weighted_sum(experts.slots(backend, h, ids), weights)
+    if (shared := experts.shared) is None:
+        return y
+    middle = gated_norm(backend, ReadyNorm(h, h), shared.gate_up)
+    gate = backend.gemm(h, shared.gate)
+    return backend.sigmoid_gate(apply(backend, middle, shared.down), gate, y, out=y)
 
 
 def _part(stack: Any, experts: slice) -> Any:

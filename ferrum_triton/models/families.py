@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ferrum_triton.errors import FileError
-from ferrum_triton.models import bert, gemma3, gpt_oss, mixtures, weights
+from ferrum_triton.models import (
+    bert,
+    gemma3,
+    gpt_oss,
+    mixtures,
+    qwen35,
+    qwen35_config,
+    weights,
+)
 from ferrum_triton.models import config as llama_config
 from ferrum_triton.models.bert import BertConfig
 from ferrum_triton.models.config import LlamaConfig
@@ -90,6 +98,16 @@ FAMILIES = (
         hf_source=gpt_oss.GptOssSource,
         loader=gpt_oss.GptOssLoader,
         packs_integers=False,
+    ),
+    Family(
+        qwen35_config.Qwen35Config,
+        qwen35.Qwen35,
+        qwen35_config.GGUF_ARCHITECTURES,
+        qwen35_config.HF_ARCHITECTURES,
+        qwen35.HF_NAMES,
+        qwen35.HF_NORM_OFFSET,
+        hf_source=qwen35.Qwen35Source,
+        loader=qwen35.Qwen35Loader,
     ),
 )
 

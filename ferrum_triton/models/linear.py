@@ -188,6 +188,9 @@ class ReadyNorm(NamedTuple):
     def values(self, backend: Backend) -> Tensor:
         return self.like
 
+    def gate_up(self, backend: Backend, *matrices: Any) -> Tensor:
+        return backend.gemv_quant_gate_up_silu(self.like, *matrices)
+
 
 AnyNorm: TypeAlias = Norm | OpenNorm | ReadyNorm
 
@@ -272,7 +275,7 @@ def gated_norm(backend: Backend, norm: AnyNorm, linear: Linear) -> Tensor:
     if is_pair and linear.order is not None and not isinstance(norm, OpenNorm):
         h, (gate, up) = in_order(norm.values(backend), linear), packed
         return backend.gemv_quant_gate_up_silu(h, gate.blocks, up.blocks, gate.kind, up.kind)
-    if is_pair and not isinstance(norm, ReadyNorm):
+    if is_pair:
         gate, up = packed
         return norm.gate_up(backend, gate.blocks, up.blocks, gate.kind, up.kind)
     if isinstance(norm, OpenNorm) and isinstance(weight, Tensor):

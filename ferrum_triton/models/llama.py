@@ -34,14 +34,7 @@ class Llama(Decoder):
         residual = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         norm: AnyNorm = Norm(residual, x, weights.layers[0].attn_norm, eps)
         for index, layer in enumerate(weights.layers):
-            attended = self._attention(
-                apply_to_norm(backend, norm, layer.qkv),
-                index,
-                step,
-                cache,
-                tables=self.tables[0],
-                sliding_window=config.sliding_window,
-            )
+            attended = self._attended(norm, index, step, cache)
             # What follows the MLP: the next layer, or the last norm.
             after = weights.layers[index + 1] if index + 1 < config.num_layers else None
             residual = norm.residual if after else predicted_rows(norm.residual, step)
@@ -62,3 +55,18 @@ class Llama(Decoder):
             norm = norm_after(backend, gated, mlp.down, residual, weight, eps, then)
         assert not isinstance(norm, OpenNorm)  # nothing follows the last product
         return norm.values(backend)
+
+    def _attended(self, norm: AnyNorm, index: int, step: Step, cache: PagedKvCache) -> Tensor:
+        """What a layer's tokens take from each other, before its last product.
+
+        Returns:
+            As :meth:`_attention`.
+        """
+        return self._attention(
+            apply_to_norm(self.backend, norm, self.weights.layers[index].qkv),
+            index,
+            step,
+            cache,
+            tables=self.tables[0],
+            sliding_window=self.config.sliding_window,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from ferrum_triton.models.decoder import Decoder
 from ferrum_triton.models.experts import Experts
+from ferrum_triton.models.qwen35_config import Qwen35Config
 
 _COPIED_BYTES, _COPIES = 1 << 29, 5
 
 
 def bytes_of_step(model: Decoder, batch: int, context: int) -> float:
-    """Bytes of weights, keys and values that a step of a token of each sequence reads.
+    """Bytes of weights, keys, values and states that a step reads, and of states that it writes.
 
     Args:
         model: the model.
@@ -29,11 +31,18 @@ def bytes_of_step(model: Decoder, batch: int, context: int) -> float:
             unread = (1 - layer.mlp.top_k / config.num_experts) ** batch
             nbytes += (1 - unread) * sum(map(_nbytes, layer.mlp.matrices))
             nbytes += _nbytes(layer.mlp.router)
+            if (shared := layer.mlp.shared) is not None:
+                nbytes += _nbytes(shared.gate_up) + _nbytes(shared.down)
         else:
             nbytes += _nbytes(layer.mlp.gate_up) + _nbytes(layer.mlp.down)
     windows = getattr(config, "windows", ()) or (config.sliding_window,) * config.num_layers
+    states = 0
+    if isinstance(config, Qwen35Config):  # layers with states have no keys
+        windows = windows[sum(config.linear) :]
+        shapes = config.states_of(model.dtype)
+        states = sum(config.linear) * sum(math.prod(s) * dtype.itemsize for s, dtype in shapes)
     keys = sum(min(window or context, context) for window in windows)
-    return nbytes + batch * keys * 2 * config.kv_dim * model.dtype.itemsize
+    return nbytes + batch * (2 * states + keys * 2 * config.kv_dim * model.dtype.itemsize)
 
 
 def copy_rate(device: torch.device) -> float:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.models.decoder import BLOCK_SIZE, Decoder
-from ferrum_triton.models.step import Step, varlen_step
+from ferrum_triton.models.step import Spans, Step, varlen_step
 from ferrum_triton.runtime.graph import HISTORY, Graph
 from ferrum_triton.runtime.sampling import GREEDY, Sampler, Sampling, change_logits
 from ferrum_triton.types import KvDtypeKind
@@ -153,12 +154,20 @@ class Runner:
         where = [*tokens, *[(0, -1)] * padding]
         ids = [rows[seq].ids[position] for seq, position in tokens] + [0] * padding
         ids_, seqs, positions = self._upload([ids, [s for s, _ in where], [p for _, p in where]])
+        absent = [-1] * (self.num_rows - len(rows))
+        ends = accumulate((row.end - row.start for row in rows.values()), initial=0)
+        spans = Spans(
+            slots=self._upload([*rows, *absent]),
+            positions=self._upload([*(row.start for row in rows.values()), *absent]),
+            cu_seqlens=self._upload([*ends, *[len(tokens) for _ in absent]]),
+        )
         step = Step(
             ids=ids_,
             block_tables=self.cache.block_tables.index_select(0, seqs),
             positions=positions,
             kv_lens=positions + 1,
             batch_invariant=True,
+            spans=spans,
         )
         logits = self.model.run(step, self.cache)
         last = [

@@ -5,11 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.runtime.kv_cache import PagedKvCache
+
+
+class Spans(NamedTuple):
+    """The sequences of a step, as ops that keep a state of each take them.
+
+    Attributes:
+        slots: [num_seqs] int32, where the states lie; negative for padding.
+        positions: [num_seqs] int32, as in :class:`Step`.
+        cu_seqlens: [num_seqs + 1] int32, as in :class:`Step`.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,8 @@ class Step:
         predicted: [num_predicted] int64, the tokens after which to predict; None for every one.
         batch_invariant: whether attention to a sequence may not depend on the others by a bit. Such
             a step may have several tokens of a sequence, each as a sequence of its own.
+        spans: the sequences once more, for layers that keep states; None where they are the first
+            of the cache, in order.
     """
 
     ids: Tensor
@@ -38,6 +55,7 @@ class Step:
     longest: int = 1
     predicted: Tensor | None = None
     batch_invariant: bool = False
+    spans: Spans | None = None
 
     @property
     def one_token_each(self) -> bool:
@@ -67,12 +85,14 @@ def varlen_step(
     # Pageable memory is read before the call returns.
     packed = packed.to(device, non_blocking=True)
     ids, first, last, cu_seqlens, rows, after = packed.split([len(piece) for piece in pieces])
+    bounds = None if max(counts) == 1 else cu_seqlens
     return Step(
         ids=ids,
         block_tables=cache.block_tables.index_select(0, rows),
         positions=first,
         kv_lens=last,
-        cu_seqlens=None if max(counts) == 1 else cu_seqlens,
+        cu_seqlens=bounds,
         longest=max(counts),
         predicted=after.long() if predicted else None,
+        spans=Spans(rows, first, bounds),
     )

@@ -358,9 +358,13 @@ class Loader:
     def error(self, name: str, reason: str) -> FileError:
         return FileError(self.source.path, f"tensor {self.source.spelled(name)!r} {reason}")
 
+    def leaves_out(self, name: str) -> bool:
+        """Whether a tensor, by the source's own name, is of a part that is not run here."""
+        return False
+
     def refuse_unread(self) -> None:
         """Refuse a source of which something was left out."""
-        if unread := self.source.unread():
+        if unread := [name for name in self.source.unread() if not self.leaves_out(name)]:
             reason = f"{len(unread)} tensors have no place in this model, {unread[0]!r} the first"
             raise FileError(self.source.path, reason)
 
@@ -415,7 +419,7 @@ class LlamaLoader(Loader):
         """An MLP, or in its place experts: those of this rank."""
         if self.config.num_experts:
             experts = self.experts(prefix)
-            return experts if self.parallel is None else experts.shared(self.parallel)
+            return experts if self.parallel is None else experts.spread(self.parallel)
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         gates = {"ffn_gate": inner, "ffn_up": inner}
         down = self.linear(prefix, {"ffn_down": hidden}, inner)

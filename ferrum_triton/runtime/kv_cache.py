@@ -127,11 +127,14 @@ class PagedKvCache:
         lengths: the number of positions filled per sequence.
         allocator: the allocator of the blocks.
         capacity: the most positions of a sequence: what its blocks hold, or fewer if so asked.
+        can_share: whether blocks are all that a sequence's next tokens need.
 
     Raises:
         InputError: a size is not positive, the layout is unknown, or ``"vllm_x"`` does not
             divide head_dim into pieces of 16 bytes.
     """
+
+    can_share = True
 
     def __init__(
         self,
