@@ -1,0 +1,441 @@
+"""Models rounded to few bits: a Hugging Face directory or a GGUF file from either.
+
+A tensor is read, rounded and written at a time, or a layer where a text calibrates it. What is made
+appears under its name when all of it has been written.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ferrum_triton.backends import get_backend
+from ferrum_triton.errors import FileError, InputError
+from ferrum_triton.files import write_gguf
+from ferrum_triton.files.gguf import GgufFile, open_gguf
+from ferrum_triton.files.gguf_vocabulary import same_tokens, vocabulary_metadata
+from ferrum_triton.files.json_file import is_directory, read_json
+from ferrum_triton.files.new_path import new_path, refuse_taken
+from ferrum_triton.files.safetensors import open_safetensors
+from ferrum_triton.files.tokenizer import load_tokenizer
+from ferrum_triton.files.write_gguf import GgufWriter, Record, pair
+from ferrum_triton.files.write_safetensors import DirectoryWriter, quantization_config
+from ferrum_triton.models import to_gguf
+from ferrum_triton.models.calibration import calibration_ids, run_and_round
+from ferrum_triton.models.config import LlamaConfig
+from ferrum_triton.models.families import Family, family_of_gguf, family_of_hf
+from ferrum_triton.models.weights import GgufSource, Source
+from ferrum_triton.quant import QuantizedTensor
+from ferrum_triton.quant.codings import BlockCoding, Coding, IntCoding, block_coding, rounded
+from ferrum_triton.quant.gptq import curvature
+from ferrum_triton.quant.rounding import Grid
+
+HF_ARCHITECTURES = (*to_gguf.ARCHITECTURES, "Gemma3ForCausalLM")
+GGUF_ARCHITECTURES = ("gemma3", "llama", "qwen2", "qwen3")
+GROUP_SIZES = (32, 64, 128)
+# What ``general.file_type`` is of files that are mostly of a kind, by llama.cpp's numbers.
+GGUF_KINDS = {"Q4_0": 2, "Q4_K": 14, "Q8_0": 7}
+# What takes the place of a kind whose blocks are longer than rows are whole multiples of.
+_SHORTER = {"Q4_K": "Q5_0"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is rounded.
+
+    Attributes:
+        bits: bits of an integer in a directory, 4 or 8.
+        group_size: columns that share a scale there, one of GROUP_SIZES.
+        symmetric: whether the integer of the middle is 0 there, not any.
+        kind: the format of a GGUF file's matrices, one of GGUF_KINDS.
+        eight_bits: patterns of modules' names, as of files, that get 8 bits.
+        texts: files that calibrate GPTQ; none rounds to the nearest.
+        num_tokens: the most tokens of the texts.
+        length: tokens that are run as one sequence.
+        backend: the backend that runs them.
+    """
+
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = True
+    kind: str = "Q4_K"
+    eight_bits: tuple[str, ...] = ()
+    texts: tuple[Path, ...] = ()
+    num_tokens: int = 32768
+    length: int = 512
+    backend: str = "cpu"
+
+
+def quantize_model(source: Path, target: Path, settings: Settings | None = None) -> dict[str, int]:
+    """Write a copy of a model whose linear layers have few bits.
+
+    Args:
+        source: a Hugging Face directory or a GGUF file.
+        target: a directory to make, as compressed-tensors, or a file whose name ends in ``.gguf``.
+        settings: how it is rounded.
+
+    Returns:
+        How many matrices were rounded to each coding, by its name.
+
+    Raises:
+        FileError: the source is of another kind or malformed, the target is there or cannot be
+            written, or the text is too short.
+        InputError: a setting is out of range, or for another kind of target.
+    """
+    settings = Settings() if settings is None else settings
+    _check(settings)
+    origin = _Directory(source) if is_directory(source) else _File(source)
+    is_file = target.suffix == ".gguf"
+    codings = _codings(origin, settings, is_file)
+    refuse_taken(target)
+    ids = []
+    if settings.texts:
+        length = min(settings.length, origin.config.max_positions)
+        ids = calibration_ids(settings.texts, source, settings.num_tokens, length)
+    with new_path(target) as made:
+        output = (_ToFile if is_file else _ToDirectory)(origin, codings, made, settings)
+        for name in origin.names:
+            if name not in codings:
+                output.keep(name)
+        if ids:
+            _calibrate(origin, codings, output, ids, settings.backend)
+        else:
+            for name, coding in codings.items():
+                weight = origin.weight(name)
+                _refuse_non_finite(origin, name, weight)
+                output.put(name, *rounded(weight, coding))
+        output.finish()
+    names = [coding.name for coding in codings.values()]
+    return {name: names.count(name) for name in dict.fromkeys(names)}
+
+
+def _check(settings: Settings) -> None:
+    allowed = {"bits": (4, 8), "group_size": GROUP_SIZES, "kind": tuple(GGUF_KINDS)}
+    for name, values in allowed.items():
+        if (got := getattr(settings, name)) not in values:
+            known = ", ".join(map(str, values))
+            raise InputError("quantize", name, str(got), known, "Choose one of these.")
+    if settings.bits == 8 and not settings.symmetric:
+        advice = "Eight bits gain nothing by it."
+        raise InputError("quantize", "symmetric", "False", "True with 8 bits", advice)
+    for name in ("num_tokens", "length"):
+        if (got := getattr(settings, name)) < 1:
+            raise InputError("quantize", name, str(got), "1 or more", "Choose a value in range.")
+
+
+def _codings(origin: _Origin, settings: Settings, is_file: bool) -> dict[str, Coding]:
+    """What each matrix is rounded to, by name."""
+    group = settings.group_size
+    usual: Coding = IntCoding(settings.bits, group, settings.symmetric)
+    eight: Coding = IntCoding(8, group)
+    if is_file:
+        usual, eight = block_coding(settings.kind), block_coding("Q8_0")
+    codings, used = {}, set()
+    for name in origin.matrices:
+        module = name.removesuffix(".weight")
+        found = [pattern for pattern in settings.eight_bits if fnmatchcase(module, pattern)]
+        used.update(found)
+        coding, columns = eight if found else usual, origin.shape(name)[1]
+        if columns % coding.columns and coding.name in _SHORTER:
+            coding = block_coding(_SHORTER[coding.name])
+        if columns % coding.columns:
+            known = "none"
+            if not is_file:
+                known = ", ".join(str(size) for size in GROUP_SIZES if columns % size == 0) or known
+                known = f"group sizes: {known}"
+            else:
+                known = "a GGUF file has blocks of 32"
+            reason = f"has {columns} columns, no whole groups of {coding.columns}; {known}"
+            raise FileError(origin.path, f"tensor {name!r} {reason}")
+        codings[name] = coding
+    if unused := [pattern for pattern in settings.eight_bits if pattern not in used]:
+        first = origin.matrices[0].removesuffix(".weight") if origin.matrices else "none"
+        advice = f"Modules are named as {first}."
+        raise InputError("quantize", "eight_bits", repr(unused[0]), "patterns of modules", advice)
+    return codings
+
+
+def _refuse_non_finite(origin: _Origin, name: str, weight: Tensor) -> None:
+    if not weight.isfinite().all():
+        raise FileError(origin.path, f"tensor {name!r} holds what is not finite")
+
+
+def _calibrate(
+    origin: _Origin,
+    codings: Mapping[str, Coding],
+    output: _Output,
+    ids: list[list[int]],
+    backend: str,
+) -> None:
+    """Round what the inputs of a text say."""
+    left = set(codings)
+
+    def round_them(weights: dict[str, Tensor], products: Tensor) -> None:
+        first = next(iter(weights))
+        for name, weight in weights.items():
+            _refuse_non_finite(origin, name, weight)
+        try:
+            seen = curvature(products)
+        except InputError as error:
+            reason = f"the inputs of tensor {first!r} cannot calibrate it: {error}"
+            raise FileError(origin.path, reason) from error
+        for name, weight in weights.items():
+            left.remove(name)
+            q, grid = rounded(weight, codings[name], seen)
+            weight.copy_(grid.decode(q))
+            output.put(name, q, grid)
+
+    model = origin.family.model
+    run_and_round(model, origin.config, origin.source, get_backend(backend), ids, round_them)
+    if left:
+        raise FileError(origin.path, f"tensor {min(left)!r} has no place in this model")
+
+
+class _Origin(ABC):
+    """A model that is rounded.
+
+    Attributes:
+        path: its file or directory.
+        family, config, source: what it is run as.
+        names: its tensors, by its own names, without those that a model has no use for.
+        gguf_names: GGUF's names of them.
+        matrices: those that are rounded.
+    """
+
+    path: Path
+    family: Family
+    config: LlamaConfig
+    source: Source
+    names: list[str]
+    gguf_names: dict[str, str]
+
+    @property
+    def matrices(self) -> list[str]:
+        """The matrices of layers: not the embedding and the head, which every token meets."""
+        return [
+            name
+            for name in self.names
+            if self.gguf_names[name].startswith("blk.")
+            and name.endswith(".weight")
+            and len(self.shape(name)) > 1
+        ]
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def weight(self, name: str) -> Tensor:
+        """A tensor in plain numbers."""
+
+    def _check_matrices(self) -> None:
+        if self.config.num_experts:
+            raise FileError(self.path, "mixtures of experts are not quantised")
+        for name in self.matrices:
+            if len(shape := self.shape(name)) != 2:
+                raise FileError(self.path, f"tensor {name!r} has shape {list(shape)}, no matrix")
+
+
+class _Directory(_Origin):
+    """A Hugging Face directory, not quantised."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values: dict[str, Any] = read_json(path / "config.json")
+        _known(self.values.get("architectures"), HF_ARCHITECTURES, path)
+        if self.values.get("quantization_config"):
+            raise FileError(path, "is quantised already")
+        self.family = family_of_hf(self.values, path / "config.json")
+        self.config = self.family.config.from_hf(self.values, path / "config.json")
+        self.files = open_safetensors(path)
+        family = self.family
+        self.source = source = family.hf_source(self.files, family.hf_names, family.hf_norm_offset)
+        stems = [
+            stem for stem in family.hf_names if stem in ("token_embd", "output_norm", "output")
+        ]
+        for layer in range(self.config.num_layers):
+            stems += [f"blk.{layer}.{stem}" for stem in family.hf_names if stem not in stems[:3]]
+        wanted = [f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")]
+        self.gguf_names = {source.spelled(name): name for name in wanted if name in source}
+        if self.config.tie_embeddings:
+            self.gguf_names.pop("lm_head.weight", None)
+        self.names = [name for name in self.files if name in self.gguf_names]
+        for name in self.files:
+            is_extra = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+            if name not in self.gguf_names and not is_extra:
+                raise FileError(path, f"tensor {name!r} has no place in this model")
+        self._check_matrices()
+        for name in self.names:
+            if (kind := self.files.stored_as(name)[0]) not in ("F32", "F16", "BF16"):
+                raise FileError(path, f"tensor {name!r} is {kind}; known: F32, F16, BF16")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.files.shape(name)
+
+    def weight(self, name: str) -> Tensor:
+        return self.files[name]
+
+
+class _File(_Origin):
+    """A GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, open_gguf(path)
+        _known([self.file.metadata.get("general.architecture")], GGUF_ARCHITECTURES, path)
+        self.family = family_of_gguf(self.file.metadata, path)
+        self.config = self.family.config.from_gguf(self.file.metadata, self.file.tensors, path)
+        self.source = GgufSource(self.file)
+        self.names = [*self.file.tensors]
+        self.gguf_names = {name: name for name in self.names}
+        self._check_matrices()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.file.tensors[name].shape
+
+    def weight(self, name: str) -> Tensor:
+        stored = self.source.fetch(name)
+        if isinstance(stored, QuantizedTensor):
+            return stored.dequantize()
+        assert isinstance(stored, Tensor)
+        return stored
+
+
+def _known(names: Any, known: tuple[str, ...], path: Path) -> None:
+    name = names[0] if isinstance(names, list) and names else None
+    if name not in known:
+        reason = f"architecture {name!r:.80} is not quantised; known: {', '.join(known)}"
+        raise FileError(path, reason)
+
+
+class _Output(ABC):
+    """Where tensors go."""
+
+    @abstractmethod
+    def keep(self, name: str) -> None:
+        """Write a tensor as it is."""
+
+    @abstractmethod
+    def put(self, name: str, q: Tensor, grid: Grid) -> None:
+        """Write a matrix of integers."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Write what is left, and let go of it."""
+
+
+class _ToDirectory(_Output):
+    def __init__(
+        self, origin: _Origin, codings: Mapping[str, Coding], at: Path, settings: Settings
+    ) -> None:
+        if not isinstance(origin, _Directory):
+            reason = "a GGUF file becomes another one: give the target a name that ends in .gguf"
+            raise FileError(origin.path, reason)
+        self._origin, self._codings, self._writer = origin, codings, DirectoryWriter(at)
+
+    def keep(self, name: str) -> None:
+        self._writer.put(name, self._origin.weight(name))
+
+    def put(self, name: str, q: Tensor, grid: Grid) -> None:
+        stem = name.removesuffix("weight")
+        dtype = _DTYPES[self._origin.files.stored_as(name)[0]]
+        for suffix, tensor in self._codings[name].stored(q, grid).items():
+            is_scale = suffix == "weight_scale"
+            self._writer.put(stem + suffix, tensor.to(dtype) if is_scale else tensor)
+
+    def finish(self) -> None:
+        codings = {
+            name.removesuffix(".weight"): coding
+            for name, coding in self._codings.items()
+            if isinstance(coding, IntCoding)
+        }
+        usual = min(codings.values(), key=lambda coding: coding.bits)
+        others = {name: coding for name, coding in codings.items() if coding != usual}
+        config = self._origin.values | {"quantization_config": quantization_config(usual, others)}
+        self._writer.finish(config, self._origin.path)
+
+
+class _ToFile(_Output):
+    def __init__(
+        self, origin: _Origin, codings: Mapping[str, Coding], at: Path, settings: Settings
+    ) -> None:
+        self._origin, self._codings, self._at = origin, codings, at
+        self._factors: Tensor | None = None
+        if isinstance(origin, _File):
+            self._architecture = ""
+            pairs = [*_copied(origin.file)]
+        else:
+            assert isinstance(origin, _Directory)
+            self._architecture, said = _described(origin)
+            pairs = [pair(key, value) for key, value in said.items()]
+            self._factors = to_gguf.frequency_factors(origin.config)
+        pairs.append(pair("general.file_type", GGUF_KINDS[settings.kind]))
+        pairs.append(pair("general.quantization_version", 2))
+        self._writer = GgufWriter(at, pairs, self._records())
+
+    def _records(self) -> Iterator[Record]:
+        origin = self._origin
+        if self._factors is not None:
+            kind = write_gguf.TYPES["F32"]
+            yield Record("rope_freqs.weight", tuple(self._factors.shape), kind)
+        for name in origin.names:
+            coding, shape = self._codings.get(name), origin.shape(name)
+            if isinstance(coding, BlockCoding):
+                kind = write_gguf.TYPES[coding.name]
+            elif isinstance(origin, _File):
+                kind = origin.file.tensors[name].type
+            else:
+                kind = write_gguf.OF_DTYPES[self._plain_dtype(name)]
+            yield Record(origin.gguf_names[name], shape, kind)
+
+    def _plain_dtype(self, name: str) -> torch.dtype:
+        """That of a tensor which is kept: vectors are in float32 in every file."""
+        assert isinstance(self._origin, _Directory)
+        is_vector = len(self._origin.shape(name)) == 1
+        return torch.float32 if is_vector else _DTYPES[self._origin.files.stored_as(name)[0]]
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        renamed = self._origin.gguf_names[name]
+        order = to_gguf.row_order(renamed, self._origin.config, self._architecture)
+        self._writer.put(renamed, tensor if order is None else tensor[order.to(tensor.device)])
+
+    def keep(self, name: str) -> None:
+        if isinstance(self._origin, _File):
+            self._put(name, self._origin.file.tensors[name].data())
+        else:
+            self._put(name, self._origin.weight(name).to(self._plain_dtype(name)))
+
+    def put(self, name: str, q: Tensor, grid: Grid) -> None:
+        self._put(name, self._codings[name].stored(q, grid)["weight"])
+
+    def finish(self) -> None:
+        if self._factors is not None:
+            self._writer.put("rope_freqs.weight", self._factors)
+        self._writer.finish()
+        if isinstance(self._origin, _Directory):
+            same_tokens(self._origin.path, load_tokenizer(self._at))
+
+
+def _copied(file: GgufFile) -> Iterator[bytes]:
+    """A file's metadata, but for what is said anew."""
+    said = ("general.file_type", "general.quantization_version", "general.alignment")
+    return (file.pair(key) for key in file.metadata if key not in said)
+
+
+def _described(origin: _Directory) -> tuple[str, dict[str, Any]]:
+    """A directory's architecture in GGUF's words, and its metadata."""
+    name = origin.values["architectures"][0]
+    if name not in to_gguf.ARCHITECTURES:
+        known = ", ".join(to_gguf.ARCHITECTURES)
+        raise FileError(origin.path, f"{name} is not written as GGUF; known: {known}")
+    architecture = to_gguf.ARCHITECTURES[name]
+    said = to_gguf.metadata(origin.config, architecture, origin.path)
+    return architecture, said | vocabulary_metadata(origin.path, origin.config.vocab_size)
+
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
