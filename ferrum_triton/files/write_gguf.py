@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-import torch
-
-from ferrum_triton.files.gguf import DEFAULT_ALIGNMENT, Value
 from ferrum_triton.files.ggml_types import GGML_TYPES, GgmlType
+from ferrum_triton.files.gguf import DEFAULT_ALIGNMENT, Value
 
 TYPES = {kind.name: kind for kind in GGML_TYPES.values()}
 OF_DTYPES = {kind.dtype: kind for kind in GGML_TYPES.values() if kind.dtype is not None}

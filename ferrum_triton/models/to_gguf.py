@@ -1,7 +1,7 @@
 """What a GGUF file says of a model that comes from a Hugging Face directory: Llama's and Qwen's.
 
-Names, metadata and the order of rows are those of llama.cpp, which rotates neighbouring dimensions of
-a head in files of the architecture ``llama``, where Hugging Face rotates its halves.
+Names, metadata and the order of rows are llama.cpp's. In files of the architecture ``llama`` it
+rotates neighbouring dimensions of a head, where Hugging Face rotates its halves.
 """
 
 from __future__ import annotations

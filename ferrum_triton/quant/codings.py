@@ -46,7 +46,7 @@ class Coding(Protocol):
 def rounded(
     weight: Tensor, coding: Coding, curvature: Curvature | None = None
 ) -> tuple[Tensor, Grid]:
-    """The integers of a matrix and their grid: the nearest ones, or GPTQ's where inputs are known."""
+    """The integers of a matrix and their grid: the nearest, or GPTQ's where inputs are known."""
     if curvature is None:
         grid = coding.grid(weight)
         return grid.nearest(weight), grid

@@ -88,6 +88,7 @@ def gptq(weight: Tensor, curvature: Curvature, grid: Grid) -> Tensor:
             q[j] = on_grid(w[j], step, low, grid.largest)
             error = errors[j - start]
             torch.sub(w[j], q[j] * step + low, out=error).div_(upper[j, j])
-            w[j + 1 : stop].addr_(upper[j, j + 1 : stop], error, alpha=-1)
+            # As a product: addr_, which is the same, takes forty times as long on a CPU.
+            w[j + 1 : stop].addmm_(upper[j, j + 1 : stop, None], error[None], alpha=-1)
         w[stop:].addmm_(upper[start:stop, stop:].T, errors[: stop - start], alpha=-1)
     return torch.empty_like(q).index_copy_(0, order, q).T.contiguous()
