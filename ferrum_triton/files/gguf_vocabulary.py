@@ -68,14 +68,15 @@ def vocabulary_metadata(directory: Path, num_tokens: int) -> dict[str, Value]:
             _rule(backend, bool(model.get("ignore_merges")), path),
         )
         found["merges"] = [f"{left} {right}" for left, right in merges]
-    found["tokens"] = [names.get(i, f"[PAD{i}]") for i in range(num_tokens)]
+    tokens = [names.get(i, f"[PAD{i}]") for i in range(num_tokens)]
+    found["tokens"] = tokens
     found["token_type"] = [types.get(i, _UNUSED) for i in range(num_tokens)]
     if is_sentencepiece:
         ranks: dict[str, int] = {}
         for rank, (left, right) in enumerate(merges):
             ranks.setdefault(left + right, rank)
         last = float(len(merges))
-        found["scores"] = [-float(ranks.get(token, last)) for token in found["tokens"]]
+        found["scores"] = [-float(ranks.get(token, last)) for token in tokens]
     for key, number in _special(tokenizer).items():
         found[f"{key}_token_id"] = number
     around = tokenizer.encode("a"), tokenizer.encode("a", add_special=False)

@@ -104,8 +104,9 @@ def _compressed_tensors(found: Mapping[str, Any], path: Path) -> Packing:
     _expect(found, path, format=("pack-quantized",))
     groups = found.get("config_groups")
     listed = list(groups.values()) if isinstance(groups, Mapping) else []
-    weights = [group.get("weights") for group in listed if isinstance(group, Mapping)]
-    if not weights or not all(isinstance(each, Mapping) for each in weights):
+    found_weights = [group.get("weights") for group in listed if isinstance(group, Mapping)]
+    weights = [each for each in found_weights if isinstance(each, Mapping)]
+    if not weights or len(weights) < len(listed):
         raise FileError(path, "config_groups of its quantisation are missing or malformed")
     for each in weights:
         _expect(each, path, num_bits=(4, 8), type=("int",), strategy=("group", "channel"))

@@ -96,14 +96,14 @@ class _Watched(Backend):
         """Know a weight, and the names of its rows, until it has been multiplied by."""
         self._parts[id(weight)] = parts
 
-    def gemm(self, a: Tensor, b: Tensor, **settings: Any) -> Tensor:
+    def gemm(self, a: Tensor, b: Tensor, wide: bool = False, *, out: Any = None) -> Tensor:
         parts = self._parts.pop(id(b), None)
         if parts is not None:
             products = a.new_zeros(a.shape[1], a.shape[1])
             for x in a.split(_CHUNK):
                 products.addmm_(x.T, x)
             self._round({name: b[rows] for name, rows in parts.items()}, products)
-        return self._backend.gemm(a, b, **settings)
+        return self._backend.gemm(a, b, wide, out=out)
 
     def has_kernel(self, name: str, kind: str = "") -> bool:
         """None: weights are decoded, and one launch for several ops would hide their inputs."""

@@ -93,6 +93,9 @@ def quantize_model(source: Path, target: Path, settings: Settings | None = None)
     _check(settings)
     origin = _Directory(source) if is_directory(source) else _File(source)
     is_file = target.suffix == ".gguf"
+    if not is_file and isinstance(origin, _File):
+        reason = "a GGUF file becomes another one: give the target a name that ends in .gguf"
+        raise FileError(source, reason)
     codings = _codings(origin, settings, is_file)
     refuse_taken(target)
     ids = []
@@ -146,12 +149,9 @@ def _codings(origin: _Origin, settings: Settings, is_file: bool) -> dict[str, Co
         if columns % coding.columns and coding.name in _SHORTER:
             coding = block_coding(_SHORTER[coding.name])
         if columns % coding.columns:
-            known = "none"
-            if not is_file:
-                known = ", ".join(str(size) for size in GROUP_SIZES if columns % size == 0) or known
-                known = f"group sizes: {known}"
-            else:
-                known = "a GGUF file has blocks of 32"
+            fitting = [str(size) for size in GROUP_SIZES if columns % size == 0]
+            known = f"group sizes: {', '.join(fitting) or 'none'}"
+            known = "a GGUF file has blocks of 32" if is_file else known
             reason = f"has {columns} columns, no whole groups of {coding.columns}; {known}"
             raise FileError(origin.path, f"tensor {name!r} {reason}")
         codings[name] = coding
@@ -333,9 +333,7 @@ class _ToDirectory(_Output):
     def __init__(
         self, origin: _Origin, codings: Mapping[str, Coding], at: Path, settings: Settings
     ) -> None:
-        if not isinstance(origin, _Directory):
-            reason = "a GGUF file becomes another one: give the target a name that ends in .gguf"
-            raise FileError(origin.path, reason)
+        assert isinstance(origin, _Directory)
         self._origin, self._codings, self._writer = origin, codings, DirectoryWriter(at)
 
     def keep(self, name: str) -> None:
