@@ -105,7 +105,7 @@ def walk(path, ids, round_them):
     ("variant", "settings"),
     [
         ("llama", {}),
-        ("qwen2", {"symmetric": False}),
+        ("qwen2", {}),
         ("gemma3", {}),
         ("mistral", {"eight_bits": ("*.down_proj", "*layers.0*")}),
     ],
@@ -211,7 +211,6 @@ BROKEN = [
     (lambda s: (s.parent / "target").symlink_to("nowhere"), {}, "is there already"),
     (lambda s: None, {"eight_bits": ("*.fc1",)}, "eight_bits is '\\*.fc1'.* named as model.layers"),
     (lambda s: None, {"group_size": 48}, "group_size is 48; allowed: 32, 64, 128"),
-    (lambda s: None, {"bits": 8, "symmetric": False}, "symmetric is False"),
     (lambda s: None, {"length": 0}, "length is 0"),
 ]
 

@@ -8,19 +8,14 @@ from ferrum_triton.quant import FORMATS, QuantizedTensor, load_compressed_tensor
 from ferrum_triton.quant.codings import IntCoding, block_coding, rounded
 from ferrum_triton.quant.gptq import DAMPING, curvature, gptq
 from ferrum_triton.quant.integers import unpacked
-from ferrum_triton.quant.rounding import SHARES, packed_words, symmetric_grid, zero_grid
+from ferrum_triton.quant.rounding import SHARES, packed_words, symmetric_grid
 
 CODINGS = [
     *(IntCoding(4, size) for size in (32, 128)),
-    *(IntCoding(4, size, symmetric=False) for size in (32, 64)),
     IntCoding(8, 64),
     *map(block_coding, ("Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K")),
 ]
-by_coding = pytest.mark.parametrize(
-    "coding",
-    CODINGS,
-    ids=lambda c: f"{c.name}-{c.columns}{'' if getattr(c, 'symmetric', 1) else 'z'}",
-)
+by_coding = pytest.mark.parametrize("coding", CODINGS, ids=lambda c: f"{c.name}-{c.columns}")
 
 
 def drawn(seed, rows=24, columns=256, tokens=512):
@@ -66,7 +61,7 @@ def test_a_symmetric_grid_is_the_best_of_its_steps(bits):
 def test_grids_heed_what_columns_matter():
     weight, _ = drawn(1)
     importance = torch.rand(256) ** 8
-    for choose in (symmetric_grid, zero_grid):
+    for choose in symmetric_grid:
         plain, weighed = (choose(weight, 4, 64, given) for given in (None, importance))
         errors = [(g.decode(g.nearest(weight)) - weight).square() for g in (plain, weighed)]
         assert (errors[1] * importance).sum() < (errors[0] * importance).sum()
@@ -106,10 +101,8 @@ def test_what_is_stored_decodes_to_what_was_chosen(coding, calibrated):
         found = load_compressed_tensors(
             parts["weight_packed"],
             parts["weight_scale"],
-            parts.get("weight_zero_point"),
             num_columns=256,
             bits=coding.bits,
-            symmetric=coding.symmetric,
         )
         assert parts["weight_shape"].tolist() == [21, 256]
     else:

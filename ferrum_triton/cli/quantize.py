@@ -39,9 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=128,
         help="columns that share a scale (default: %(default)s)",
     )
-    directory.add_argument(
-        "--asymmetric", action="store_true", help="give each group of 4 bits a zero of its own"
-    )
     file = parser.add_argument_group("of a .gguf file")
     file.add_argument("--kind", choices=("Q4_0", "Q4_K", "Q8_0"), default="Q4_K")
     calibrated = parser.add_argument_group("of the calibration")
@@ -70,7 +67,6 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(
         bits=options.bits,
         group_size=options.group_size,
-        symmetric=not options.asymmetric,
         kind=options.kind,
         eight_bits=tuple(options.eight_bits),
         texts=tuple(options.calibration),

@@ -84,7 +84,7 @@ def _weights(coding: IntCoding) -> dict[str, Any]:
     return {
         "num_bits": coding.bits,
         "type": "int",
-        "symmetric": coding.symmetric,
+        "symmetric": True,
         "strategy": "group",
         "group_size": coding.group_size,
         "dynamic": False,

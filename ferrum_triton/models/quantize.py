@@ -53,7 +53,6 @@ class Settings:
     Attributes:
         bits: bits of an integer in a directory, 4 or 8.
         group_size: columns that share a scale there, one of GROUP_SIZES.
-        symmetric: whether the integer of the middle is 0 there, not any.
         kind: the format of a GGUF file's matrices, one of GGUF_KINDS.
         eight_bits: patterns of modules' names, as of files, that get 8 bits.
         texts: files that calibrate GPTQ; none rounds to the nearest.
@@ -64,7 +63,6 @@ class Settings:
 
     bits: int = 4
     group_size: int = 128
-    symmetric: bool = True
     kind: str = "Q4_K"
     eight_bits: tuple[str, ...] = ()
     texts: tuple[Path, ...] = ()
@@ -125,9 +123,6 @@ def _check(settings: Settings) -> None:
         if (got := getattr(settings, name)) not in values:
             known = ", ".join(map(str, values))
             raise InputError("quantize", name, str(got), known, "Choose one of these.")
-    if settings.bits == 8 and not settings.symmetric:
-        advice = "Eight bits gain nothing by it."
-        raise InputError("quantize", "symmetric", "False", "True with 8 bits", advice)
     for name in ("num_tokens", "length"):
         if (got := getattr(settings, name)) < 1:
             raise InputError("quantize", name, str(got), "1 or more", "Choose a value in range.")
@@ -136,7 +131,7 @@ def _check(settings: Settings) -> None:
 def _codings(origin: _Origin, settings: Settings, is_file: bool) -> dict[str, Coding]:
     """What each matrix is rounded to, by name."""
     group = settings.group_size
-    usual: Coding = IntCoding(settings.bits, group, settings.symmetric)
+    usual: Coding = IntCoding(settings.bits, group)
     eight: Coding = IntCoding(8, group)
     if is_file:
         usual, eight = block_coding(settings.kind), block_coding("Q8_0")

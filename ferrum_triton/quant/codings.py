@@ -14,13 +14,7 @@ from torch import Tensor
 
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
 from ferrum_triton.quant.gptq import Curvature, gptq
-from ferrum_triton.quant.rounding import (
-    Grid,
-    packed_words,
-    range_grid,
-    symmetric_grid,
-    zero_grid,
-)
+from ferrum_triton.quant.rounding import Grid, packed_words, range_grid, symmetric_grid
 
 
 class Coding(Protocol):
@@ -56,17 +50,15 @@ def rounded(
 
 @dataclass(frozen=True)
 class IntCoding:
-    """Integers in groups, as compressed-tensors' ``pack-quantized`` has them.
+    """Integers in groups, that of the middle 0, as compressed-tensors' ``pack-quantized``.
 
     Attributes:
         bits: bits of an integer, 4 or 8.
         group_size: columns that share a scale.
-        symmetric: whether the integer of the middle is 0, not any.
     """
 
     bits: int
     group_size: int
-    symmetric: bool = True
 
     @property
     def name(self) -> str:
@@ -77,19 +69,14 @@ class IntCoding:
         return self.group_size
 
     def grid(self, weight: Tensor, importance: Tensor | None = None) -> Grid:
-        choose = symmetric_grid if self.symmetric else zero_grid
-        return choose(weight, self.bits, self.group_size, importance)
+        return symmetric_grid(weight, self.bits, self.group_size, importance)
 
     def stored(self, q: Tensor, grid: Grid) -> dict[str, Tensor]:
-        tensors = {
+        return {
             "weight_packed": packed_words(q, self.bits),
             "weight_scale": grid.step.clone(),
             "weight_shape": torch.tensor(q.shape),
         }
-        if not self.symmetric:
-            zeros = torch.where(grid.step == 0, 0.0, -grid.low / grid.step).to(torch.uint8)
-            tensors["weight_zero_point"] = packed_words(zeros.T, self.bits).T.contiguous()
-        return tensors
 
 
 @dataclass(frozen=True)

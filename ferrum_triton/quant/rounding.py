@@ -89,26 +89,6 @@ def symmetric_grid(
     return _best(weight, candidates, 2 * middle - 1, group_size, importance)
 
 
-def zero_grid(weight: Tensor, bits: int, group_size: int, importance: Tensor | None = None) -> Grid:
-    """The grid of least error in which some integer is 0: low = -step · zero, an integer too.
-
-    Arguments are those of :func:`symmetric_grid`.
-    """
-    largest = (1 << bits) - 1
-
-    def candidates(groups: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        least, most = _range(groups)
-        for share in RANGE_SHARES:
-            step = _stored((most - least) * share / largest)
-            middle = torch.where(step == 0, 0.0, (least + most) / (2 * step))
-            first = (largest / 2 - middle).round()
-            for more in (-1, 0, 1):
-                zero = (first + more).clamp(0, largest)
-                yield step, -step * zero
-
-    return _best(weight, candidates, largest, group_size, importance)
-
-
 def range_grid(
     weight: Tensor, bits: int, group_size: int, importance: Tensor | None = None
 ) -> Grid:
