@@ -121,10 +121,10 @@ def test_metadata_pairs_are_those_that_are_read(tmp_path):
     path = tmp_path / "made.gguf"
     records = [Record("x", (3, 5), TYPES["F32"]), Record("y", (2, 32), TYPES["Q8_0"])]
     data = {"x": torch.randn(3, 5), "y": torch.randint(256, (2, 34), dtype=torch.uint8)}
-    with GgufWriter(path, [pair(key, value) for key, value in written.items()], records) as out:
-        for name in ("y", "x"):
-            out.put(name, data[name])
-        out.finish()
+    out = GgufWriter(path, [pair(key, value) for key, value in written.items()], records)
+    for name in ("y", "x"):
+        out.put(name, data[name])
+    out.finish()
     with open_gguf(path) as file:
         assert dict(file.metadata) == written
         assert all(torch.equal(file.tensors[name].data(), data[name]) for name in data)

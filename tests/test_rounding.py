@@ -8,7 +8,7 @@ from ferrum_triton.quant import FORMATS, QuantizedTensor, load_compressed_tensor
 from ferrum_triton.quant.codings import IntCoding, block_coding, rounded
 from ferrum_triton.quant.gptq import DAMPING, curvature, gptq
 from ferrum_triton.quant.integers import unpacked
-from ferrum_triton.quant.rounding import SHARES, packed_words, symmetric_grid
+from ferrum_triton.quant.rounding import SHARES, packed_words, range_grid, symmetric_grid
 
 CODINGS = [
     *(IntCoding(4, size) for size in (32, 128)),
@@ -61,7 +61,7 @@ def test_a_symmetric_grid_is_the_best_of_its_steps(bits):
 def test_grids_heed_what_columns_matter():
     weight, _ = drawn(1)
     importance = torch.rand(256) ** 8
-    for choose in symmetric_grid:
+    for choose in (symmetric_grid, range_grid):
         plain, weighed = (choose(weight, 4, 64, given) for given in (None, importance))
         errors = [(g.decode(g.nearest(weight)) - weight).square() for g in (plain, weighed)]
         assert (errors[1] * importance).sum() < (errors[0] * importance).sum()

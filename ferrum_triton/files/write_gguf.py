@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -62,8 +61,7 @@ def _string(text: str) -> bytes:
 class GgufWriter:
     """Writes the header of a file, then its tensors, in any order."""
 
-    def __init__(self, at: Path, pairs: Sequence[bytes], records: Iterable[Record]) -> None:
-        records = [*records]
+    def __init__(self, at: Path, pairs: Sequence[bytes], records: Sequence[Record]) -> None:
         self._offsets: dict[str, int] = {}
         self._left = {record.name: record for record in records}
         listed, end = b"", 0
@@ -74,34 +72,23 @@ class GgufWriter:
             end += _aligned(self._left[name].nbytes)
         head = b"GGUF" + struct.pack("<IQQ", 3, len(records), len(pairs))
         head += b"".join(pairs) + listed
-        self._base = _aligned(len(head))
-        self._file = at.open("wb")
-        self._file.write(head)
-        self._file.truncate(self._base + end)
+        self._at, self._base = at, _aligned(len(head))
+        with at.open("wb") as file:
+            file.write(head)
+            file.truncate(self._base + end)
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write a tensor of the record's type: bytes of blocks, or plain numbers."""
         record = self._left.pop(name)
         data = tensor.cpu().contiguous().view(-1).view(torch.uint8)
         assert data.numel() == record.nbytes, (name, tuple(tensor.shape), record)
-        self._file.seek(self._base + self._offsets[name])
-        self._file.write(data.numpy())
+        with self._at.open("r+b") as file:
+            file.seek(self._base + self._offsets[name])
+            file.write(data.numpy())
 
     def finish(self) -> None:
-        """Let go of the file, all of whose tensors have been written."""
+        """Check that all tensors have been written."""
         assert not self._left, f"not written: {[*self._left]}"
-        self._file.close()
-
-    def __enter__(self) -> GgufWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
 
 
 def _aligned(nbytes: int) -> int:

@@ -357,7 +357,7 @@ class _ToFile(_Output):
     def __init__(
         self, origin: _Origin, codings: Mapping[str, Coding], at: Path, settings: Settings
     ) -> None:
-        self._origin, self._codings, self._at = origin, codings, at
+        self._origin, self._codings = origin, codings
         self._factors: Tensor | None = None
         if isinstance(origin, _File):
             self._architecture = ""
@@ -369,7 +369,10 @@ class _ToFile(_Output):
             self._factors = to_gguf.frequency_factors(origin.config)
         pairs.append(pair("general.file_type", GGUF_KINDS[settings.kind]))
         pairs.append(pair("general.quantization_version", 2))
-        self._writer = GgufWriter(at, pairs, self._records())
+        if isinstance(origin, _Directory):
+            GgufWriter(at, pairs, [])  # which is written over once the tokenizer is known to do
+            same_tokens(origin.path, load_tokenizer(at))
+        self._writer = GgufWriter(at, pairs, [*self._records()])
 
     def _records(self) -> Iterator[Record]:
         origin = self._origin
@@ -410,8 +413,6 @@ class _ToFile(_Output):
         if self._factors is not None:
             self._writer.put("rope_freqs.weight", self._factors)
         self._writer.finish()
-        if isinstance(self._origin, _Directory):
-            same_tokens(self._origin.path, load_tokenizer(self._at))
 
 
 def _copied(file: GgufFile) -> Iterator[bytes]:
