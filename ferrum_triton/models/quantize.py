@@ -19,26 +19,19 @@ from torch import Tensor
 from ferrum_triton.backends import get_backend
 from ferrum_triton.errors import FileError, InputError
 from ferrum_triton.files import write_gguf
-from ferrum_triton.files.gguf import GgufFile, open_gguf
+from ferrum_triton.files.gguf import GgufFile
 from ferrum_triton.files.gguf_vocabulary import same_tokens, vocabulary_metadata
-from ferrum_triton.files.json_file import is_directory, read_json
 from ferrum_triton.files.new_path import new_path, refuse_taken
-from ferrum_triton.files.safetensors import open_safetensors
 from ferrum_triton.files.tokenizer import load_tokenizer
 from ferrum_triton.files.write_gguf import GgufWriter, Record, pair
 from ferrum_triton.files.write_safetensors import DirectoryWriter, quantization_config
 from ferrum_triton.models import to_gguf
 from ferrum_triton.models.calibration import calibration_ids, run_and_round
-from ferrum_triton.models.config import LlamaConfig
-from ferrum_triton.models.families import Family, family_of_gguf, family_of_hf
-from ferrum_triton.models.weights import GgufSource, Source
-from ferrum_triton.quant import QuantizedTensor
+from ferrum_triton.models.originals import Directory, File, Original, open_original
 from ferrum_triton.quant.codings import BlockCoding, Coding, IntCoding, block_coding, rounded
 from ferrum_triton.quant.gptq import curvature
 from ferrum_triton.quant.rounding import Grid
 
-HF_ARCHITECTURES = (*to_gguf.ARCHITECTURES, "Gemma3ForCausalLM")
-GGUF_ARCHITECTURES = ("gemma3", "llama", "qwen2", "qwen3")
 GROUP_SIZES = (32, 64, 128)
 # What ``general.file_type`` is of files that are mostly of a kind, by llama.cpp's numbers.
 GGUF_KINDS = {"Q4_0": 2, "Q4_K": 14, "Q8_0": 7}
@@ -89,9 +82,9 @@ def quantize_model(source: Path, target: Path, settings: Settings | None = None)
     """
     settings = Settings() if settings is None else settings
     _check(settings)
-    origin = _Directory(source) if is_directory(source) else _File(source)
+    origin = open_original(source)
     is_file = target.suffix == ".gguf"
-    if not is_file and isinstance(origin, _File):
+    if not is_file and isinstance(origin, File):
         reason = "a GGUF file becomes another one: give the target a name that ends in .gguf"
         raise FileError(source, reason)
     codings = _codings(origin, settings, is_file)
@@ -101,7 +94,7 @@ def quantize_model(source: Path, target: Path, settings: Settings | None = None)
         length = min(settings.length, origin.config.max_positions)
         ids = calibration_ids(settings.texts, source, settings.num_tokens, length)
     with new_path(target) as made:
-        output = (_ToFile if is_file else _ToDirectory)(origin, codings, made, settings)
+        output = _output(origin, codings, made, settings.kind if is_file else None)
         for name in origin.names:
             if name not in codings:
                 output.keep(name)
@@ -128,7 +121,7 @@ def _check(settings: Settings) -> None:
             raise InputError("quantize", name, str(got), "1 or more", "Choose a value in range.")
 
 
-def _codings(origin: _Origin, settings: Settings, is_file: bool) -> dict[str, Coding]:
+def _codings(origin: Original, settings: Settings, is_file: bool) -> dict[str, Coding]:
     """What each matrix is rounded to, by name."""
     group = settings.group_size
     usual: Coding = IntCoding(settings.bits, group)
@@ -151,19 +144,19 @@ def _codings(origin: _Origin, settings: Settings, is_file: bool) -> dict[str, Co
             raise FileError(origin.path, f"tensor {name!r} {reason}")
         codings[name] = coding
     if unused := [pattern for pattern in settings.eight_bits if pattern not in used]:
-        first = origin.matrices[0].removesuffix(".weight") if origin.matrices else "none"
+        first = origin.matrices[0].removesuffix(".weight")
         advice = f"Modules are named as {first}."
         raise InputError("quantize", "eight_bits", repr(unused[0]), "patterns of modules", advice)
     return codings
 
 
-def _refuse_non_finite(origin: _Origin, name: str, weight: Tensor) -> None:
+def _refuse_non_finite(origin: Original, name: str, weight: Tensor) -> None:
     if not weight.isfinite().all():
         raise FileError(origin.path, f"tensor {name!r} holds what is not finite")
 
 
 def _calibrate(
-    origin: _Origin,
+    origin: Original,
     codings: Mapping[str, Coding],
     output: _Output,
     ids: list[list[int]],
@@ -193,121 +186,6 @@ def _calibrate(
         raise FileError(origin.path, f"tensor {min(left)!r} has no place in this model")
 
 
-class _Origin(ABC):
-    """A model that is rounded.
-
-    Attributes:
-        path: its file or directory.
-        family, config, source: what it is run as.
-        names: its tensors, by its own names, without those that a model has no use for.
-        gguf_names: GGUF's names of them.
-        matrices: those that are rounded.
-    """
-
-    path: Path
-    family: Family
-    config: LlamaConfig
-    source: Source
-    names: list[str]
-    gguf_names: dict[str, str]
-
-    @property
-    def matrices(self) -> list[str]:
-        """The matrices of layers: not the embedding and the head, which every token meets."""
-        return [
-            name
-            for name in self.names
-            if self.gguf_names[name].startswith("blk.")
-            and name.endswith(".weight")
-            and len(self.shape(name)) > 1
-        ]
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    @abstractmethod
-    def weight(self, name: str) -> Tensor:
-        """A tensor in plain numbers."""
-
-    def _check_matrices(self) -> None:
-        if self.config.num_experts:
-            raise FileError(self.path, "mixtures of experts are not quantised")
-        for name in self.matrices:
-            if len(shape := self.shape(name)) != 2:
-                raise FileError(self.path, f"tensor {name!r} has shape {list(shape)}, no matrix")
-
-
-class _Directory(_Origin):
-    """A Hugging Face directory, not quantised."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.values: dict[str, Any] = read_json(path / "config.json")
-        _known(self.values.get("architectures"), HF_ARCHITECTURES, path)
-        if self.values.get("quantization_config"):
-            raise FileError(path, "is quantised already")
-        self.family = family_of_hf(self.values, path / "config.json")
-        self.config = self.family.config.from_hf(self.values, path / "config.json")
-        self.files = open_safetensors(path)
-        family = self.family
-        self.source = source = family.hf_source(self.files, family.hf_names, family.hf_norm_offset)
-        stems = [
-            stem for stem in family.hf_names if stem in ("token_embd", "output_norm", "output")
-        ]
-        for layer in range(self.config.num_layers):
-            stems += [f"blk.{layer}.{stem}" for stem in family.hf_names if stem not in stems[:3]]
-        wanted = [f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")]
-        self.gguf_names = {source.spelled(name): name for name in wanted if name in source}
-        if self.config.tie_embeddings:
-            self.gguf_names.pop("lm_head.weight", None)
-        self.names = [name for name in self.files if name in self.gguf_names]
-        for name in self.files:
-            is_extra = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-            if name not in self.gguf_names and not is_extra:
-                raise FileError(path, f"tensor {name!r} has no place in this model")
-        self._check_matrices()
-        for name in self.names:
-            if (kind := self.files.stored_as(name)[0]) not in ("F32", "F16", "BF16"):
-                raise FileError(path, f"tensor {name!r} is {kind}; known: F32, F16, BF16")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.files.shape(name)
-
-    def weight(self, name: str) -> Tensor:
-        return self.files[name]
-
-
-class _File(_Origin):
-    """A GGUF file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.file = path, open_gguf(path)
-        _known([self.file.metadata.get("general.architecture")], GGUF_ARCHITECTURES, path)
-        self.family = family_of_gguf(self.file.metadata, path)
-        self.config = self.family.config.from_gguf(self.file.metadata, self.file.tensors, path)
-        self.source = GgufSource(self.file)
-        self.names = [*self.file.tensors]
-        self.gguf_names = {name: name for name in self.names}
-        self._check_matrices()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.file.tensors[name].shape
-
-    def weight(self, name: str) -> Tensor:
-        stored = self.source.fetch(name)
-        if isinstance(stored, QuantizedTensor):
-            return stored.dequantize()
-        assert isinstance(stored, Tensor)
-        return stored
-
-
-def _known(names: Any, known: tuple[str, ...], path: Path) -> None:
-    name = names[0] if isinstance(names, list) and names else None
-    if name not in known:
-        reason = f"architecture {name!r:.80} is not quantised; known: {', '.join(known)}"
-        raise FileError(path, reason)
-
-
 class _Output(ABC):
     """Where tensors go."""
 
@@ -324,11 +202,16 @@ class _Output(ABC):
         """Write what is left, and let go of it."""
 
 
+def _output(origin: Original, codings: Mapping[str, Coding], at: Path, kind: str | None) -> _Output:
+    """A directory, or a file that is mostly of a kind."""
+    if kind is not None:
+        return _ToFile(origin, codings, at, kind)
+    assert isinstance(origin, Directory)
+    return _ToDirectory(origin, codings, at)
+
+
 class _ToDirectory(_Output):
-    def __init__(
-        self, origin: _Origin, codings: Mapping[str, Coding], at: Path, settings: Settings
-    ) -> None:
-        assert isinstance(origin, _Directory)
+    def __init__(self, origin: Directory, codings: Mapping[str, Coding], at: Path) -> None:
         self._origin, self._codings, self._writer = origin, codings, DirectoryWriter(at)
 
     def keep(self, name: str) -> None:
@@ -336,7 +219,7 @@ class _ToDirectory(_Output):
 
     def put(self, name: str, q: Tensor, grid: Grid) -> None:
         stem = name.removesuffix("weight")
-        dtype = _DTYPES[self._origin.files.stored_as(name)[0]]
+        dtype = self._origin.dtype(name)
         for suffix, tensor in self._codings[name].stored(q, grid).items():
             is_scale = suffix == "weight_scale"
             self._writer.put(stem + suffix, tensor.to(dtype) if is_scale else tensor)
@@ -355,21 +238,21 @@ class _ToDirectory(_Output):
 
 class _ToFile(_Output):
     def __init__(
-        self, origin: _Origin, codings: Mapping[str, Coding], at: Path, settings: Settings
+        self, origin: Original, codings: Mapping[str, Coding], at: Path, kind: str
     ) -> None:
         self._origin, self._codings = origin, codings
         self._factors: Tensor | None = None
-        if isinstance(origin, _File):
+        if isinstance(origin, File):
             self._architecture = ""
             pairs = [*_copied(origin.file)]
         else:
-            assert isinstance(origin, _Directory)
+            assert isinstance(origin, Directory)
             self._architecture, said = _described(origin)
             pairs = [pair(key, value) for key, value in said.items()]
             self._factors = to_gguf.frequency_factors(origin.config)
-        pairs.append(pair("general.file_type", GGUF_KINDS[settings.kind]))
+        pairs.append(pair("general.file_type", GGUF_KINDS[kind]))
         pairs.append(pair("general.quantization_version", 2))
-        if isinstance(origin, _Directory):
+        if isinstance(origin, Directory):
             GgufWriter(at, pairs, [])  # which is written over once the tokenizer is known to do
             same_tokens(origin.path, load_tokenizer(at))
         self._writer = GgufWriter(at, pairs, [*self._records()])
@@ -383,7 +266,7 @@ class _ToFile(_Output):
             coding, shape = self._codings.get(name), origin.shape(name)
             if isinstance(coding, BlockCoding):
                 kind = write_gguf.TYPES[coding.name]
-            elif isinstance(origin, _File):
+            elif isinstance(origin, File):
                 kind = origin.file.tensors[name].type
             else:
                 kind = write_gguf.OF_DTYPES[self._plain_dtype(name)]
@@ -391,9 +274,9 @@ class _ToFile(_Output):
 
     def _plain_dtype(self, name: str) -> torch.dtype:
         """That of a tensor which is kept: vectors are in float32 in every file."""
-        assert isinstance(self._origin, _Directory)
+        assert isinstance(self._origin, Directory)
         is_vector = len(self._origin.shape(name)) == 1
-        return torch.float32 if is_vector else _DTYPES[self._origin.files.stored_as(name)[0]]
+        return torch.float32 if is_vector else self._origin.dtype(name)
 
     def _put(self, name: str, tensor: Tensor) -> None:
         renamed = self._origin.gguf_names[name]
@@ -401,7 +284,7 @@ class _ToFile(_Output):
         self._writer.put(renamed, tensor if order is None else tensor[order.to(tensor.device)])
 
     def keep(self, name: str) -> None:
-        if isinstance(self._origin, _File):
+        if isinstance(self._origin, File):
             self._put(name, self._origin.file.tensors[name].data())
         else:
             self._put(name, self._origin.weight(name).to(self._plain_dtype(name)))
@@ -421,7 +304,7 @@ def _copied(file: GgufFile) -> Iterator[bytes]:
     return (file.pair(key) for key in file.metadata if key not in said)
 
 
-def _described(origin: _Directory) -> tuple[str, dict[str, Any]]:
+def _described(origin: Directory) -> tuple[str, dict[str, Any]]:
     """A directory's architecture in GGUF's words, and its metadata."""
     name = origin.values["architectures"][0]
     if name not in to_gguf.ARCHITECTURES:
@@ -430,6 +313,3 @@ def _described(origin: _Directory) -> tuple[str, dict[str, Any]]:
     architecture = to_gguf.ARCHITECTURES[name]
     said = to_gguf.metadata(origin.config, architecture, origin.path)
     return architecture, said | vocabulary_metadata(origin.path, origin.config.vocab_size)
-
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
