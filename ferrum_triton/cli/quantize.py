@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the model, and say what was written."""
+    from ferrum_triton.cli.bar import Bar
     from ferrum_triton.cli.terminal import printable
     from ferrum_triton.models.quantize import Settings, quantize_model
 
@@ -75,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
         backend=options.backend,
     )
     target: Path = options.target
-    counts = quantize_model(options.source, target, settings)
+    with Bar(target.name, "matrix", quiet=False) as bar:
+        counts = quantize_model(options.source, target, settings, bar)
     files = target.iterdir() if target.is_dir() else [target]
     size = sum(path.stat().st_size for path in files)
     said = ", ".join(f"{count} matrices of {name}" for name, count in counts.items())

@@ -28,8 +28,9 @@ from ferrum_triton.files.write_safetensors import DirectoryWriter, quantization_
 from ferrum_triton.models import to_gguf
 from ferrum_triton.models.calibration import calibration_ids, run_and_round
 from ferrum_triton.models.originals import Directory, File, Original, open_original
+from ferrum_triton.models.weights import Progress
 from ferrum_triton.quant.codings import BlockCoding, Coding, IntCoding, block_coding, rounded
-from ferrum_triton.quant.gptq import curvature
+from ferrum_triton.quant.gptq import Curvature, curvature
 from ferrum_triton.quant.rounding import Grid
 
 GROUP_SIZES = (32, 64, 128)
@@ -64,13 +65,19 @@ class Settings:
     backend: str = "cpu"
 
 
-def quantize_model(source: Path, target: Path, settings: Settings | None = None) -> dict[str, int]:
+def quantize_model(
+    source: Path,
+    target: Path,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+) -> dict[str, int]:
     """Write a copy of a model whose linear layers have few bits.
 
     Args:
         source: a Hugging Face directory or a GGUF file.
         target: a directory to make, as compressed-tensors, or a file whose name ends in ``.gguf``.
         settings: how it is rounded.
+        progress: a function called with the numbers of matrices rounded and to round.
 
     Returns:
         How many matrices were rounded to each coding, by its name.
@@ -98,13 +105,15 @@ def quantize_model(source: Path, target: Path, settings: Settings | None = None)
         for name in origin.names:
             if name not in codings:
                 output.keep(name)
+        todo = _Todo(origin, codings, output, progress)
         if ids:
-            _calibrate(origin, codings, output, ids, settings.backend)
+            backend = get_backend(settings.backend)
+            model = origin.family.model
+            run_and_round(model, origin.config, origin.source, backend, ids, todo.calibrated)
+            todo.check()
         else:
-            for name, coding in codings.items():
-                weight = origin.weight(name)
-                _refuse_non_finite(origin, name, weight)
-                output.put(name, *rounded(weight, coding))
+            for name in codings:
+                todo.round(name, origin.weight(name))
         output.finish()
     names = [coding.name for coding in codings.values()]
     return {name: names.count(name) for name in dict.fromkeys(names)}
@@ -150,40 +159,45 @@ def _codings(origin: Original, settings: Settings, is_file: bool) -> dict[str, C
     return codings
 
 
-def _refuse_non_finite(origin: Original, name: str, weight: Tensor) -> None:
-    if not weight.isfinite().all():
-        raise FileError(origin.path, f"tensor {name!r} holds what is not finite")
+class _Todo:
+    """Matrices that are rounded, one or some at a time."""
 
+    def __init__(
+        self,
+        origin: Original,
+        codings: Mapping[str, Coding],
+        output: _Output,
+        progress: Progress | None,
+    ) -> None:
+        self._origin, self._codings, self._output = origin, codings, output
+        self._progress, self._left = progress, set(codings)
 
-def _calibrate(
-    origin: Original,
-    codings: Mapping[str, Coding],
-    output: _Output,
-    ids: list[list[int]],
-    backend: str,
-) -> None:
-    """Round what the inputs of a text say."""
-    left = set(codings)
+    def round(self, name: str, weight: Tensor, seen: Curvature | None = None) -> Tensor:
+        """Write what a matrix is rounded to, and give its weights."""
+        if not weight.isfinite().all():
+            raise FileError(self._origin.path, f"tensor {name!r} holds what is not finite")
+        q, grid = rounded(weight, self._codings[name], seen)
+        self._output.put(name, q, grid)
+        self._left.remove(name)
+        if self._progress is not None:
+            self._progress(len(self._codings) - len(self._left), len(self._codings))
+        return grid.decode(q)
 
-    def round_them(weights: dict[str, Tensor], products: Tensor) -> None:
-        first = next(iter(weights))
-        for name, weight in weights.items():
-            _refuse_non_finite(origin, name, weight)
+    def calibrated(self, weights: dict[str, Tensor], products: Tensor) -> None:
+        """Round matrices by X Xᵀ of their inputs, in place."""
         try:
             seen = curvature(products)
         except InputError as error:
-            reason = f"the inputs of tensor {first!r} cannot calibrate it: {error}"
-            raise FileError(origin.path, reason) from error
+            reason = f"the inputs of tensor {next(iter(weights))!r} cannot calibrate it: {error}"
+            raise FileError(self._origin.path, reason) from error
         for name, weight in weights.items():
-            left.remove(name)
-            q, grid = rounded(weight, codings[name], seen)
-            weight.copy_(grid.decode(q))
-            output.put(name, q, grid)
+            weight.copy_(self.round(name, weight, seen))
 
-    model = origin.family.model
-    run_and_round(model, origin.config, origin.source, get_backend(backend), ids, round_them)
-    if left:
-        raise FileError(origin.path, f"tensor {min(left)!r} has no place in this model")
+    def check(self) -> None:
+        """Refuse a model of which some matrices were not run."""
+        if self._left:
+            reason = f"tensor {min(self._left)!r} has no place in this model"
+            raise FileError(self._origin.path, reason)
 
 
 class _Output(ABC):
