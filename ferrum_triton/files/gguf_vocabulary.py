@@ -18,6 +18,7 @@ from ferrum_triton.files.json_file import read_text
 from ferrum_triton.files.splits import SPLITS
 from ferrum_triton.files.tokenizer import Tokenizer, load_tokenizer
 from ferrum_triton.files.tokenizer_json import MAX_TOKENIZER_BYTES, read_tokenizer
+from ferrum_triton.files.tokenizer_limits import failures
 
 if TYPE_CHECKING:
     import tokenizers
@@ -41,6 +42,11 @@ def vocabulary_metadata(directory: Path, num_tokens: int) -> dict[str, Value]:
         FileError: there is no tokenizer, or one that GGUF files have no description of.
     """
     path = directory / "tokenizer.json"
+    with failures(path, "the tokenizer is inconsistent"):
+        return _pairs(directory, path, num_tokens)
+
+
+def _pairs(directory: Path, path: Path, num_tokens: int) -> dict[str, Value]:
     backend, tokenizer = read_tokenizer(path), load_tokenizer(directory)
     described = json.loads(read_text(path, MAX_TOKENIZER_BYTES))
     model = described["model"]
