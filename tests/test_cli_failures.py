@@ -13,7 +13,8 @@ import time
 import pytest
 import torch
 
-from ferrum_triton.cli import generate, main
+from ferrum_triton.cli import main
+from ferrum_triton.cli.bar import Bar
 from ferrum_triton.cli.default_model import INSTALL, find_default_model
 from ferrum_triton.cli.terminal import complain, printable
 
@@ -100,13 +101,13 @@ def test_prompts_are_utf8_whatever_python_decoded_them_by():
 
 def test_no_bar_is_drawn_where_nobody_sees_it(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
-    with generate._Bar("reading", "tensor", quiet=False) as bar:
+    with Bar("reading", "tensor", quiet=False) as bar:
         bar(1, 2)
         assert bar._bar.disable
 
 
 def test_a_bar_that_nobody_reads_any_more_ends(monkeypatch):
-    with generate._Bar("reading", "tensor", quiet=False) as bar:
+    with Bar("reading", "tensor", quiet=False) as bar:
         bar._disable = False
         monkeypatch.setattr("tqdm.tqdm.display", lambda *_, **__: os.write(-1, b""))
         bar(1, 2)
@@ -180,12 +181,12 @@ def test_progress_is_drawn_on_a_terminal_while_nothing_is_done():
     termios.tcsetwinsize(follower, (24, 80))
     with os.fdopen(follower, "w") as terminal, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", terminal)
-        with generate._Bar("prompt\x1b", "token", quiet=False) as bar:
+        with Bar("prompt\x1b", "token", quiet=False) as bar:
             bar(0, 4925)
             time.sleep(1.2)
-        with generate._Bar("quick", "token", quiet=False) as bar:
+        with Bar("quick", "token", quiet=False) as bar:
             bar(0, 5)
-        with generate._Bar("quiet", "token", quiet=True) as bar:
+        with Bar("quiet", "token", quiet=True) as bar:
             bar(0, 5)
         drawn = os.read(leader, 10_000).decode()
     os.close(leader)

@@ -207,11 +207,11 @@ def test_settings_are_read():
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version .* 'gemv'"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point .* False"),
         (COMPRESSED | {"format": "float-quantized"}, "format .* 'float-quantized'"),
-        (COMPRESSED | {"config_groups": {}}, "not of one kind"),
-        (COMPRESSED | {"config_groups": {"a": None}}, "not of one kind"),
+        (COMPRESSED | {"config_groups": {}}, "missing or malformed"),
+        (COMPRESSED | {"config_groups": {"a": None}}, "missing or malformed"),
         (
             COMPRESSED | {"config_groups": {"a": {"weights": INT4}, "b": {"weights": {}}}},
-            "not of one kind",
+            "num_bits .* None",
         ),
         (
             COMPRESSED | {"config_groups": {"a": {"weights": INT4 | {"type": "float"}}}},

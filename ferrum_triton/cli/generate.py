@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ferrum_triton.cli.bar import Bar
 from ferrum_triton.cli.default_model import default_model
-from ferrum_triton.cli.terminal import note, noted, panics_untold, printable
+from ferrum_triton.cli.terminal import note, noted, panics_untold
 from ferrum_triton.errors import FerrumError
 
 SUMMARY = "let a model answer a prompt"
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         ids = _encode(tokenizer, prompt, options)
     # bfloat16 has float32's range, which not every model's activations can do without.
     dtype = options.dtype or ("bfloat16" if backend.device.type == "cuda" else "float32")
-    with noted(options.quiet), _Bar(path.name, "tensor", options.quiet) as bar:
+    with noted(options.quiet), Bar(path.name, "tensor", options.quiet) as bar:
         model = load_model(
             path,
             backend,
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     stats = Stats()
     on_gpu = backend.device.type == "cuda"
     title, unit = ("compiling", "kernel") if on_gpu else ("prompt", "token")
-    with _Bar(title, unit, options.quiet) as bar:
+    with Bar(title, unit, options.quiet) as bar:
         shown = (None, bar) if on_gpu else (bar, None)
         settings = (sampling, options.max_tokens, stats, *shown)
         for piece in generate_text(model, tokenizer, ids, *settings):
@@ -166,49 +166,3 @@ def _encode(tokenizer: Any, prompt: str, options: argparse.Namespace) -> list[in
         messages.insert(0, {"role": "system", "content": options.system})
     text = ChatTemplate.from_tokenizer(tokenizer).render(messages)
     return tokenizer.encode(text, add_special=False)
-
-
-class _Bar:
-    """A progress bar, where standard error is a terminal and what it counts takes a second.
-
-    It is drawn each second, with the time taken, whether or not there is progress to tell.
-    """
-
-    def __init__(self, title: str, unit: str, quiet: bool) -> None:
-        self._title, self._unit = printable(title), unit
-        # None: shown on a terminal only; standard error is None where it is closed.
-        self._disable = True if quiet or sys.stderr is None else None
-        self._bar: Any = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._draw, daemon=True)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            from tqdm import tqdm
-
-            # Never drawn by the calls: the thread does it, and from then on there is one to clear.
-            options = {"leave": False, "delay": 1e9, "disable": self._disable}
-            self._bar = tqdm(total=total, desc=self._title, unit=self._unit, **options)
-            self._thread.start()
-        self._bar.n, self._bar.total = done, total
-
-    def _draw(self) -> None:
-        while not self._closed.wait(1.0) and not self._bar.disable:
-            self._bar.delay = 0
-            try:
-                with self._bar.get_lock():  # which refresh keeps for ever where it cannot draw
-                    self._bar.refresh(nolock=True)
-            except Exception:
-                self._bar.disable = True
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._closed.set()
-            self._thread.join()
-            self._bar.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -127,7 +127,7 @@ class GgufFile:
 
         header = _Header(path, mapping, size)
         self.version, num_tensors, num_pairs = header.start()
-        metadata = header.metadata(num_pairs)
+        metadata, self._pairs = header.metadata(num_pairs)
         self.metadata = MappingProxyType(metadata)
         self.alignment = header.alignment(metadata)
         header.refuse_splits(metadata)
@@ -137,6 +137,15 @@ class GgufFile:
                 for name, shape, kind, offset, nbytes in header.tensors(num_tensors, self.alignment)
             }
         )
+
+    def pair(self, key: str) -> bytes:
+        """A metadata pair as the file has it: key, type and value.
+
+        Raises:
+            FileError: the file has been closed.
+        """
+        start, stop = self._pairs[key]
+        return self._slice(start, stop - start).numpy().tobytes()
 
     def close(self) -> None:
         """Let go of the file. Tensors already handed out stay valid and keep it mapped."""
@@ -257,15 +266,18 @@ class _Header:
         num_pairs = self.count("metadata pairs", _MIN_PAIR_BYTES)
         return version, num_tensors, num_pairs
 
-    def metadata(self, num_pairs: int) -> dict[str, Value]:
+    def metadata(self, num_pairs: int) -> tuple[dict[str, Value], dict[str, tuple[int, int]]]:
+        """The values by key, and where their pairs start and stop."""
         metadata: dict[str, Value] = {}
+        places: dict[str, tuple[int, int]] = {}
         for _ in range(num_pairs):
             start = self.position
             key = self.string("a metadata key", MAX_KEY_BYTES)
             if key in metadata:
                 raise self.error(f"metadata key {key!r} appears twice", start)
             metadata[key] = self.value(f"metadata value {key!r}")
-        return metadata
+            places[key] = start, self.position
+        return metadata, places
 
     def value(self, what: str) -> Value:
         at = self.position

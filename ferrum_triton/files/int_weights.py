@@ -53,6 +53,7 @@ class Packing:
         symmetric: whether every zero is the middle of the integers' range.
         has_zeros_less_one: GPTQ's first form, whose zeros are stored as one less.
         float_format: "NVFP4" or "MXFP4" where codes are of four bits and no integers; else "".
+        some_of_eight: whether groups of modules differ, so that some may have 8 bits.
     """
 
     method: str
@@ -60,6 +61,7 @@ class Packing:
     symmetric: bool
     has_zeros_less_one: bool = False
     float_format: str = ""
+    some_of_eight: bool = False
 
     def __str__(self) -> str:
         """What weights are, for people to read."""
@@ -131,21 +133,26 @@ def _compressed_tensors(found: Mapping[str, Any], path: Path) -> Packing:
     _expect(found, path, format=("pack-quantized", *FP4_FORMATS))
     groups = found.get("config_groups")
     listed = list(groups.values()) if isinstance(groups, Mapping) else []
-    weights = [group.get("weights") for group in listed if isinstance(group, Mapping)]
-    first = weights[0] if weights else None
-    if not isinstance(first, Mapping) or [first] * len(listed) != weights:
-        raise FileError(path, "config_groups of its quantisation are not of one kind of weights")
+    found_weights = [group.get("weights") for group in listed if isinstance(group, Mapping)]
+    weights = [each for each in found_weights if isinstance(each, Mapping)]
+    if not weights or len(weights) < len(listed):
+        raise FileError(path, "config_groups of its quantisation are missing or malformed")
     if found["format"] in FP4_FORMATS:
         name, size, strategy = FP4_FORMATS[found["format"]]
-        _expect(first, path, num_bits=(4,), type=("float",), strategy=(strategy,))
-        _expect(first, path, group_size=(size,), symmetric=(None, True))
+        for each in weights:
+            _expect(each, path, num_bits=(4,), type=("float",), strategy=(strategy,))
+            _expect(each, path, group_size=(size,), symmetric=(None, True))
         # Activations in few bits are for the hardware that multiplies them; here they keep theirs.
         return Packing("compressed-tensors", 4, symmetric=True, float_format=name)
-    _expect(first, path, num_bits=(4, 8), type=("int",), strategy=("group", "channel"))
+    for each in weights:
+        _expect(each, path, num_bits=(4, 8), type=("int",), strategy=("group", "channel"))
     if any(group.get("input_activations") for group in listed):
         raise FileError(path, "activations in few bits are not supported")
-    symmetric = first.get("symmetric", True) is True
-    return Packing("compressed-tensors", first["num_bits"], symmetric)
+    # Modules' own tensors say which group they are of; here is what most are.
+    least = min(weights, key=lambda each: each["num_bits"])
+    symmetric = least.get("symmetric", True) is True
+    differ = {each["num_bits"] for each in weights} == {4, 8}
+    return Packing("compressed-tensors", least["num_bits"], symmetric, some_of_eight=differ)
 
 
 def _fp8(found: Mapping[str, Any], path: Path) -> Packing:
@@ -208,12 +215,18 @@ class IntFiles(Mapping[str, LaidOut]):
 
     def sizes(self) -> list[tuple[str, int, int]]:
         """Of each module in integers: the format it gets most likely, its bytes and its weights."""
-        kind = targets(self._packing.bits, self._packing.symmetric)[0]
-        fmt, per = FORMATS[kind], 32 // self._packing.bits
-        codes = "weight_packed" if self._packing.method == "compressed-tensors" else "qweight"
-        shapes = [self._files.shape(f"{module}.{codes}") for module in self._modules.values()]
-        counts = [math.prod(shape) * per for shape in shapes]
-        return [(kind, n // fmt.block_size * fmt.block_bytes, n) for n in counts]
+        return [self._size(module) for module in self._modules.values()]
+
+    def _size(self, module: str) -> tuple[str, int, int]:
+        bits = self._packing.bits
+        if self._packing.method == "compressed-tensors":
+            n, k, bits = self._compressed_sizes(module)
+            count = n * k
+        else:
+            count = math.prod(self._files.shape(f"{module}.qweight")) * 32 // bits
+        kind = targets(bits, self._packing.symmetric)[0]
+        fmt = FORMATS[kind]
+        return kind, count // fmt.block_size * fmt.block_bytes, count
 
     def _part(self, name: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
         """A tensor of a module, of one of the dtypes; a size of -1 may be any."""
@@ -255,15 +268,12 @@ class IntFiles(Mapping[str, LaidOut]):
         return load_awq(codes, scales, zeros)
 
     def _read_compressed(self, module: str) -> LaidOut:
-        bits, per = self._packing.bits, 32 // self._packing.bits
-        n, k = self._part(f"{module}.weight_shape", _INTS, 2).tolist()
-        if not (0 < n < 1 << 31 and 0 < k < 1 << 31):
-            raise FileError(self.path, f"tensor '{module}.weight_shape' is {[n, k]}")
-        codes = self._part(f"{module}.weight_packed", _WORDS, n, -(-k // per))
+        n, k, bits = self._compressed_sizes(module)
+        codes = self._part(f"{module}.weight_packed", _WORDS, n, -(-k * bits // 32))
         scales = self._part(f"{module}.weight_scale", _FLOATS, n, -1)
         zeros, name = None, f"{module}.weight_zero_point"
         if name in self._files:
-            zeros = self._part(name, _WORDS, -(-n // per), scales.shape[1])
+            zeros = self._part(name, _WORDS, -(-n * bits // 32), scales.shape[1])
         return load_compressed_tensors(
             codes,
             scales,
@@ -271,8 +281,17 @@ class IntFiles(Mapping[str, LaidOut]):
             self._groups(f"{module}.weight_g_idx", k, scales.shape[1]),
             num_columns=k,
             bits=bits,
-            symmetric=self._packing.symmetric,
+            symmetric=zeros is None,
         )
+
+    def _compressed_sizes(self, module: str) -> tuple[int, int, int]:
+        """Rows, columns and bits of a module, whose group may have others than most."""
+        n, k = self._part(f"{module}.weight_shape", _INTS, 2).tolist()
+        if not (0 < n < 1 << 31 and 0 < k < 1 << 31):
+            raise FileError(self.path, f"tensor '{module}.weight_shape' is {[n, k]}")
+        words = self._files.shape(f"{module}.weight_packed")
+        is_of_eight = self._packing.some_of_eight and words == (n, -(-k // 4))
+        return n, k, 8 if is_of_eight else self._packing.bits
 
     def _groups(self, name: str, k: int, groups: int) -> Tensor | None:
         """The group of each column, as the tensor ``name`` says; None where there is none."""

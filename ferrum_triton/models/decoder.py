@@ -114,6 +114,7 @@ class Decoder(ABC):
         num_seqs: int = 1,
         num_blocks: int | None = None,
         kind: KvDtypeKind | None = None,
+        one_pool: bool = False,
     ) -> PagedKvCache:
         """An empty cache.
 
@@ -122,6 +123,8 @@ class Decoder(ABC):
             num_seqs: sequences at a time.
             num_blocks: blocks of BLOCK_SIZE positions; None has enough for all sequences.
             kind: the kind of its elements; None is the activations' dtype.
+            one_pool: whether layers write to one pool, of use for one step alone: what a layer
+                wrote is lost with the next.
 
         Raises:
             InputError: the capacity is out of range, or a number is not positive.
@@ -137,8 +140,9 @@ class Decoder(ABC):
         if capacity > self._num_positions:
             self._grow_tables(capacity)
         blocks = -(-capacity // BLOCK_SIZE)
-        return self._cache_of(
-            num_layers=self.config.num_layers,
+        num_layers = self.config.num_layers
+        cache = self._cache_of(
+            num_layers=1 if one_pool else num_layers,
             num_blocks=blocks * num_seqs if num_blocks is None else num_blocks,
             block_size=BLOCK_SIZE,
             num_seqs=num_seqs,
@@ -151,6 +155,9 @@ class Decoder(ABC):
             layout="nhd" if self.backend.device.type == "cpu" else "hnd",
             device=self.backend.device,
         )
+        if one_pool:
+            cache.k, cache.v = cache.k * num_layers, cache.v * num_layers
+        return cache
 
     def _cache_of(self, **sizes: Any) -> PagedKvCache:
         """A cache of these sizes. A family that keeps more than keys and values adds it."""
@@ -212,7 +219,12 @@ class Decoder(ABC):
         Nothing is read back from the device, so a step of static tensors may be captured in a
         graph. The cache's lengths are the caller's to set.
         """
-        return self._head(self._layers(self._embed(step.ids), step, cache))
+        return self._head(self.hidden(step, cache))
+
+    @torch.inference_mode()
+    def hidden(self, step: Step, cache: PagedKvCache) -> Tensor:
+        """What :meth:`run` makes logits of: [num_predicted, hidden_size]."""
+        return self._layers(self._embed(step.ids), step, cache)
 
     @abstractmethod
     def _layers(self, x: Tensor, step: Step, cache: PagedKvCache) -> Tensor:
