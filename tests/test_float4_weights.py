@@ -212,7 +212,7 @@ def test_settings_of_modelopt_may_lie_beside(tmp_path, is_there):
         (MXFP4 | {"config_groups": NVFP4["config_groups"]}, "strategy .* 'tensor_group'"),
         (
             NVFP4 | {"config_groups": {"a": {"weights": FP4}, "b": {"weights": {"num_bits": 8}}}},
-            "not of one kind",
+            "num_bits of its quantisation is 8",
         ),
         (NVFP4 | {"config_groups": {"a": {"weights": FP4 | {"symmetric": False}}}}, "symmetric"),
     ],

@@ -144,7 +144,7 @@ def open_norm_linear(h: Tensor, squares: Tensor, eps: float, b: Tensor) -> Tenso
         h: [m, k], of ``linear_open_norm``; finite.
         squares: float32 [m, ceil(k / 8)], of the same.
         eps: added to the mean square.
-        b: [n, k], of h's dtype.
+        b: [n, k], of h's dtype. Sums of h · bᵀ that are too large for float32 are infinite.
 
     Returns:
         [m, n] in h's dtype.
@@ -188,7 +188,8 @@ def open_norm_gate_up_silu(
         h: [m, k], of ``linear_open_norm``; finite.
         squares: float32 [m, ceil(k / 8)], of the same.
         eps: added to the mean square.
-        b: [2 n, k], G's rows and then U's; of h's dtype.
+        b: [2 n, k], G's rows and then U's; of h's dtype. Sums of h · bᵀ that are too large for
+            float32 are infinite.
         activation: ``"silu"``, or ``"gelu_tanh"`` in its place.
 
     Returns:
