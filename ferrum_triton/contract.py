@@ -57,6 +57,7 @@ LEAST = {
     "limit": 0.0,
     "softcap": 0.0,
     "softmax_scale": -MAX_FLOAT,
+    "query_scale": -MAX_FLOAT,
     "routed_scaling_factor": -MAX_FLOAT,
 }
 

@@ -119,7 +119,7 @@ def test_a_convolution_in_any_parts(backend_name, cuts, width):
 @both
 @pytest.mark.parametrize("op", DELTA)
 def test_nothing_is_remembered_of_what_is_forgotten(backend_name, op):
-    """With g = -inf a token sees itself alone: y = scale · β (k · q) v, and S = k ⊗ β v."""
+    """With g = -inf a token sees itself alone: y = query_scale · β (k · q) v, and S = k ⊗ β v."""
     backend = get_backend(backend_name)
     arguments = delta(backend, [70], heads=(1, 1))
     arguments["g"].fill_(-INF)
@@ -135,7 +135,7 @@ def test_nothing_is_remembered_of_what_is_forgotten(backend_name, op):
 @both
 @pytest.mark.parametrize("op", DELTA)
 def test_a_state_that_is_only_asked(backend_name, op):
-    """With β = 0 and g = 0 it stays as it is, not by a bit another, and y = scale · Sᵀ q."""
+    """With β = 0 and g = 0 it stays as it is, not by a bit another, and y = query_scale · Sᵀ q."""
     backend = get_backend(backend_name)
     arguments = delta(backend, [70], heads=(1, 1))
     arguments["g"].zero_()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ferrum_triton import FerrumError, InputError, get_backend
 from ferrum_triton.quant import FORMATS, quantize_blocks
+from ferrum_triton.quant.formats import GGUF_FORMATS
 from ferrum_triton.runtime import buffers
 from ferrum_triton.runtime.context import Context, capture_in_flight, device_scope, recording
 from ferrum_triton.runtime.timer import Timer
@@ -55,7 +56,7 @@ def test_dtypes_are_found_by_torch_dtype():
 
 
 def test_every_block_format_has_a_name_that_ops_take():
-    assert set(FORMATS) <= set(GgufQuantType)
+    assert {fmt.name for fmt in GGUF_FORMATS.values()} <= set(GgufQuantType)
     fmt = FORMATS["Q8_0"]
     weights = torch.randn(3, 2 * fmt.block_size)
     decode = get_backend("cpu").dequantize

@@ -1374,11 +1374,11 @@ class Backend:
         cu_seqlens: Tensor | None = None,
         pos_offsets: Tensor | None = None,
         kept_slots: Tensor | None = None,
-        scale: float | None = None,
+        query_scale: float | None = None,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = scale · Sᵀ q, token by token.
+        """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = query_scale · Sᵀ q, token by token.
 
         For a decode step, and for the few tokens of a sequence whose guesses are verified. Any number
         of tokens is right; :func:`gdn_prefill` is faster for many.
@@ -1394,7 +1394,7 @@ class Backend:
                 token of a call. None means zeros, and that none is kept.
             slots, cu_seqlens, pos_offsets, kept_slots: as in
                 :mod:`ferrum_triton.ops.linear_attention.sequences`.
-            scale: None means 1 / sqrt(head_k_dim).
+            query_scale: None means 1 / sqrt(head_k_dim).
 
         Returns:
             [num_tokens, num_v_heads, head_v_dim] in v's dtype; computed in float32.
@@ -1412,11 +1412,11 @@ class Backend:
         slots: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         pos_offsets: Tensor | None = None,
-        scale: float | None = None,
+        query_scale: float | None = None,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = scale · Sᵀ q, by chunks of 64 tokens.
+        """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = query_scale · Sᵀ q, by chunks of 64 tokens.
 
         :func:`gdn_decode` for prompts: the same result, from products of matrices. A value that is not
         finite may make NaN of any result of its sequence from its own chunk on; other sequences do not
@@ -1431,7 +1431,7 @@ class Backend:
                 :func:`gdn_decode`.
             slots, cu_seqlens, pos_offsets: as in
                 :mod:`ferrum_triton.ops.linear_attention.sequences`.
-            scale: None means 1 / sqrt(head_k_dim).
+            query_scale: None means 1 / sqrt(head_k_dim).
 
         Returns:
             [num_tokens, num_v_heads, head_v_dim] in v's dtype. Products are of values in v's dtype,

@@ -22,8 +22,6 @@ from ferrum_triton.quant.fp8 import BLOCK
 
 # Pairs of a tile at most: with more, an SM has one program, and no other multiplies while it adds.
 MOST_PAIRS = 64
-# Stages of a pipeline at most: steps of a loop in flight.
-MOST_STAGES = 4
 
 
 def tiles(pairs: int, rows: int, warps: int, stages: int) -> Config:
@@ -53,14 +51,12 @@ def heuristic(
         return gemv(8, 256, 4) if num_pairs <= num_experts else tiles(LEAST_PAIRS, 32, 4, 2)
     if num_pairs <= FEW_PAIRS or num_experts > MAX_EXPERTS:
         return gemv(8, 512, 4) if is_gated else gemv(16, 256, 4)
-    average = next_power_of_2(cdiv(num_pairs, num_experts))
-    if native:
-        return tiles(min(max(average, LEAST_PAIRS), MOST_PAIRS), 128, 8, 3)
     # Codes that become float16 take registers: larger tiles spill on sm_80.
-    most = MOST_PAIRS // 2 if is_gated else MOST_PAIRS
-    pairs = min(max(average, LEAST_PAIRS), most)
-    for stages in range(MOST_STAGES, 1, -1):
-        config = tiles(pairs, 64, 4, stages)
+    most = MOST_PAIRS // 2 if is_gated and not native else MOST_PAIRS
+    pairs = min(max(next_power_of_2(cdiv(num_pairs, num_experts)), LEAST_PAIRS), most)
+    wide = [(128, 8, 3)] if native else []
+    for rows, warps, stages in (*wide, (64, 4, 4), (64, 4, 3), (64, 4, 2)):
+        config = tiles(pairs, rows, warps, stages)
         if not _refusal(gpu, config, native, is_gated):
             return config
     return tiles(min(pairs, 32), 32, 4, 2)

@@ -17,7 +17,7 @@ from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops.linear_attention import delta as ops
 
 
-@kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "scale"))
+@kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "query_scale"))
 def _gdn_decode_kernel(
     out_ptr,  # [num_tokens, num_v_heads, head_v_dim]
     states_ptr,  # [num_slots, num_v_heads, head_k_dim, head_v_dim] or None, updated
@@ -50,13 +50,13 @@ def _gdn_decode_kernel(
     num_seqs,
     num_tokens,
     num_slots,
-    scale,
+    query_scale,
     EACH: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = scale · Sᵀ q"""
+    """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = query_scale · Sᵀ q"""
     pdl_wait(PDL)
     pdl_trigger(PDL)
     pid = tl.program_id(0)
@@ -98,7 +98,7 @@ def _gdn_decode_kernel(
         state *= decay
         change = beta * (v - tl.sum(state * k[:, None], axis=0))
         state += k[:, None] * change[None, :]
-        y = tl.sum(state * (scale * q)[:, None], axis=0)
+        y = tl.sum(state * (query_scale * q)[:, None], axis=0)
         out = y.to(out_ptr.dtype.element_ty)
         tl.store(out_row + token * stride_out_token, out, mask=in_values)
         if kept_slots_ptr is not None:
@@ -155,7 +155,7 @@ def launch_tokens(
     states: Tensor | None,
     layout: Layout,
     kept_slots: Tensor | None,
-    scale: float | None,
+    query_scale: float | None,
 ) -> None:
     """y ← the recurrence of tokens, one after the other."""
     num_k_heads, head_k_dim = q.shape[1:]
@@ -190,7 +190,7 @@ def launch_tokens(
         group=num_v_heads // num_k_heads,
         head_k_dim=head_k_dim,
         head_v_dim=head_v_dim,
-        scale=head_k_dim**-0.5 if scale is None else scale,
+        query_scale=head_k_dim**-0.5 if query_scale is None else query_scale,
         EACH=layout.each,
         BLOCK_K=next_power_of_2(head_k_dim),
         **layout.tensors,
@@ -210,12 +210,12 @@ def gdn_decode(
     cu_seqlens: Tensor | None = None,
     pos_offsets: Tensor | None = None,
     kept_slots: Tensor | None = None,
-    scale: float | None = None,
+    query_scale: float | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
     y = v.new_empty(v.shape) if out is None else out
     layout = layout_of(v.shape[0], states, slots, cu_seqlens, pos_offsets)
     if y.numel() and layout.num_seqs:
-        launch_tokens(y, q, k, v, g, beta, states, layout, kept_slots, scale)
+        launch_tokens(y, q, k, v, g, beta, states, layout, kept_slots, query_scale)
     return y

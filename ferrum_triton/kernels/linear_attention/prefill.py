@@ -70,7 +70,7 @@ def inverse_of_unit(a):
     return inverse
 
 
-@kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "scale"))
+@kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "query_scale"))
 def _gdn_chunk_kernel(
     inverses_ptr,  # [num_tokens, num_v_heads, CHUNK]: rows of (I + A)⁻¹ β
     scores_ptr,  # [num_tokens, num_v_heads, CHUNK]: rows of e^(G_i - G_j) q_i · k_j
@@ -94,7 +94,7 @@ def _gdn_chunk_kernel(
     num_seqs,
     num_tokens,
     num_slots,
-    scale,
+    query_scale,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
     PDL: tl.constexpr,
 ):
@@ -127,7 +127,7 @@ def _gdn_chunk_kernel(
         at = row[:, None] * CHUNK + i[None, :]
         element: tl.constexpr = inverses_ptr.dtype.element_ty
         scores = tl.dot(q, tl.trans(k))
-        scores *= tl.where(i[:, None] == i[None, :], 1.0, decay) * scale
+        scores *= tl.where(i[:, None] == i[None, :], 1.0, decay) * query_scale
         tl.store(scores_ptr + at, scores.to(element), mask=known[:, None])
         products = tl.dot(k, tl.trans(k))
         inverse = tl.where(i[:, None] == i[None, :], 1.0, tl.zeros([CHUNK, CHUNK], tl.float32))
@@ -138,7 +138,7 @@ def _gdn_chunk_kernel(
         tl.store(sums_ptr + row, total, mask=known)
 
 
-@kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "scale"))
+@kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "query_scale"))
 def _gdn_scan_kernel(
     out_ptr,  # [num_tokens, num_v_heads, head_v_dim]
     states_ptr,  # [num_slots, num_v_heads, head_k_dim, head_v_dim] or None, updated
@@ -169,7 +169,7 @@ def _gdn_scan_kernel(
     num_seqs,
     num_tokens,
     num_slots,
-    scale,
+    query_scale,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
@@ -219,7 +219,7 @@ def _gdn_scan_kernel(
         before = state.to(element)
         decay = tl.exp(total)[:, None]
         told = tl.dot(k, before)
-        y = tl.dot(q, before) * (decay * scale)
+        y = tl.dot(q, before) * (decay * query_scale)
         wanted = (v.to(tl.float32) - decay * told).to(element)
         change = tl.dot(inverse, wanted)
         y = tl.dot(scores, change.to(element), y)
@@ -301,7 +301,7 @@ def gdn_prefill(
     slots: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     pos_offsets: Tensor | None = None,
-    scale: float | None = None,
+    query_scale: float | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -314,7 +314,7 @@ def gdn_prefill(
     if layout.num_seqs == 0:
         return y
     if v.dtype == torch.float32 or layout.each:
-        launch_tokens(y, q, k, v, g, beta, states, layout, None, scale)
+        launch_tokens(y, q, k, v, g, beta, states, layout, None, query_scale)
         return y
     heads = layout.num_seqs * num_v_heads
     config = dict(prefill_config.pick(q.device, heads, head_k_dim, head_v_dim))
@@ -332,7 +332,7 @@ def gdn_prefill(
         "num_v_heads": num_v_heads,
         "group": num_v_heads // num_k_heads,
         "head_k_dim": head_k_dim,
-        "scale": head_k_dim**-0.5 if scale is None else scale,
+        "query_scale": head_k_dim**-0.5 if query_scale is None else query_scale,
         "BLOCK_K": max(next_power_of_2(head_k_dim), 16),
         **layout.tensors,
     }

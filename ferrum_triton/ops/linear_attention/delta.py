@@ -5,7 +5,7 @@ says of the token's key, and moves that towards the token's value::
 
     S ← e^g · S
     S ← S + k ⊗ β · (v - Sᵀ k)
-    y = scale · Sᵀ q
+    y = query_scale · Sᵀ q
 
 States are [num_slots, num_v_heads, head_k_dim, head_v_dim], values innermost: sums over keys then
 run along the registers of a thread, where keys innermost would be summed across a warp for each
@@ -45,14 +45,14 @@ DELTA_AXES = {
     "head_k_dim": (1, 16, 40),
     "head_v_dim": (1, 16, 24),
     "state_dtype": (torch.bfloat16, torch.float32),
-    "scale": (None, 0.5),
+    "query_scale": (None, 0.5),
     **SEQUENCE_AXES,
 }
 HEADS = {"num_k_heads": 16, "group_size": 2, "head_k_dim": 128, "head_v_dim": 128}
 
 
 def delta_rule(
-    q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, scale
+    q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale
 ) -> Tensor:
     """The recurrence, token by token; states are written."""
     (num_tokens, num_v_heads, head_v_dim), head_k_dim = v.shape, q.shape[2]
@@ -63,7 +63,7 @@ def delta_rule(
         state = read_states(states, batch.source)
     group = num_v_heads // max(q.shape[1], 1)
     q, k = (widen(t).repeat_interleave(group, dim=1)[..., None] for t in (q, k))
-    scale = head_k_dim**-0.5 if scale is None else scale
+    query_scale = head_k_dim**-0.5 if query_scale is None else query_scale
     decay = widen(g).exp()[..., None, None]
     y = widen(torch.zeros_like(v))
     kept = widen(v.new_zeros(0 if kept_slots is None else num_tokens, *state.shape[1:]))
@@ -73,7 +73,7 @@ def delta_rule(
         told = (now * k[t]).sum(dim=-2)
         change = beta[t][:, None] * (widen(v[t]) - told)
         now = now + k[t] * change[:, None, :]
-        y[t] = (now * (scale * q[t])).sum(dim=-2)
+        y[t] = (now * (query_scale * q[t])).sum(dim=-2)
         state[seq] = now[None]
         if kept_slots is not None:
             kept[t] = now
@@ -99,7 +99,7 @@ def check_delta(of_op: Op, q, v, states, slots, cu_seqlens, pos_offsets) -> None
 
 def delta_sample(
     make, num_k_heads, group_size, head_k_dim, head_v_dim, seq_lens=None, batch=1, q_len=1,
-    state_dtype=torch.float32, scale=None, decay=1.0, **axes,
+    state_dtype=torch.float32, query_scale=None, decay=1.0, **axes,
 ):  # fmt: skip
     """Tokens as :func:`gdn_prepare` makes them: keys of norm 1, decays and betas up to 1."""
     seq_lens = lengths(seq_lens, batch, q_len)
@@ -118,7 +118,7 @@ def delta_sample(
         "v": make.randn(num_tokens, num_v_heads, head_v_dim),
         "g": -decay * make.randn(num_tokens, num_v_heads).float().abs(),
         "beta": make.randn(num_tokens, num_v_heads, scale=2.0).float().sigmoid(),
-        "scale": scale,
+        "query_scale": query_scale,
         **arguments,
     }
 
@@ -173,9 +173,9 @@ def gdn_decode(
     cu_seqlens: Tensor | None = None,
     pos_offsets: Tensor | None = None,
     kept_slots: Tensor | None = None,
-    scale: float | None = None,
+    query_scale: float | None = None,
 ) -> Tensor:
-    """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = scale · Sᵀ q, token by token.
+    """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = query_scale · Sᵀ q, token by token.
 
     For a decode step, and for the few tokens of a sequence whose guesses are verified. Any number
     of tokens is right; :func:`gdn_prefill` is faster for many.
@@ -191,27 +191,29 @@ def gdn_decode(
             token of a call. None means zeros, and that none is kept.
         slots, cu_seqlens, pos_offsets, kept_slots: as in
             :mod:`ferrum_triton.ops.linear_attention.sequences`.
-        scale: None means 1 / sqrt(head_k_dim).
+        query_scale: None means 1 / sqrt(head_k_dim).
 
     Returns:
         [num_tokens, num_v_heads, head_v_dim] in v's dtype; computed in float32.
 
     Source: Yang et al., "Gated Delta Networks", 2024.
     """
-    return delta_rule(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, scale)
+    return delta_rule(
+        q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale
+    )
 
 
 gdn_decode.fake = _fake
 
 
 @gdn_decode.rule
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, scale):
+def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale):
     check_delta(gdn_decode, q, v, states, slots, cu_seqlens, pos_offsets)
     check_kept(gdn_decode, q.shape[0], states, kept_slots)
 
 
 @gdn_decode.data_rule
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, scale):
+def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale):
     refuse_shared_slots(gdn_decode, states, slots, kept_slots)
 
 
@@ -219,7 +221,7 @@ gdn_decode.sample(delta_sample)
 
 
 @gdn_decode.traffic
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, scale):
+def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale):
     written = slots if kept_slots is None else kept_slots
     return _bytes(q, k, v, g, beta, states, slots, written)
 
@@ -250,9 +252,9 @@ def gdn_prefill(
     slots: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     pos_offsets: Tensor | None = None,
-    scale: float | None = None,
+    query_scale: float | None = None,
 ) -> Tensor:
-    """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = scale · Sᵀ q, by chunks of 64 tokens.
+    """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = query_scale · Sᵀ q, by chunks of 64 tokens.
 
     :func:`gdn_decode` for prompts: the same result, from products of matrices. A value that is not
     finite may make NaN of any result of its sequence from its own chunk on; other sequences do not
@@ -267,7 +269,7 @@ def gdn_prefill(
             :func:`gdn_decode`.
         slots, cu_seqlens, pos_offsets: as in
             :mod:`ferrum_triton.ops.linear_attention.sequences`.
-        scale: None means 1 / sqrt(head_k_dim).
+        query_scale: None means 1 / sqrt(head_k_dim).
 
     Returns:
         [num_tokens, num_v_heads, head_v_dim] in v's dtype. Products are of values in v's dtype,
@@ -277,19 +279,19 @@ def gdn_prefill(
     Source: Yang et al., "Gated Delta Networks", 2024; Yang et al., "Parallelizing Linear
     Transformers with the Delta Rule over Sequence Length", 2024 (the WY form).
     """
-    return delta_rule(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, None, scale)
+    return delta_rule(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, None, query_scale)
 
 
 gdn_prefill.fake = _fake
 
 
 @gdn_prefill.rule
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, scale):
+def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale):
     check_delta(gdn_prefill, q, v, states, slots, cu_seqlens, pos_offsets)
 
 
 @gdn_prefill.data_rule
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, scale):
+def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale):
     refuse_shared_slots(gdn_prefill, states, slots)
 
 
@@ -297,10 +299,10 @@ gdn_prefill.sample(delta_sample)
 
 
 @gdn_prefill.traffic
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, scale):
+def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale):
     return _bytes(q, k, v, g, beta, states, slots, slots)
 
 
 @gdn_prefill.flops
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, scale):
+def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale):
     return _flops(q, v)

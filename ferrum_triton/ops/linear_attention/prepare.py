@@ -173,6 +173,9 @@ def _(
         "num_k_heads": num_k_heads,
         "head_k_dim": head_k_dim,
         "l2_norm": l2_norm,
+        # Divided by a norm of no more than the square root of eps, a value that cancelled in the
+        # convolution would have its rounding multiplied by a thousand.
+        "eps": 0.01,
         **conv_sample(make, num_channels, width, seq_lens, **axes),
     }
 
