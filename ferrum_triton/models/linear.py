@@ -53,7 +53,7 @@ def stacked(
     """A layer of matrices over one K, and their biases or none.
 
     Args:
-        dtype: of matrices that are not kept packed.
+        dtype: the dtype of matrices that are not kept packed.
         rows: the order of each matrix's rows; None for their own.
         in_planes: lay out packed ones in planes.
         apart: keep those from being joined.

@@ -66,7 +66,10 @@ _NESTED = "model.language_model."
 _LEFT_OUT = ("model.visual.", "mtp.")
 
 MOST_IN_TURN = 16
-"""Tokens of a sequence that the delta rule takes in turn; more are taken in chunks of 64."""
+"""Tokens of a sequence that the delta rule takes in turn; more are taken in chunks of 64.
+
+A quarter of a chunk, which has not been measured.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +309,7 @@ class Qwen35(Llama):
         Args:
             products: [num_tokens, num_channels + value_dim + 2 · num_v_heads].
             layer: the layer's weights.
-            states: of its convolution and of its delta rule.
+            states: the convolution's and the delta rule's.
             spans: the sequences.
             longest: the most tokens of one.
 

@@ -31,8 +31,8 @@ def load_nvfp4(
     Args:
         codes: uint8 [n, k / 2].
         scales: float8_e4m3fn [n, k / 16].
-        factor: of the whole matrix, as modelopt has it.
-        divisor: of the whole matrix, as compressed-tensors has it.
+        factor: what modelopt multiplies the whole matrix by.
+        divisor: what compressed-tensors divides the whole matrix by.
 
     Returns:
         In the format NVFP4, or decoded to float32 where k is no multiple of its 64 weights.

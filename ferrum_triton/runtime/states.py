@@ -23,7 +23,7 @@ class StateCache(PagedKvCache):
     Args:
         shapes: shape and dtype of each kind of state; every layer has one of each kind.
         num_state_layers: layers with states.
-        sizes: of the paged cache, whose num_layers are those with keys and values.
+        sizes: arguments of the paged cache; its num_layers counts layers with keys and values.
 
     Attributes:
         states: of each kind a tensor per layer, [num_seqs, *shape].

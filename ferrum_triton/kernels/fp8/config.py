@@ -99,9 +99,9 @@ def shared_bytes(config: Config, native: bool) -> int:
 def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: int) -> Config:
     """One token by threads; few in narrow tiles, K in parts so that all SMs read; more in tall.
 
-    By ``bench.tune`` on an H200: tiles of 64 tokens by 128 rows leave an SM two programs, of which
-    one adds up sums while the other multiplies. By 4,096 tokens they take 1,047 us for 28672 x
-    4096, and tiles of 128 by 128 take 1,088.
+    Tiles of 64 tokens by 128 rows leave an SM two programs, of which one adds up sums while the
+    other multiplies. By 4,096 tokens they take 1,047 us for 28672 x 4096, and tiles of 128 by 128
+    take 1,088: ``python -m bench.tune gemm_fp8_128x128`` on an H200.
     """
     if gpu.arch == INTERPRETER:
         if num_tokens == 1:

@@ -13,7 +13,7 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.fp8.codes import BLOCK, multiplies_codes, operands_of, quantised
 from ferrum_triton.kernels.fp8.experts_config import GATE_UP_TILES, TILES
 from ferrum_triton.kernels.fp8.gemv import gemv, stack_strides
-from ferrum_triton.kernels.fp8.product import group_sums, of_rows, of_tokens
+from ferrum_triton.kernels.fp8.product import group_sums, load_group, of_rows, of_tokens
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.dense import blocks_of, clear_pairs
 from ferrum_triton.kernels.moe.prepare import Result
@@ -22,17 +22,6 @@ from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops.fp8 import experts as ops
 from ferrum_triton.quant import fp8
-
-
-@triton.jit
-def _codes(at, column, num_cols, MASKED: tl.constexpr, AXIS: tl.constexpr):
-    """Codes of a group, whose columns lie along AXIS; past the last, 0."""
-    if MASKED:
-        inside = tl.expand_dims(column + tl.arange(0, BLOCK) < num_cols, 1 - AXIS)
-        codes = tl.load(at + column, mask=inside, other=0.0)
-    else:
-        codes = tl.load(at + column)
-    return codes
 
 
 @triton.jit
@@ -137,8 +126,8 @@ def _fp8_experts_kernel(
     step = tl.load(step_at)
     scale = tl.load(scale_at)
     for group in range(groups):
-        a = _codes(a_at, group * BLOCK, num_cols, MASKED, 0)
-        w = _codes(w_at, group * BLOCK, num_cols, MASKED, 1)
+        a = load_group(a_at, group * BLOCK, num_cols, MASKED, 0)
+        w = load_group(w_at, group * BLOCK, num_cols, MASKED, 1)
         # Asked for a step ahead, so that no product waits for its scales.
         later = tl.minimum(group + 1, groups - 1)
         step_later = tl.load(step_at + later.to(tl.int64) * code_rows)

@@ -37,6 +37,17 @@ def _operand(codes, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def load_group(at, column, num_cols, MASKED: tl.constexpr, AXIS: tl.constexpr):
+    """Codes of a group, whose columns lie along AXIS; past the last, 0."""
+    if MASKED:
+        inside = tl.expand_dims(column + tl.arange(0, BLOCK) < num_cols, 1 - AXIS)
+        codes = tl.load(at + column, mask=inside, other=0.0)
+    else:
+        codes = tl.load(at + column)
+    return codes
+
+
+@triton.jit
 def group_sums(w, a, TOKENS_TALL: tl.constexpr, NATIVE: tl.constexpr):
     """Products of a group's codes.
 
@@ -133,13 +144,8 @@ def _fp8_tiles_kernel(
     factor = tl.load(scale_at + begin) * tl.load(step_at + begin.to(tl.int64) * num_tokens)
     for group in range(begin, end):
         column = group * BLOCK
-        if MASKED:
-            inside = column + k < num_cols
-            w = tl.load(w_at + column, mask=inside[None, :], other=0.0)
-            a = tl.load(a_at + column, mask=inside[:, None], other=0.0)
-        else:
-            w = tl.load(w_at + column)
-            a = tl.load(a_at + column)
+        w = load_group(w_at, column, num_cols, MASKED, 1)
+        a = load_group(a_at, column, num_cols, MASKED, 0)
         # Asked for a step ahead, so that no product waits for its scales.
         later = tl.minimum(group + 1, groups - 1)
         factor_later = tl.load(scale_at + later)

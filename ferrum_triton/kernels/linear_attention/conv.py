@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.linear_attention.sequences import (
@@ -112,12 +113,6 @@ def convolve_block(
     return y
 
 
-@triton.jit
-def silu(x):
-    """x / (1 + e⁻ˣ)"""
-    return x * tl.sigmoid(x)
-
-
 @kernel(dynamic=("num_seqs", "num_tokens", "num_slots"))
 def _causal_conv1d_kernel(
     y_ptr,  # [num_tokens, num_channels]
@@ -167,7 +162,7 @@ def _causal_conv1d_kernel(
         if bias_ptr is not None:
             y += tl.load(bias_ptr + channel, mask=in_channels, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION == "silu":
-            y = silu(y)
+            y = activated(y, ACTIVATION)
         local = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         y_rows = y_ptr + (span.start + local)[:, None] * stride_y_token + channel[None, :]
         in_tile = (local < span.length)[:, None] & in_channels[None, :]
@@ -183,8 +178,8 @@ def block_heuristic(
 ) -> Config:
     """32 tokens of 128 channels on 4 warps, as far as sequences have them.
 
-    What a warp does beside its elements is then a third of its instructions: 1904 of `gdn_prepare`
-    on sm_90, where 16 tokens take 1288.
+    What a warp does beside its elements is then a third of its instructions: `gdn_prepare` has 1904
+    on sm_90, and 1288 with 16 tokens, as :mod:`ferrum_triton.kernels.sass` lists them.
     """
     if each:
         return {"BLOCK_T": 1, "num_warps": 1}

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import triton.language as tl
 from torch import Tensor
 
+from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.linear_attention.conv import (
     Inputs,
     block_config,
     convolve_block,
-    silu,
     tunable_blocks,
 )
 from ferrum_triton.kernels.linear_attention.sequences import (
@@ -101,7 +101,7 @@ def _gdn_prepare_kernel(
             inputs, weight_ptr, stride_weight_channel, span, block, first + d, in_head, WIDTH,
             BLOCK_T, BLOCK_W,
         )  # fmt: skip
-        x = silu(x)
+        x = activated(x, "silu")
         in_tile = known[:, None] & in_head[None, :]
         if is_value:
             v_rows = v_ptr + token[:, None] * stride_v_token + v_head.to(tl.int64) * stride_v_head

@@ -127,16 +127,11 @@ def fits(
     is_gated: bool,
 ) -> str:
     """Why a launch cannot take a shape; "" if it can."""
-    return path_refusal(config, num_experts) or _refusal(gpu, config, element_size, is_gated)
-
-
-def path_refusal(config: Config, num_experts: int) -> str:
-    """Why a launch's path cannot take pairs of so many experts; "" if it can."""
     if config.get("path") == "sorted" and num_experts > MAX_EXPERTS:
         return f"pairs of {MAX_EXPERTS} experts at most are sorted"
     if config.get("path") == "per_pair" and config["BLOCK_M"] != LEAST_PAIRS:
         return f"a pair by itself has a tile of {LEAST_PAIRS}"
-    return ""
+    return _refusal(gpu, config, element_size, is_gated)
 
 
 def _refusal(gpu: Gpu, config: Config, element_size: int, is_gated: bool) -> str:
