@@ -24,6 +24,7 @@ from ferrum_triton.quant import (
     load_compressed_tensors,
     load_gptq,
 )
+from ferrum_triton.quant.float4 import MXFP4_GROUP, NVFP4_GROUP
 from ferrum_triton.quant.fp8 import BLOCK
 from ferrum_triton.quant.integers import LaidOut, targets
 
@@ -31,8 +32,8 @@ METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt")
 # Formats of compressed-tensors whose codes are E2M1: what they are called, the weights that share a
 # scale, and by what else they are scaled.
 FP4_FORMATS = {
-    "nvfp4-pack-quantized": ("NVFP4", 16, "tensor_group"),
-    "mxfp4-pack-quantized": ("MXFP4", 32, "group"),
+    "nvfp4-pack-quantized": ("NVFP4", NVFP4_GROUP, "tensor_group"),
+    "mxfp4-pack-quantized": ("MXFP4", MXFP4_GROUP, "group"),
 }
 # What modelopt writes beside a config.json that says nothing of it.
 MODELOPT_CONFIG = "hf_quant_config.json"
@@ -166,7 +167,7 @@ def _modelopt(found: Mapping[str, Any], path: Path) -> Packing:
     told = found.get("quantization", found)  # as a file of its own has it
     if not isinstance(told, Mapping):
         raise FileError(path, f"quantization of modelopt is {told!r:.80}")
-    _expect(told, path, quant_algo=("NVFP4",), group_size=(None, 16))
+    _expect(told, path, quant_algo=("NVFP4",), group_size=(None, NVFP4_GROUP))
     return Packing("modelopt", 4, symmetric=True, float_format="NVFP4")
 
 
