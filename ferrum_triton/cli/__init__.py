@@ -13,6 +13,7 @@ from ferrum_triton.cli.terminal import (
     complain,
     drop_output,
     flush_output,
+    interrupts_noted,
     note,
 )
 from ferrum_triton.errors import FerrumError
@@ -27,6 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 what a check found wanting, 2 a wrong argument, file or machine, or output that
     cannot be written, 130 Ctrl-C.
     """
+    with interrupts_noted() as interrupts:
+        try:
+            status = _run(argv)
+        except Exception:
+            if not interrupts:
+                raise
+    return 130 if interrupts else status  # whatever a library made of them
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         accept_any_text()
         try:
