@@ -14,9 +14,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ferrum_triton.errors import FerrumError
@@ -125,10 +126,16 @@ class Kernel:
         runtime: names of the parameters that are no constexprs, in the kernel's order.
         constexprs: names of the others.
         dynamic: names of the scalars that change from call to call.
+        source: what Triton compiles of the function.
+        known_of_descriptors: what its code depends on of a descriptor, in a launch's source.
     """
 
+    make_function: ClassVar[type[JITFunction]] = JITFunction
+    source: ClassVar[type[ASTSource]] = ASTSource
+    known_of_descriptors: ClassVar[str] = "{0}.base.dtype, *{0}.block_shape"
+
     def __init__(self, fn: Callable[..., Any], dynamic: Sequence[str] = ()) -> None:
-        self.jit = JITFunction(fn, do_not_specialize=list(dynamic))
+        self.jit = self.make_function(fn, do_not_specialize=list(dynamic))
         self.name = fn.__name__
         self.runtime = tuple(p.name for p in self.jit.params if not p.is_constexpr)
         self.constexprs = tuple(p.name for p in self.jit.params if p.is_constexpr)
@@ -200,10 +207,14 @@ class Kernel:
         first = args[0]
         if first.is_cpu:
             constexprs = {k: v for k, v in meta.items() if k not in OPTIONS}
-            interpreter.run(self.jit, grid, args, constexprs)
+            self.run_on_cpu(grid, args, constexprs)
         elif _recording.get() is None:
             where = f"{self.name} cannot run on {first.device}"
             raise FerrumError(f"{where}; record_launches() lists its launches there")
+
+    def run_on_cpu(self, grid: tuple[int, ...], args: Sequence[Any], constexprs: dict) -> None:
+        """Compute on CPU tensors what a launch computes."""
+        interpreter.run(self.jit, grid, args, constexprs)
 
     def _slowly(
         self, key: tuple, device: int, grid: tuple[int, ...], args: tuple, meta: dict[str, Any]
@@ -306,7 +317,7 @@ def _key_source(kernel: Kernel) -> str:
         f"{first}.dtype",
         *(f"None if {name} is None else {name}.dtype" for name in others),
         *(
-            f"None if {name} is None else ({name}.base.dtype, *{name}.block_shape)"
+            f"None if {name} is None else ({kernel.known_of_descriptors.format(name)})"
             for name in kernel.descriptors
         ),
         *kernel.sizes,

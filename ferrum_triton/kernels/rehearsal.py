@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ferrum_triton.kernels.jit import Kernel, Launch, note_launches
 
@@ -151,11 +150,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Described:
-    """A host tensor descriptor that a launcher hands to a kernel."""
+    """A host tensor descriptor that a launcher hands to a kernel; Gluon's have a layout."""
 
     place: Place
     block: tuple[int, ...]
     padding: str
+    layout: Any
 
 
 @dataclass(frozen=True)
@@ -326,10 +326,11 @@ class _Rehearsal(TorchDispatchMode):
             return Passed(arg.name)
         if type(arg) is StandIn:
             return self.place(arg)
-        if isinstance(arg, TensorDescriptor):
+        if is_descriptor(arg):
             base, offset = self._base_of(arg.base.data_ptr())
             place = Place(base, offset, tuple(arg.shape), tuple(arg.strides), arg.base.dtype)
-            return Described(place, tuple(arg.block_shape), arg.padding)
+            layout = getattr(arg, "layout", None)
+            return Described(place, tuple(arg.block_shape), arg.padding, layout)
         if arg is None or type(arg) in (int, float, bool):
             return arg
         if isinstance(arg, tuple) and all(type(step) is int for step in arg):  # strides
@@ -359,6 +360,11 @@ class _Rehearsal(TorchDispatchMode):
 # Assigned afterwards, so that torch does not wrap it: what a class defines under this name imports
 # torch._dynamo at its first call, which takes seconds.
 _Rehearsal.__torch_dispatch__ = _Rehearsal.meet  # type: ignore[method-assign]
+
+
+def is_descriptor(value: Any) -> bool:
+    """Whether this is a host tensor descriptor, Triton's or Gluon's."""
+    return hasattr(value, "block_shape")
 
 
 def _meta_of(value: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ferrum_triton.kernels import compiled, interpreter
+from ferrum_triton.kernels import compiled
 from ferrum_triton.kernels.jit import INT32, OPTIONS, RECORDINGS, Launch, ReplayTable, note_launches
 from ferrum_triton.kernels.rehearsal import (
     Allocation,
@@ -30,6 +30,7 @@ from ferrum_triton.kernels.rehearsal import (
     ScalarUsed,
     Step,
     Zero,
+    is_descriptor,
     rehearse,
 )
 from ferrum_triton.registry import Op
@@ -177,9 +178,10 @@ def _agrees(
             return isinstance(got, Tensor) and is_at(expected, got, got.shape, got.stride())
         if isinstance(expected, Described):
             return (
-                isinstance(got, TensorDescriptor)
+                is_descriptor(got)
                 and is_at(expected.place, got.base, got.shape, got.strides)
                 and (tuple(got.block_shape), got.padding) == (expected.block, expected.padding)
+                and getattr(got, "layout", None) == expected.layout
             )
         if isinstance(expected, Passed):
             return got is arguments[expected.name]
@@ -417,9 +419,8 @@ class _CpuWriter(_Writer):
     def launch(self, step: Step, launch: Launch) -> None:
         args = "".join(f"{self.argument(arg)}, " for arg in step.args)
         constexprs = {k: v for k, v in step.meta.items() if k not in OPTIONS}
-        before = map(self.constant, (interpreter.run, step.kernel.jit, step.grid))
-        run, kernel, grid = before
-        self.line(f"{run}({kernel}, {grid}, ({args}), {self.constant(constexprs)})")
+        run, grid, meta = map(self.constant, (step.kernel.run_on_cpu, step.grid, constexprs))
+        self.line(f"{run}({grid}, ({args}), {meta})")
 
     def argument(self, arg: Any) -> str:
         if isinstance(arg, Passed):
@@ -427,6 +428,8 @@ class _CpuWriter(_Writer):
         if isinstance(arg, Place):
             return self.view(arg)
         if isinstance(arg, Described):
+            if arg.layout is not None:
+                raise NotReplayable("Gluon's kernels are emulated on CPU tensors, never replayed")
             shape, strides = [*arg.place.shape], [*arg.place.strides]
             rest = map(self.constant, (shape, strides, [*arg.block], arg.padding))
             make = self.constant(TensorDescriptor)

@@ -128,4 +128,4 @@ def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
         signature[name] = "constexpr"
         constants[positions[name],] = value
     ordered = {p.name: signature[p.name] for p in kernel.params}
-    return ASTSource(kernel, ordered, constants, attributes), options
+    return launch.kernel.source(kernel, ordered, constants, attributes), options
