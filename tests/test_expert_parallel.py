@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import faulthandler
 import functools
 import itertools
 
@@ -22,6 +23,7 @@ from ferrum_triton.testing import assert_close
 from tests.tiny_models import write_gguf
 
 WORLD = 2
+LONGEST = 240  # seconds of a rank, most of which go into compiling
 NUM_EXPERTS, TOP_K, HIDDEN, INNER = 6, 3, 64, 32
 SHAPES = [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]
 SHARES = [(3, 3), (1, 5), (0, 6), (6, 0)]
@@ -33,7 +35,8 @@ def ranges(counts):
 
 
 def check_rank(rank, library, rendezvous, check):
-    """What one of the ranks does and sees."""
+    """What one of the ranks does and sees; one that hangs ends, and says where."""
+    faulthandler.dump_traceback_later(LONGEST, exit=True)
     torch.set_num_threads(1)  # ranks share the processors
     if library == "nccl":
         torch.cuda.set_device(rank)
@@ -48,6 +51,7 @@ def check_rank(rank, library, rendezvous, check):
     with torch.inference_mode():
         check(backend, collective)
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def check_all(backend, collective):
