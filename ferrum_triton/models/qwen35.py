@@ -25,6 +25,7 @@ from ferrum_triton.models.mixtures import QWEN3_MOE_NAMES, MixtureSource
 from ferrum_triton.models.qwen35_config import Qwen35Config
 from ferrum_triton.models.step import Spans, Step
 from ferrum_triton.models.weights import LayerWeights, LlamaLoader
+from ferrum_triton.ops.linear_attention.delta import MOST_IN_TURN
 from ferrum_triton.quant import Fp8Blocks, Reordered
 from ferrum_triton.quant.fp8 import BLOCK
 from ferrum_triton.quant.reordered import take_rows
@@ -64,12 +65,6 @@ _GATES = ("beta", "alpha")
 _NESTED = "model.language_model."
 # Parts of Hugging Face's files that are not run: the vision tower, and layers that guess ahead.
 _LEFT_OUT = ("model.visual.", "mtp.")
-
-MOST_IN_TURN = 16
-"""Tokens of a sequence that the delta rule takes in turn; more are taken in chunks of 64.
-
-A quarter of a chunk, which has not been measured.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,14 @@ from ferrum_triton.ops.linear_attention.sequences import (
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, Op, op
 
+MAX_HEAD_DIM = 256
+
+MOST_IN_TURN = 16
+"""Tokens of a sequence that models take in turn; more are taken in chunks of 64.
+
+A quarter of a chunk, which has not been measured.
+"""
+
 DELTA_TENSORS = {
     "q": "T[num_tokens, num_k_heads, head_k_dim]",
     "k": "T[num_tokens, num_k_heads, head_k_dim]",
@@ -92,8 +100,8 @@ def check_delta(of_op: Op, q, v, states, slots, cu_seqlens, pos_offsets) -> None
         got = f"of {num_v_heads} heads over {num_k_heads} key heads"
         of_op.reject("v", got, "a multiple of the key heads")
     for name, width in (("q", head_k_dim), ("v", head_v_dim)):
-        if not 1 <= width <= 256:
-            of_op.reject(name, f"of heads of {width}", "heads of 1 to 256")
+        if not 1 <= width <= MAX_HEAD_DIM:
+            of_op.reject(name, f"of heads of {width}", f"heads of 1 to {MAX_HEAD_DIM}")
     check_sequences(of_op, q.shape[0], states, slots, cu_seqlens, pos_offsets)
 
 
