@@ -82,6 +82,21 @@ def test_a_model_s_heads(seq_lens):
 
 
 @both
+@pytest.mark.parametrize("op", DELTA)
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_value_heads_in_turns_by_key_heads(backend_name, op, group):
+    """What heads give is the same wherever they stand, once each has its key head."""
+    backend, heads = get_backend(backend_name), 2 * group
+    arguments = delta(backend, [70], heads=(2, group))
+    turns = torch.arange(heads).view(2, group).T.flatten()  # 0, group, 1, group + 1, ...
+    other = {**arguments, "states": arguments["states"][:, turns], "tiled_values": True}
+    other |= {name: arguments[name][:, turns] for name in ("v", "g", "beta")}
+    want, got = (getattr(backend, op)(**case) for case in (arguments, other))
+    assert torch.equal(got, want[:, turns])
+    assert torch.equal(other["states"], arguments["states"][:, turns])
+
+
+@both
 @limits(max_examples=6)
 @given(cuts=st.lists(st.integers(0, 150), max_size=3), chunked=st.booleans())
 def test_a_sequence_in_any_parts(backend_name, cuts, chunked):
