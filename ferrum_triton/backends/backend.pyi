@@ -1462,7 +1462,7 @@ class Backend:
         Args:
             values: [..., hidden_size]; rows may be strided.
             gate: [..., hidden_size], as beside the queries of gated attention, or [..., 1], as of a
-                shared expert.
+                shared expert; any float dtype.
             residual: [..., hidden_size], of values' dtype or float32; None adds nothing.
 
         Returns:
