@@ -258,13 +258,13 @@ def _(
         Case(
             f"bf16/k16v32d128/{name}{batch}x{q_len}",
             torch.bfloat16,
-            {"batch": batch, "q_len": q_len, **HEADS, "tiled_values": bool(name)},
+            {"batch": batch, "q_len": q_len, **HEADS, **axes},
         )
-        for name, batch, q_len in (
-            ("", 1, 4096),
-            ("", 1, 8192),
-            ("", 8, 4096),
-            ("tiled/", 1, 4096),
+        for name, batch, q_len, axes in (
+            ("", 1, 4096, {}),
+            ("", 1, 8192, {}),
+            ("", 8, 4096, {}),
+            ("tiled/", 1, 4096, {"tiled_values": True}),
         )
     ],
     mutates=("states",),
