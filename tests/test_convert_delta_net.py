@@ -359,11 +359,17 @@ def test_other_delta_nets_are_left_alone():
 def test_what_there_is_no_kernel_for(changed, reason):
     model = make("qwen3_5", layer_types=LAYERS[:2], num_hidden_layers=2, **changed)
     assert why_not(model.model.layers[0].linear_attn) == reason
-    assert why_not(nn.Linear(2, 2)) == "its formula is not known"
     want, _ = in_chunks(model, batch(9), [5, 1, 3])
     convert(model)
     got, _ = in_chunks(model, batch(9), [5, 1, 3])
     torch.testing.assert_close(got, want, **BOUND)
+
+
+def test_where_there_is_no_kernel():
+    with torch.device("meta"):  # for want of an Apple GPU
+        layer = make("qwen3_5").model.layers[0].linear_attn
+    assert why_not(layer) == "meta has no kernel for it"
+    assert why_not(nn.Linear(2, 2)) == "its formula is not known"
 
 
 def test_what_cannot_be_heeded_is_refused():

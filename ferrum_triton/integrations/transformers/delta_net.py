@@ -36,6 +36,8 @@ def why_not(module: nn.Module) -> str | None:
         return "its formula is not known"
     if getattr(forward, "__module__", None) != kind.__module__:
         return "its forward is not its class's own"
+    if module.A_log.device.type not in ("cpu", "cuda"):
+        return f"{module.A_log.device.type} has no kernel for it"
     if module.activation not in ("silu", "swish"):
         return "its activation is not silu"
     if module.conv_kernel_size > MAX_WIDTH:

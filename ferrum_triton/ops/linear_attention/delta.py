@@ -63,6 +63,12 @@ DELTA_AXES = {
 HEADS = {"num_k_heads": 16, "group_size": 2, "head_k_dim": 128, "head_v_dim": 128}
 
 
+def key_heads(num_k_heads: int, num_v_heads: int, tiled_values: bool, device) -> Tensor:
+    """The key head of each value head."""
+    head = torch.arange(num_v_heads, device=device)
+    return head % num_k_heads if tiled_values else head // (num_v_heads // num_k_heads)
+
+
 def delta_rule(
     q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale, tiled_values
 ) -> Tensor:
@@ -73,9 +79,8 @@ def delta_rule(
         state = widen(v.new_zeros(batch.start.shape[0], num_v_heads, head_k_dim, head_v_dim))
     else:
         state = read_states(states, batch.source)
-    head = torch.arange(num_v_heads, device=v.device)
-    key_head = head % q.shape[1] if tiled_values else head // (num_v_heads // q.shape[1])
-    q, k = (widen(t)[:, key_head, :, None] for t in (q, k))
+    heads = key_heads(q.shape[1], num_v_heads, tiled_values, v.device)
+    q, k = (widen(t)[:, heads, :, None] for t in (q, k))
     query_scale = head_k_dim**-0.5 if query_scale is None else query_scale
     decay = widen(g).exp()[..., None, None]
     y = widen(torch.zeros_like(v))
