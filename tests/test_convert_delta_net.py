@@ -372,6 +372,7 @@ def test_where_there_is_no_kernel():
     assert why_not(nn.Linear(2, 2)) == "its formula is not known"
 
 
+@torch.inference_mode()
 def test_what_cannot_be_heeded_is_refused():
     model = make("qwen3_next")
     report = convert(model)
@@ -383,6 +384,13 @@ def test_what_cannot_be_heeded_is_refused():
     for name in ("cu_seq_lens_q", "seq_idx"):
         with pytest.raises(InputError, match=f"{name} is given"):
             layer(x, **{name: torch.tensor([0, 2, 4], dtype=torch.int32)})
+    cache = transformers.DynamicCache(config=model.config)
+    layer(x, cache_params=cache)
+    held = [cache.get_recurrent_state(0).clone(), cache.get_conv_state(0).clone()]
+    with pytest.raises(InputError, match="cache_params is of 1 sequences; allowed: one of 3"):
+        layer(torch.randn(3, 1, 64), cache_params=cache)
+    assert torch.equal(cache.get_recurrent_state(0), held[0])
+    assert torch.equal(cache.get_conv_state(0), held[1])
     report.undo()
     with pytest.raises(InputError, match=r"model is of torch\.float64"):
         convert(model.double())

@@ -7,13 +7,14 @@ installed, is two launches here. States are those of transformers' cache, update
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ferrum_triton.errors import InputError
 from ferrum_triton.integrations.transformers.layers import backend_of
+from ferrum_triton.integrations.transformers.recognise import has_hooks
 from ferrum_triton.ops.linear_attention.conv import MAX_WIDTH
 from ferrum_triton.ops.linear_attention.delta import MAX_HEAD_DIM, MOST_IN_TURN
 
@@ -45,8 +46,7 @@ def why_not(module: nn.Module) -> str | None:
     width = max(module.head_k_dim, module.head_v_dim)
     if width > MAX_HEAD_DIM:
         return f"no kernel takes heads of {width}"
-    conv = module.conv1d
-    if hasattr(conv, "_hf_hook") or conv._forward_hooks or conv._forward_pre_hooks:
+    if has_hooks(module.conv1d):
         return "its convolution has hooks, which a replacement would not call"
     return None
 
@@ -91,12 +91,11 @@ class GatedDeltaNet(nn.Module):
             As hidden_states.
 
         Raises:
-            InputError: sequences are packed into one row.
+            InputError: sequences are packed into one row, or the cache has others than these.
         """
         for name in PACKED:
             if others.get(name) is not None:
-                advice = "Give each sequence a row, with padding."
-                raise InputError("gated DeltaNet", name, "given", "None", advice)
+                _refuse(name, "given", "None", "Give each sequence a row, with padding.")
         if attention_mask is not None:
             masked = hidden_states * attention_mask[..., None]
             hidden_states = masked.to(hidden_states.dtype)
@@ -108,6 +107,9 @@ class GatedDeltaNet(nn.Module):
         if state is None:
             shape = batch, self.num_v_heads, self.head_k_dim, self.head_v_dim
             state = torch.zeros(shape, dtype=torch.float32, device=device)
+        elif len(state) != batch:
+            got, allowed = f"of {len(state)} sequences", f"one of {batch}, as hidden_states"
+            _refuse("cache_params", got, allowed, "Begin another cache.")
         inputs = self._inputs(cache_params, qkv.unflatten(0, (batch, length)))
         ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
         where = {"slots": self.slots[:batch]}
@@ -185,6 +187,10 @@ class GatedDeltaNet(nn.Module):
                 torch._dynamo.mark_static_address(held)  # as the cache does, for captured graphs
             cache.layers[self.layer_idx].conv_states[0] = held
         return held.transpose(1, 2)
+
+
+def _refuse(argument: str, got: str, allowed: str, advice: str) -> NoReturn:
+    raise InputError("gated DeltaNet", argument, got, allowed, advice)
 
 
 def _by_parts(was: Any) -> Tensor:

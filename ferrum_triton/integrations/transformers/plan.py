@@ -14,7 +14,13 @@ from ferrum_triton.integrations.transformers import delta_net, layers
 from ferrum_triton.integrations.transformers.file import File, Stored
 from ferrum_triton.integrations.transformers.kernel import KINDS
 from ferrum_triton.integrations.transformers.library import part
-from ferrum_triton.integrations.transformers.recognise import is_silu, mlp_of, norm_of, scale_of
+from ferrum_triton.integrations.transformers.recognise import (
+    has_hooks,
+    is_silu,
+    mlp_of,
+    norm_of,
+    scale_of,
+)
 from ferrum_triton.integrations.transformers.report import Left
 from ferrum_triton.quant import QuantizedTensor
 
@@ -134,7 +140,7 @@ class Plan:
             make = self._delta_net
         if make is None:
             return None
-        if hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks:
+        if has_hooks(module):
             return "it has hooks, which a replacement would not call"
         return make(names, module)
 
