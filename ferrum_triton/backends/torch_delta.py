@@ -124,7 +124,7 @@ def _chunk(
         state: [num_heads, head_k_dim, head_v_dim].
     """
     total = g.clamp(min=LEAST_GATE).cumsum(dim=1)[..., None]
-    decay = (total - total.mT).tril().exp().tril()  # of what lies between two tokens
+    decay = (total - total.mT).exp().tril()  # from one token to another behind it
     alike = (beta[..., None] * decay * (k @ k.mT)).tril(-1)
     wanted = beta[..., None] * (v - total.exp() * (k @ state))
     change = torch.linalg.solve_triangular(alike, wanted, upper=False, unitriangular=True)
