@@ -114,6 +114,7 @@ FAMILIES = {
     METAL + "routing": ("", "metal_shaders@route or tpe"),
     METAL + "sampling": ("", "metal_shaders@argmax"),
     METAL + "shader": ("", "metal_shaders@not sanitized and not barrier and not edge_values"),
+    "ferrum_triton/backends/torch_delta": ("cpu and gdn", "test_gdn test_gdn_layer"),
     "ferrum_triton/backends/torch_paged": (
         "cpu and (paged or cache)",
         "test_paged_cache test_paged_attention",
@@ -150,6 +151,7 @@ FAMILIES = {
         "",
         "test_convert test_transformers_attention test_flash_attn_door",
     ),
+    "ferrum_triton/integrations/transformers/delta_net": ("", "test_convert_delta_net"),
     "ferrum_triton/integrations/flash_attn": ("", "test_flash_attn_door"),
     "ferrum_triton/runtime/": (
         "",

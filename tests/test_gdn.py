@@ -18,6 +18,7 @@ KERNELS = [name for name in BACKENDS if name != "cpu"]
 on_kernels = pytest.mark.parametrize("backend_name", KERNELS)
 INF, NAN = float("inf"), float("nan")
 DELTA = ("gdn_decode", "gdn_prefill")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def delta(backend, seq_lens, dtype=torch.float16, seed=0, heads=(1, 2), width=16, **axes):
@@ -79,6 +80,21 @@ def test_a_model_s_heads(seq_lens):
     got = backend.gdn_prefill(**arguments)
     assert_close(got, want)
     assert_close(arguments["states"].bfloat16(), tokens["states"])
+
+
+@both
+@pytest.mark.parametrize("op", DELTA)
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_value_heads_in_turns_by_key_heads(backend_name, op, group):
+    """What heads give is the same wherever they stand, once each has its key head."""
+    backend, heads = get_backend(backend_name), 2 * group
+    arguments = delta(backend, [70], heads=(2, group))
+    turns = torch.arange(heads).view(2, group).T.flatten()  # 0, group, 1, group + 1, ...
+    other = {**arguments, "states": arguments["states"][:, turns], "tiled_values": True}
+    other |= {name: arguments[name][:, turns] for name in ("v", "g", "beta")}
+    want, got = (getattr(backend, op)(**case) for case in (arguments, other))
+    assert torch.equal(got, want[:, turns])
+    assert torch.equal(other["states"], arguments["states"][:, turns])
 
 
 @both
@@ -352,3 +368,25 @@ def test_gates_in_place(backend_name):
     want = residual.double() + values.double() * token.double().sigmoid()
     backend.sigmoid_gate(values, token, residual, out=residual)
     assert_close(residual, want)
+
+
+@both
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("dtypes", list(itertools.permutations(FLOATS, 2)))
+def test_a_gate_of_another_dtype(backend_name, dtypes, per_token):
+    """It is not rounded to the values' own, which might not have it at all."""
+    backend = get_backend(backend_name)
+    of_values, of_gate = dtypes
+    values = TensorFactory(of_values, backend.device, 0).randn(5, 4, 16)
+    gate = TensorFactory(of_gate, backend.device, 1).randn(5, 4, 1 if per_token else 16, scale=3.0)
+    gate[0], gate[1] = 70000.0, -INF  # in float16 infinite
+    want = values.double() * gate.double().sigmoid()
+    got = backend.sigmoid_gate(values, gate)
+    assert got.dtype == of_values
+    assert_close(got, want)
+    assert torch.equal(got[0], values[0]) and not got[1].any()
+    for dtype in {of_values, torch.float32}:
+        residual = TensorFactory(dtype, backend.device, 2).randn(5, 4, 16)
+        added = residual.double() + want
+        assert backend.sigmoid_gate(values, gate, residual, out=residual) is residual
+        assert_close(residual, added)

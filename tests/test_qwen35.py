@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+from collections import Counter
 
 import pytest
 import torch
 
+from bench import decode, launches
 from ferrum_triton import get_backend
 from ferrum_triton.models import load_model
 from ferrum_triton.models.experts import mixture
@@ -56,6 +58,7 @@ def configured(kind, **changed):
 
 def make(kind, **changed):
     config = configured(kind, **changed)
+    torch.manual_seed(0)
     return shaken(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
@@ -180,6 +183,15 @@ def test_a_gguf_file_is_what_transformers_reads_of_it(architecture, tmp_path):
     parts = packed.weights.layers[0].qkv.weight.parts
     assert all(isinstance(part, QuantizedTensor) for part in parts), "they stay packed"
     assert_same(run(packed, *ids[:7].split([5, 1, 1])), run(model, ids[:7]))
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_heads_as_a_file_has_them_take_no_launch_more(batch):
+    """A layer's convolution, its rule and its norm are a launch each, of Qwen3.5-9B's shape."""
+    recorded = launches.record(decode.meta_call(f"decode/qwen3.5-9b/q4_K/b{batch}/ctx1024"))
+    names = Counter(launch.kernel.name for launch in recorded.launches)
+    kernels = ("_gdn_prepare_kernel", "_gdn_decode_kernel", "_gated_rms_norm_kernel")
+    assert [names[name] for name in kernels] == [24, 24, 24]
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from tests.tiny_models import write_gguf
 HIDDEN, INNER, VOCAB, HEAD_DIM, LAYERS, EXPERTS = 64, 96, 96, 32, 2, 4
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "IQ4_NL")  # of 32 weights a block, one after the other
 # Of gated DeltaNet: heads of keys and of values, their width, taps of the convolution.
-KEY_HEADS, VALUE_HEADS, TAPS = 2, 4, 4
+KEY_HEADS, VALUE_HEADS, TAPS = 2, 6, 4
 KEY_DIM, VALUE_DIM = KEY_HEADS * HEAD_DIM, VALUE_HEADS * HEAD_DIM
 
 ATTENTION = {

@@ -1375,6 +1375,7 @@ class Backend:
         pos_offsets: Tensor | None = None,
         kept_slots: Tensor | None = None,
         query_scale: float | None = None,
+        tiled_values: bool = False,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -1395,6 +1396,8 @@ class Backend:
             slots, cu_seqlens, pos_offsets, kept_slots: as in
                 :mod:`ferrum_triton.ops.linear_attention.sequences`.
             query_scale: None means 1 / sqrt(head_k_dim).
+            tiled_values: whether value head h has key head h % num_k_heads, and not
+                h // (num_v_heads / num_k_heads).
 
         Returns:
             [num_tokens, num_v_heads, head_v_dim] in v's dtype; computed in float32.
@@ -1413,6 +1416,7 @@ class Backend:
         cu_seqlens: Tensor | None = None,
         pos_offsets: Tensor | None = None,
         query_scale: float | None = None,
+        tiled_values: bool = False,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -1432,6 +1436,8 @@ class Backend:
             slots, cu_seqlens, pos_offsets: as in
                 :mod:`ferrum_triton.ops.linear_attention.sequences`.
             query_scale: None means 1 / sqrt(head_k_dim).
+            tiled_values: whether value head h has key head h % num_k_heads, and not
+                h // (num_v_heads / num_k_heads).
 
         Returns:
             [num_tokens, num_v_heads, head_v_dim] in v's dtype. Products are of values in v's dtype,
@@ -1456,7 +1462,7 @@ class Backend:
         Args:
             values: [..., hidden_size]; rows may be strided.
             gate: [..., hidden_size], as beside the queries of gated attention, or [..., 1], as of a
-                shared expert.
+                shared expert; any float dtype.
             residual: [..., hidden_size], of values' dtype or float32; None adds nothing.
 
         Returns:

@@ -25,6 +25,7 @@ from ferrum_triton.models.mixtures import QWEN3_MOE_NAMES, MixtureSource
 from ferrum_triton.models.qwen35_config import Qwen35Config
 from ferrum_triton.models.step import Spans, Step
 from ferrum_triton.models.weights import LayerWeights, LlamaLoader
+from ferrum_triton.ops.linear_attention.delta import MOST_IN_TURN
 from ferrum_triton.quant import Fp8Blocks, Reordered
 from ferrum_triton.quant.fp8 import BLOCK
 from ferrum_triton.quant.reordered import take_rows
@@ -59,17 +60,9 @@ _FUSED = {
 # Hugging Face's files hold what a norm multiplies by less one.
 HF_NORM_OFFSET = 1.0
 
-# What says how much a state takes in, and how much it loses.
-_GATES = ("beta", "alpha")
 _NESTED = "model.language_model."
 # Parts of Hugging Face's files that are not run: the vision tower, and layers that guess ahead.
 _LEFT_OUT = ("model.visual.", "mtp.")
-
-MOST_IN_TURN = 16
-"""Tokens of a sequence that the delta rule takes in turn; more are taken in chunks of 64.
-
-A quarter of a chunk, which has not been measured.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,25 +113,18 @@ class Qwen35Loader(LlamaLoader):
 
     def delta_net(self, prefix: str, common: dict[str, Any]) -> DeltaWeights:
         config, hidden = self.config, self.config.hidden_size
-        heads = torch.arange(config.num_v_heads)  # of values, by key heads
-        if config.has_tiled_values:
-            heads = heads.view(-1, config.num_k_heads).T.flatten()
-        values = heads[:, None] * config.head_v_dim + torch.arange(config.head_v_dim)
-        keys = 2 * config.key_dim
-        channels = torch.cat((torch.arange(keys), keys + values.flatten()))
         if f"{prefix}ssm_in.weight" in self.source:
             parts = [self.rows(f"{prefix}ssm_in.weight", hidden, self._by_key_head())]
         else:
-            parts = [
-                self.rows(f"{prefix}attn_qkv.weight", hidden, channels),
-                self.rows(f"{prefix}attn_gate.weight", hidden, values.flatten()),
-            ]
+            sizes = {"attn_qkv": config.num_channels, "attn_gate": config.value_dim}
+            parts = [self.matrix(f"{prefix}{x}.weight", (n, hidden)) for x, n in sizes.items()]
         if f"{prefix}ssm_ba.weight" in self.source:
             by_head = torch.arange(2 * config.num_v_heads).view(config.num_k_heads, 2, -1)
             order = by_head.transpose(0, 1).flatten()
             parts.append(self.rows(f"{prefix}ssm_ba.weight", hidden, order))
         else:
-            parts += [self.rows(f"{prefix}ssm_{b}.weight", hidden, heads) for b in _GATES]
+            size = config.num_v_heads, hidden
+            parts += [self.matrix(f"{prefix}ssm_{x}.weight", size) for x in ("beta", "alpha")]
         decay = self.plain(f"{prefix}ssm_a", (config.num_v_heads,))
         if not self.allow_non_finite and (decay > 0).any():
             raise self.error(f"{prefix}ssm_a", "lets states grow: expected numbers up to 0")
@@ -148,9 +134,9 @@ class Qwen35Loader(LlamaLoader):
             q_norm=None,
             k_norm=None,
             attn_out=self.linear(prefix, {"ssm_out": hidden}, config.value_dim),
-            taps=self.plain(f"{prefix}ssm_conv1d.weight", (len(channels), config.taps))[channels],
-            a_log=(-decay[heads]).log(),
-            dt_bias=self.plain(f"{prefix}ssm_dt.bias", (config.num_v_heads,))[heads],
+            taps=self.plain(f"{prefix}ssm_conv1d.weight", (config.num_channels, config.taps)),
+            a_log=(-decay).log(),
+            dt_bias=self.plain(f"{prefix}ssm_dt.bias", (config.num_v_heads,)),
             head_norm=self.plain(f"{prefix}ssm_norm.weight", (config.head_v_dim,)),
         )
 
@@ -334,13 +320,7 @@ class Qwen35(Llama):
             **where,
         )
         rule = backend.gdn_prefill if longest > MOST_IN_TURN else backend.gdn_decode
-        core = rule(*prepared, states[1], **where)
-        # The last product takes values as the file has them.
-        num_tokens, num_k_heads = core.shape[0], config.num_k_heads
-        heads = (num_tokens, num_k_heads, -1, config.head_v_dim)
-        core, z = core.view(heads), z.unflatten(1, heads[1:])
-        out = core.new_empty(num_tokens, config.value_dim)
-        tiled = out.view(num_tokens, -1, num_k_heads, config.head_v_dim).transpose(1, 2)
-        ordered = tiled if config.has_tiled_values else out.view(heads)
-        backend.gated_rms_norm(core, z, layer.head_norm, config.rms_norm_eps, out=ordered)
-        return out
+        core = rule(*prepared, states[1], **where, tiled_values=config.has_tiled_values)
+        z = z.unflatten(1, core.shape[1:])
+        out = backend.gated_rms_norm(core, z, layer.head_norm, config.rms_norm_eps)
+        return out.flatten(1)

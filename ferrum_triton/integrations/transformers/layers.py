@@ -172,7 +172,8 @@ class GatedRMSNorm(nn.Module):
         self.weight, self.eps = weight, eps
 
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        x, z = hidden_states.contiguous(), gate.contiguous()
+        # Rows may be strided: of a product with others, z is some columns.
+        x, z = (t if t.stride(-1) == 1 else t.contiguous() for t in (hidden_states, gate))
         return backend_of(x).gated_rms_norm(x, z, self.weight, self.eps)
 
     def extra_repr(self) -> str:

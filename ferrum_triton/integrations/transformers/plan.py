@@ -10,11 +10,17 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ferrum_triton.integrations.transformers import layers
+from ferrum_triton.integrations.transformers import delta_net, layers
 from ferrum_triton.integrations.transformers.file import File, Stored
 from ferrum_triton.integrations.transformers.kernel import KINDS
 from ferrum_triton.integrations.transformers.library import part
-from ferrum_triton.integrations.transformers.recognise import is_silu, mlp_of, norm_of, scale_of
+from ferrum_triton.integrations.transformers.recognise import (
+    has_hooks,
+    is_silu,
+    mlp_of,
+    norm_of,
+    scale_of,
+)
 from ferrum_triton.integrations.transformers.report import Left
 from ferrum_triton.quant import QuantizedTensor
 
@@ -130,9 +136,11 @@ class Plan:
         has_layers = hasattr(module, "gate_proj") and hasattr(module, "down_proj")
         if make is None and (has_layers or name.endswith(("MLP", "FeedForward"))):
             make = self._mlp
+        if make is None and name.endswith("GatedDeltaNet"):
+            make = self._delta_net
         if make is None:
             return None
-        if hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks:
+        if has_hooks(module):
             return "it has hooks, which a replacement would not call"
         return make(names, module)
 
@@ -303,6 +311,12 @@ class Plan:
             return layers.GatedMLP({n: getattr(module, n) for n in mlp.layers}, mlp.activation)
 
         return Step(names, module, build, is_outer=True)
+
+    def _delta_net(self, names: list[str], module: nn.Module) -> Step | str:
+        reason = delta_net.why_not(module)
+        if reason is not None:
+            return reason
+        return Step(names, module, lambda: delta_net.GatedDeltaNet(module), is_outer=True)
 
 
 def _from_file(stored: Stored, device: torch.device, dtype: torch.dtype) -> Source:

@@ -96,6 +96,12 @@ def scale_of(module: nn.Embedding) -> Tensor | None:
     return scale.clone() if is_scaled else None
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module calls more than its ``forward``, accelerate's hooks among it."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return hasattr(module, "_hf_hook") or bool(hooks)
+
+
 def is_silu(function: Any) -> bool:
     """Whether an activation is silu."""
     x = _random(16) * 3

@@ -4,6 +4,7 @@ A state is read once, held in registers for all tokens of its sequence, and writ
 programs keep the memory busy.
 """
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,6 +16,12 @@ from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops.linear_attention import delta as ops
+
+
+@triton.jit
+def key_head_of(head, num_v_heads, group, TILED: tl.constexpr):
+    """The key head of a value head, ``group`` of which have the same."""
+    return head % (num_v_heads // group) if TILED else head // group
 
 
 @kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "query_scale"))
@@ -51,6 +58,7 @@ def _gdn_decode_kernel(
     num_tokens,
     num_slots,
     query_scale,
+    TILED: tl.constexpr,
     EACH: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim
     BLOCK_V: tl.constexpr,
@@ -79,7 +87,7 @@ def _gdn_decode_kernel(
         known = in_state & (span.source >= 0)
         state = tl.load(states_ptr + source + in_head, mask=known, other=0.0).to(tl.float32)
 
-    k_head = head // group
+    k_head = key_head_of(head, num_v_heads, group, TILED)
     q_row = q_ptr + k_head * stride_q_head + key
     k_row = k_ptr + k_head * stride_k_head + key
     v_row = v_ptr + head * stride_v_head + value
@@ -156,6 +164,7 @@ def launch_tokens(
     layout: Layout,
     kept_slots: Tensor | None,
     query_scale: float | None,
+    tiled_values: bool,
 ) -> None:
     """y ← the recurrence of tokens, one after the other."""
     num_k_heads, head_k_dim = q.shape[1:]
@@ -191,6 +200,7 @@ def launch_tokens(
         head_k_dim=head_k_dim,
         head_v_dim=head_v_dim,
         query_scale=head_k_dim**-0.5 if query_scale is None else query_scale,
+        TILED=tiled_values,
         EACH=layout.each,
         BLOCK_K=next_power_of_2(head_k_dim),
         **layout.tensors,
@@ -211,11 +221,12 @@ def gdn_decode(
     pos_offsets: Tensor | None = None,
     kept_slots: Tensor | None = None,
     query_scale: float | None = None,
+    tiled_values: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
     y = v.new_empty(v.shape) if out is None else out
     layout = layout_of(v.shape[0], states, slots, cu_seqlens, pos_offsets)
     if y.numel() and layout.num_seqs:
-        launch_tokens(y, q, k, v, g, beta, states, layout, kept_slots, query_scale)
+        launch_tokens(y, q, k, v, g, beta, states, layout, kept_slots, query_scale, tiled_values)
     return y

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.linear_attention.delta import launch_tokens
+from ferrum_triton.kernels.linear_attention.delta import key_head_of, launch_tokens
 from ferrum_triton.kernels.linear_attention.sequences import (
     Batch,
     block_of,
@@ -95,6 +95,7 @@ def _gdn_chunk_kernel(
     num_tokens,
     num_slots,
     query_scale,
+    TILED: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
     PDL: tl.constexpr,
 ):
@@ -112,7 +113,7 @@ def _gdn_chunk_kernel(
         token = span.start + block * CHUNK + i
         known = i < rest
         in_rows = known[:, None] & (key < head_k_dim)[None, :]
-        k_head = head // group
+        k_head = key_head_of(head, num_v_heads, group, TILED)
         k_rows = k_ptr + token[:, None] * stride_k_token + k_head * stride_k_head + key[None, :]
         q_rows = q_ptr + token[:, None] * stride_q_token + k_head * stride_q_head + key[None, :]
         k = tl.load(k_rows, mask=in_rows, other=0.0)
@@ -170,6 +171,7 @@ def _gdn_scan_kernel(
     num_tokens,
     num_slots,
     query_scale,
+    TILED: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
@@ -197,7 +199,7 @@ def _gdn_scan_kernel(
         state = tl.load(states_ptr + source + in_head, mask=known, other=0.0).to(tl.float32)
 
     element: tl.constexpr = v_ptr.dtype.element_ty
-    k_head = head // group
+    k_head = key_head_of(head, num_v_heads, group, TILED)
     for first in range(0, span.length, CHUNK):
         in_chunk = i < span.length - first
         token = span.start + first + i
@@ -302,6 +304,7 @@ def gdn_prefill(
     cu_seqlens: Tensor | None = None,
     pos_offsets: Tensor | None = None,
     query_scale: float | None = None,
+    tiled_values: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -314,7 +317,7 @@ def gdn_prefill(
     if layout.num_seqs == 0:
         return y
     if v.dtype == torch.float32 or layout.each:
-        launch_tokens(y, q, k, v, g, beta, states, layout, None, query_scale)
+        launch_tokens(y, q, k, v, g, beta, states, layout, None, query_scale, tiled_values)
         return y
     heads = layout.num_seqs * num_v_heads
     config = dict(prefill_config.pick(q.device, heads, head_k_dim, head_v_dim))
@@ -333,6 +336,7 @@ def gdn_prefill(
         "group": num_v_heads // num_k_heads,
         "head_k_dim": head_k_dim,
         "query_scale": head_k_dim**-0.5 if query_scale is None else query_scale,
+        "TILED": tiled_values,
         "BLOCK_K": max(next_power_of_2(head_k_dim), 16),
         **layout.tensors,
     }

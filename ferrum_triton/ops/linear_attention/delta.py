@@ -9,7 +9,10 @@ says of the token's key, and moves that towards the token's value::
 
 States are [num_slots, num_v_heads, head_k_dim, head_v_dim], values innermost: sums over keys then
 run along the registers of a thread, where keys innermost would be summed across a warp for each
-value. Value head h has key head h // (num_v_heads / num_k_heads).
+value.
+
+Value head h has key head h // (num_v_heads / num_k_heads); with ``tiled_values`` it has key head
+h % num_k_heads, as in llama.cpp's files of Qwen3.5, whose products then need no other order.
 """
 
 import torch
@@ -30,6 +33,14 @@ from ferrum_triton.ops.linear_attention.sequences import (
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, Op, op
 
+MAX_HEAD_DIM = 256
+
+MOST_IN_TURN = 16
+"""Tokens of a sequence that models take in turn; more are taken in chunks of 64.
+
+A quarter of a chunk, which has not been measured.
+"""
+
 DELTA_TENSORS = {
     "q": "T[num_tokens, num_k_heads, head_k_dim]",
     "k": "T[num_tokens, num_k_heads, head_k_dim]",
@@ -46,13 +57,20 @@ DELTA_AXES = {
     "head_v_dim": (1, 16, 24),
     "state_dtype": (torch.bfloat16, torch.float32),
     "query_scale": (None, 0.5),
+    "tiled_values": (False, True),
     **SEQUENCE_AXES,
 }
 HEADS = {"num_k_heads": 16, "group_size": 2, "head_k_dim": 128, "head_v_dim": 128}
 
 
+def key_heads(num_k_heads: int, num_v_heads: int, tiled_values: bool, device) -> Tensor:
+    """The key head of each value head."""
+    head = torch.arange(num_v_heads, device=device)
+    return head % num_k_heads if tiled_values else head // (num_v_heads // num_k_heads)
+
+
 def delta_rule(
-    q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale
+    q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale, tiled_values
 ) -> Tensor:
     """The recurrence, token by token; states are written."""
     (num_tokens, num_v_heads, head_v_dim), head_k_dim = v.shape, q.shape[2]
@@ -61,8 +79,8 @@ def delta_rule(
         state = widen(v.new_zeros(batch.start.shape[0], num_v_heads, head_k_dim, head_v_dim))
     else:
         state = read_states(states, batch.source)
-    group = num_v_heads // max(q.shape[1], 1)
-    q, k = (widen(t).repeat_interleave(group, dim=1)[..., None] for t in (q, k))
+    heads = key_heads(q.shape[1], num_v_heads, tiled_values, v.device)
+    q, k = (widen(t)[:, heads, :, None] for t in (q, k))
     query_scale = head_k_dim**-0.5 if query_scale is None else query_scale
     decay = widen(g).exp()[..., None, None]
     y = widen(torch.zeros_like(v))
@@ -92,14 +110,14 @@ def check_delta(of_op: Op, q, v, states, slots, cu_seqlens, pos_offsets) -> None
         got = f"of {num_v_heads} heads over {num_k_heads} key heads"
         of_op.reject("v", got, "a multiple of the key heads")
     for name, width in (("q", head_k_dim), ("v", head_v_dim)):
-        if not 1 <= width <= 256:
-            of_op.reject(name, f"of heads of {width}", "heads of 1 to 256")
+        if not 1 <= width <= MAX_HEAD_DIM:
+            of_op.reject(name, f"of heads of {width}", f"heads of 1 to {MAX_HEAD_DIM}")
     check_sequences(of_op, q.shape[0], states, slots, cu_seqlens, pos_offsets)
 
 
 def delta_sample(
     make, num_k_heads, group_size, head_k_dim, head_v_dim, seq_lens=None, batch=1, q_len=1,
-    state_dtype=torch.float32, query_scale=None, decay=1.0, **axes,
+    state_dtype=torch.float32, query_scale=None, tiled_values=False, decay=1.0, **axes,
 ):  # fmt: skip
     """Tokens as :func:`gdn_prepare` makes them: keys of norm 1, decays and betas up to 1."""
     seq_lens = lengths(seq_lens, batch, q_len)
@@ -119,6 +137,7 @@ def delta_sample(
         "g": -decay * make.randn(num_tokens, num_v_heads).float().abs(),
         "beta": make.randn(num_tokens, num_v_heads, scale=2.0).float().sigmoid(),
         "query_scale": query_scale,
+        "tiled_values": tiled_values,
         **arguments,
     }
 
@@ -158,6 +177,7 @@ def _fake(q, k, v, *_, **__):
             ("b32", 32, 1, {}),
             ("b256", 256, 1, {}),
             ("verify4/b32", 32, 4, {"with_kept": True}),
+            ("tiled/b32", 32, 1, {"tiled_values": True}),
         )
     ],
     mutates=("states",),
@@ -174,6 +194,7 @@ def gdn_decode(
     pos_offsets: Tensor | None = None,
     kept_slots: Tensor | None = None,
     query_scale: float | None = None,
+    tiled_values: bool = False,
 ) -> Tensor:
     """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = query_scale · Sᵀ q, token by token.
 
@@ -192,6 +213,8 @@ def gdn_decode(
         slots, cu_seqlens, pos_offsets, kept_slots: as in
             :mod:`ferrum_triton.ops.linear_attention.sequences`.
         query_scale: None means 1 / sqrt(head_k_dim).
+        tiled_values: whether value head h has key head h % num_k_heads, and not
+            h // (num_v_heads / num_k_heads).
 
     Returns:
         [num_tokens, num_v_heads, head_v_dim] in v's dtype; computed in float32.
@@ -199,21 +222,26 @@ def gdn_decode(
     Source: Yang et al., "Gated Delta Networks", 2024.
     """
     return delta_rule(
-        q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale
-    )
+        q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale,
+        tiled_values,
+    )  # fmt: skip
 
 
 gdn_decode.fake = _fake
 
 
 @gdn_decode.rule
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale):
+def _(
+    q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale, tiled_values
+):
     check_delta(gdn_decode, q, v, states, slots, cu_seqlens, pos_offsets)
     check_kept(gdn_decode, q.shape[0], states, kept_slots)
 
 
 @gdn_decode.data_rule
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale):
+def _(
+    q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale, tiled_values
+):
     refuse_shared_slots(gdn_decode, states, slots, kept_slots)
 
 
@@ -221,7 +249,9 @@ gdn_decode.sample(delta_sample)
 
 
 @gdn_decode.traffic
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale):
+def _(
+    q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, query_scale, tiled_values
+):
     written = slots if kept_slots is None else kept_slots
     return _bytes(q, k, v, g, beta, states, slots, written)
 
@@ -231,11 +261,16 @@ def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, kept_slots, quer
     axes={**DELTA_AXES, "seq_lens": ((), (1, 1), (2, 0, 70, 1), (64,), (5, 3))},
     bench=[
         Case(
-            f"bf16/k16v32d128/{batch}x{q_len}",
+            f"bf16/k16v32d128/{name}{batch}x{q_len}",
             torch.bfloat16,
-            {"batch": batch, "q_len": q_len, **HEADS},
+            {"batch": batch, "q_len": q_len, **HEADS, **axes},
         )
-        for batch, q_len in ((1, 4096), (1, 8192), (8, 4096))
+        for name, batch, q_len, axes in (
+            ("", 1, 4096, {}),
+            ("", 1, 8192, {}),
+            ("", 8, 4096, {}),
+            ("tiled/", 1, 4096, {"tiled_values": True}),
+        )
     ],
     mutates=("states",),
     # Tokens of a chunk meet in products, where one is multiplied by another's zero.
@@ -253,6 +288,7 @@ def gdn_prefill(
     cu_seqlens: Tensor | None = None,
     pos_offsets: Tensor | None = None,
     query_scale: float | None = None,
+    tiled_values: bool = False,
 ) -> Tensor:
     """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = query_scale · Sᵀ q, by chunks of 64 tokens.
 
@@ -270,6 +306,8 @@ def gdn_prefill(
         slots, cu_seqlens, pos_offsets: as in
             :mod:`ferrum_triton.ops.linear_attention.sequences`.
         query_scale: None means 1 / sqrt(head_k_dim).
+        tiled_values: whether value head h has key head h % num_k_heads, and not
+            h // (num_v_heads / num_k_heads).
 
     Returns:
         [num_tokens, num_v_heads, head_v_dim] in v's dtype. Products are of values in v's dtype,
@@ -279,19 +317,21 @@ def gdn_prefill(
     Source: Yang et al., "Gated Delta Networks", 2024; Yang et al., "Parallelizing Linear
     Transformers with the Delta Rule over Sequence Length", 2024 (the WY form).
     """
-    return delta_rule(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, None, query_scale)
+    return delta_rule(
+        q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, None, query_scale, tiled_values
+    )
 
 
 gdn_prefill.fake = _fake
 
 
 @gdn_prefill.rule
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale):
+def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale, tiled_values):
     check_delta(gdn_prefill, q, v, states, slots, cu_seqlens, pos_offsets)
 
 
 @gdn_prefill.data_rule
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale):
+def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale, tiled_values):
     refuse_shared_slots(gdn_prefill, states, slots)
 
 
@@ -299,10 +339,10 @@ gdn_prefill.sample(delta_sample)
 
 
 @gdn_prefill.traffic
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale):
+def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale, tiled_values):
     return _bytes(q, k, v, g, beta, states, slots, slots)
 
 
 @gdn_prefill.flops
-def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale):
+def _(q, k, v, g, beta, states, slots, cu_seqlens, pos_offsets, query_scale, tiled_values):
     return _flops(q, v)

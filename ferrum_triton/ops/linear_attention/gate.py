@@ -10,7 +10,7 @@ from ferrum_triton.registry import Case, op
 @op(
     tensors={
         "values": "T[..., hidden_size]",
-        "gate": "T[..., gate_size]",
+        "gate": "float[..., gate_size]",
         "residual": "float[..., hidden_size]",
     },
     axes={
@@ -18,6 +18,7 @@ from ferrum_triton.registry import Case, op
         "hidden_size": (1, 2, 33, 300),
         "per_token": (False, True),
         "residual": (None, "wide", "own"),
+        "gate_dtype": (None, torch.bfloat16, torch.float32),
     },
     bench=[
         Case(
@@ -38,7 +39,7 @@ def sigmoid_gate(values: Tensor, gate: Tensor, residual: Tensor | None = None) -
     Args:
         values: [..., hidden_size]; rows may be strided.
         gate: [..., hidden_size], as beside the queries of gated attention, or [..., 1], as of a
-            shared expert.
+            shared expert; any float dtype.
         residual: [..., hidden_size], of values' dtype or float32; None adds nothing.
 
     Returns:
@@ -68,10 +69,11 @@ def _(values, gate, residual):
 
 
 @sigmoid_gate.sample
-def _(make, num_tokens, hidden_size, per_token=False, residual=None):
+def _(make, num_tokens, hidden_size, per_token=False, residual=None, gate_dtype=None):
     added = make.randn(num_tokens, hidden_size) if residual else None
+    gate = make.randn(num_tokens, 1 if per_token else hidden_size, scale=3.0)
     return {
         "values": make.randn(num_tokens, hidden_size),
-        "gate": make.randn(num_tokens, 1 if per_token else hidden_size, scale=3.0),
+        "gate": gate.to(gate_dtype or make.dtype),
         "residual": added.float() if residual == "wide" else added,
     }

@@ -10,6 +10,7 @@ from ferrum_triton.ops.linear_attention.conv import (
     conv_sample,
     convolve,
 )
+from ferrum_triton.ops.linear_attention.delta import MAX_HEAD_DIM
 from ferrum_triton.ops.linear_attention.sequences import (
     SEQUENCE_AXES,
     check_kept,
@@ -137,11 +138,12 @@ def _(
     if num_k_heads < 1 or num_v_heads % num_k_heads or num_v_heads == 0:
         allowed = f"a divisor of the {num_v_heads} value heads"
         this.reject("num_k_heads", str(num_k_heads), allowed)
-    if not 1 <= head_k_dim <= 256:
-        this.reject("head_k_dim", str(head_k_dim), "1 to 256")
+    if not 1 <= head_k_dim <= MAX_HEAD_DIM:
+        this.reject("head_k_dim", str(head_k_dim), f"1 to {MAX_HEAD_DIM}")
     values = num_channels - 2 * num_k_heads * head_k_dim
-    if values <= 0 or values % num_v_heads or values > 256 * num_v_heads:
-        allowed = f"2 · {num_k_heads} · {head_k_dim}, and {num_v_heads} value heads of 1 to 256"
+    if values <= 0 or values % num_v_heads or values > MAX_HEAD_DIM * num_v_heads:
+        widths = f"{num_v_heads} value heads of 1 to {MAX_HEAD_DIM}"
+        allowed = f"2 · {num_k_heads} · {head_k_dim}, and {widths}"
         this.reject("qkv", f"of {num_channels} channels", allowed)
     check_conv(this, num_channels, weight, states)
     check_sequences(this, num_tokens, states, slots, cu_seqlens, pos_offsets)
