@@ -199,6 +199,9 @@ def check_errors(backend, collective):
     for capacity in ((4, 8)[rank], 0, -1):
         with pytest.raises(InputError, match="capacity is"), parallel.padded_to(capacity):
             raise AssertionError("entered")
+    with parallel.padded_to(1):
+        assert parallel.capacity == 1
+    assert parallel.capacity is None
 
     h = torch.randn(5, HIDDEN, device=backend.device)
     ids = torch.randint(0, NUM_EXPERTS, (5, TOP_K)).to(backend.device, torch.int32)
