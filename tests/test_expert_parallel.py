@@ -42,7 +42,7 @@ def check_rank(rank, library, rendezvous, check):
         init_method=f"file://{rendezvous}",
         world_size=WORLD,
         rank=rank,
-        timeout=datetime.timedelta(seconds=180),  # a rank that waits in vain fails
+        timeout=datetime.timedelta(seconds=600),  # a rank that waits in vain fails
     )
     backend, collective = get_backend("cuda" if library == "nccl" else "cpu"), Collective()
     with torch.inference_mode():
