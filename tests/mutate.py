@@ -42,6 +42,10 @@ FAMILIES = {
     K + "interpreter": ("interpret and rms_norm", "test_backends"),
     K + "jit": ("", "test_launch test_replay test_backends test_tuning"),
     K + "linear": ("interpret and gemm and not quant", "test_gemm"),
+    K + "linear_attention": (
+        "interpret and (gdn or conv1d or gated_rms)",
+        "test_gdn test_gdn_layer",
+    ),
     K + "rehearsal": ("", "test_replay test_gemm"),
     K + "sass": ("", "test_overwritten_operands test_gemm test_quant_sass test_small_m"),
     K + "sources": ("", "test_ahead"),
@@ -132,8 +136,10 @@ FAMILIES = {
         "test_limits test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer "
         "test_tokenizer_directory test_chat test_chat_hostile",
     ),
-    "ferrum_triton/files/quantize": ("", "test_quantize"),
-    "ferrum_triton/quant/rounding": ("", "test_quantize"),
+    "ferrum_triton/quant/float4": ("", "test_float4_weights"),
+    "ferrum_triton/quant/gptq": ("", "test_rounding test_quantize"),
+    "ferrum_triton/quant/reordered": ("", "test_reordered"),
+    "ferrum_triton/quant/rounding": ("", "test_rounding test_quantize"),
     "ferrum_triton/models/": (
         "",
         "test_limits test_engine test_models test_mixtures test_gemma3 test_gpt_oss test_bert "
@@ -147,6 +153,8 @@ FAMILIES = {
         "",
         "test_open_norm test_linear_norm test_models test_add_norm",
     ),
+    "ferrum_triton/models/quantize": ("", "test_quantize test_quantize_gguf"),
+    "ferrum_triton/models/qwen35": ("", "test_qwen35 test_qwen35_engine"),
     "ferrum_triton/integrations/": (
         "",
         "test_convert test_transformers_attention test_flash_attn_door",
@@ -158,6 +166,8 @@ FAMILIES = {
         "test_runtime test_runtime_kv_cache test_sampling test_graph test_collective "
         "test_expert_parallel",
     ),
+    "ferrum_triton/runtime/expert_parallel": ("", "test_expert_parallel"),
+    "ferrum_triton/runtime/states": ("", "test_runtime_kv_cache test_qwen35_engine"),
     "ferrum_triton/cli/": ("", "test_cli test_cli_failures"),
     "ferrum_triton/__main__": ("", "test_cli"),
     "ferrum_triton/types": ("", "test_moe test_runtime_kv_cache test_runtime"),

@@ -13,7 +13,7 @@ from bench.cases import launches_of
 from bench.random_models import random_model
 from ferrum_triton import get_backend
 from ferrum_triton.backends import Backend
-from ferrum_triton.kernels import ahead
+from ferrum_triton.kernels import ahead, compiled
 from ferrum_triton.kernels.sources import hash_source
 from ferrum_triton.models.generation import engine_of
 from ferrum_triton.models.runner import Runner
@@ -31,6 +31,7 @@ def triton(monkeypatch):
     class Compiled:
         @property
         def run(self):
+            assert compiled.LOADING.locked()  # one thread at a time
             note("load")
 
     def warmup(*_, **__):
@@ -75,12 +76,12 @@ def test_what_is_compiled_asks_triton_for_nothing(triton, monkeypatch):
 
 
 def test_an_engine_compiles_all_its_steps_at_once(monkeypatch):
-    ran, compiled = [], []
+    ran, ahead_of = [], []
 
     def compile_ahead(backend, step, progress):
         before = len(ran)
         step()
-        compiled.append(ran[before:])
+        ahead_of.append(ran[before:])
 
     model = random_model("", "bf16", get_backend("cpu"), shrunk("llama-3.1-8b"))
     run, start = type(model).run, Runner.__init__
@@ -94,17 +95,17 @@ def test_an_engine_compiles_all_its_steps_at_once(monkeypatch):
 
     monkeypatch.setattr(Runner, "__init__", on_cuda)
     engine = engine_of(model, 3, 64, num_tokens=21)
-    assert compiled == [[4, 2, 1, 21]]
+    assert ahead_of == [[4, 2, 1, 21]]
     assert {(count, True) for count in (4, 2, 1)} == {*engine.runner.graph._captured}
     engine.runner._on_cuda = False  # nor is anything else pinned or awaited
     for _ in range(2):
         engine.add(torch.randint(90, (21,)).tolist(), max_tokens=5)
         while engine.busy:
             engine.step()
-    assert len(compiled) == 1
+    assert len(ahead_of) == 1
     engine.add(torch.randint(90, (40,)).tolist(), max_tokens=1)
     engine.step()
-    assert len(compiled) == 2
+    assert len(ahead_of) == 2
 
 
 _STEP = tl.constexpr(3)

@@ -45,7 +45,7 @@ def check_rank(rank, library, rendezvous, check):
         init_method=f"file://{rendezvous}",
         world_size=WORLD,
         rank=rank,
-        timeout=datetime.timedelta(seconds=180),  # a rank that waits in vain fails
+        timeout=datetime.timedelta(seconds=600),  # a rank that waits in vain fails
     )
     backend, collective = get_backend("cuda" if library == "nccl" else "cpu"), Collective()
     with torch.inference_mode():
@@ -203,6 +203,9 @@ def check_errors(backend, collective):
     for capacity in ((4, 8)[rank], 0, -1):
         with pytest.raises(InputError, match="capacity is"), parallel.padded_to(capacity):
             raise AssertionError("entered")
+    with parallel.padded_to(1):
+        assert parallel.capacity == 1
+    assert parallel.capacity is None
 
     h = torch.randn(5, HIDDEN, device=backend.device)
     ids = torch.randint(0, NUM_EXPERTS, (5, TOP_K)).to(backend.device, torch.int32)

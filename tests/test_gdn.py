@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as limits
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.linear_attention.sequences import layout_of
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
 from tests.harness import BACKENDS, clone, expected
@@ -258,6 +259,28 @@ def test_slots_of_nobody(backend_name, op):
     # All of them began from zeros, as if there were no states.
     bare = {**arguments, "states": None, "slots": None, "pos_offsets": None}
     assert_close(y, getattr(backend, op)(**bare))
+
+
+@both
+@pytest.mark.parametrize("op", DELTA)
+def test_tokens_of_nobody(backend_name, op):
+    """Behind the last sequence, of which there need be none, they change nothing."""
+    backend = get_backend(backend_name)
+    arguments = delta(backend, [5])
+    before = arguments["states"].clone()
+    call = getattr(backend, op)
+    none = {"slots": arguments["slots"][:0], "cu_seqlens": arguments["cu_seqlens"][:1]}
+    assert call(**{**arguments, **none}).shape == arguments["v"].shape
+    assert torch.equal(arguments["states"], before)
+    bounds = torch.tensor([0, 2], dtype=torch.int32, device=backend.device)
+    got = call(**{**clone(arguments), "cu_seqlens": bounds})[:2]
+    assert torch.equal(got, call(**tokens_of(arguments, 0, 2)))
+
+
+def test_blocks_of_one_sequence_are_as_many_as_it_fills():
+    for num_tokens in (1, 63, 64, 65, 5000):
+        layout = layout_of(num_tokens, None, None, None, None)
+        assert layout.blocks(num_tokens, 64) == -(-num_tokens // 64)
 
 
 @both

@@ -139,12 +139,12 @@ MALFORMED = {
 
 
 def refused(path, contents):
-    """The error that opening ``contents`` ends in, within a second."""
+    """The error that opening ``contents`` ends in, within a second of the processor."""
     path.write_bytes(contents)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(FileError) as caught:
         open_gguf(path)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert caught.value.path == str(path)
     if caught.value.offset is not None:
         assert 0 <= caught.value.offset <= len(contents)
@@ -244,14 +244,14 @@ def test_mutated_files_are_refused_or_whole(tmp_path_factory, flips, words):
         mutated[position : position + 8] = w.u64(word)
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     path.write_bytes(mutated)
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         read_wholly(path)
     except FileError as error:
         assert error.path == str(path)
     finally:
         path.unlink()
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @given(st.binary(max_size=200))

@@ -1,14 +1,17 @@
 """Launches: what they may be given, and what they say of what they may not."""
 
+import contextlib
 import itertools
 import threading
 
 import pytest
 import torch
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 from ferrum_triton.backends.triton_provider import load_kernels
 from ferrum_triton.errors import FerrumError
+from ferrum_triton.kernels import compiled
 from ferrum_triton.kernels.jit import Kernel, kernel, note_launches
 from ferrum_triton.registry import OPS
 from tests.fake_gpu import fake_gpu  # noqa: F401
@@ -98,6 +101,18 @@ def test_compiling_is_refused_in_a_capture(fake_gpu, monkeypatch):  # noqa: F811
     with pytest.raises(FerrumError, match=r"_new_kernel is not compiled .* before capturing"):
         made.launch((1,), x, x, 8, 3, BLOCK=8)
     assert not made._entries and not fake_gpu.calls
+
+
+def test_only_what_is_not_compiled_yet_is_loaded_by_one_thread_at_a_time(fake_gpu, monkeypatch):  # noqa: F811
+    made, x, locked = new_kernel(), fake_gpu.tensor(torch.zeros(8)), []
+    launched = lambda *_, **__: locked.append(compiled.LOADING.locked())  # noqa: E731
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda self, grid: launched)
+    monkeypatch.setattr(Kernel, "_slowly", compile_and_launch)
+    monkeypatch.setattr(compiled, "entry_of", lambda result: None)  # Triton launches it every time
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    for _ in range(2):
+        made.launch((1,), x, x, 8, 3, BLOCK=8)
+    assert locked == [True, False]
 
 
 def test_ids_of_the_host_are_refused_in_a_capture(fake_gpu, monkeypatch):  # noqa: F811

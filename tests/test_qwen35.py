@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import decode, launches
-from ferrum_triton import get_backend
+from ferrum_triton import FileError, get_backend
 from ferrum_triton.models import load_model
 from ferrum_triton.models.experts import mixture
 from ferrum_triton.models.linear import Linear
@@ -206,6 +206,15 @@ def test_a_shared_expert_in_planes(tmp_path, interpreted):
     got = mixture(model.backend, h, dataclasses.replace(experts, shared=shared))
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
     assert "_gemv_several_kernel" in interpreted
+
+
+def test_states_that_would_grow_are_refused(tmp_path):
+    theirs = make("qwen3_next", layer_types=LAYERS[:2] * 2)
+    tensors = dict(tensors_of_next(theirs, False))
+    tensors["blk.0.ssm_a"][1] = 0.01
+    write_gguf(tmp_path / "model.gguf", "qwen3next", METADATA, tensors)
+    with pytest.raises(FileError, match=r"ssm_a.*lets states grow"):
+        load_model(tmp_path / "model.gguf", get_backend("cpu"))
 
 
 def test_a_gguf_file_of_qwen3_next(tmp_path):

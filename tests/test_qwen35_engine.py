@@ -92,6 +92,15 @@ def test_states_neither_go_back_nor_are_shared(models):
         cache.set_lens({1: 2})
     with pytest.raises(InputError, match="share"):
         cache.share(0, cache.blocks[1])
+    for call in (
+        lambda: cache.share(1, []),  # which is not empty
+        lambda: cache.share(2, []),
+        lambda: cache.set_lens({2: 1}),
+        lambda: cache.set_lens({-1: 4}),
+    ):
+        with pytest.raises(InputError):
+            call()
+    assert cache.lengths == [0, 3]
     cache.free(1)
     assert torch.equal(model.forward([1, 2, 3], cache, 1), want)
     assert len(cache.k) == 1 and [len(kind) for kind in cache.states] == [1, 1]

@@ -126,6 +126,11 @@ def test_a_norm_before_such_a_layer_is_closed():
     assert isinstance(norm, Norm) and apply_to_norm(backend, norm, layer).shape == (1, 256)
 
 
+def test_what_is_moved_takes_its_order_along():
+    (part,), _ = parts_of(("Q4_0",))
+    assert part.to("meta").order.is_meta and part.to("meta").weight.blocks.is_meta
+
+
 def test_matrices_of_several_orders_are_decoded():
     (first, *_), (second, *_) = (parts_of(("Q4_0",), seed=i)[0] for i in (0, 50))
     layer = stacked([first, second], (), torch.float32)

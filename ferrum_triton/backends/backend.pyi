@@ -672,7 +672,7 @@ class Backend:
         """y = a · [Q; K; V]ᵀ for up to 64 rows of a and three matrices over one K, of any formats.
 
         The products are those of :func:`gemv_quant`. By weights in planes they are one launch, if
-        more than 8 rows meet one format.
+        more than 8 rows meet one format, or two: both of 3 or 5 bits, or both of others.
 
         Args:
             a: [m, K] with m <= 64, finite.
@@ -735,8 +735,7 @@ class Backend:
         """residual ← residual + x and h = rms_norm(residual) · norm_weight, then h · [Q; K; V]ᵀ.
 
         h is that of :func:`fused_add_rms_norm`, rounded to x's dtype, and y that of
-        :func:`gemv_quant_qkv`. By weights in planes they are two launches, if more than 8 rows meet
-        one format.
+        :func:`gemv_quant_qkv`. By weights in planes they are two launches, where that has one.
 
         Args:
             residual: [m, K], updated in place; of x's dtype, or float32.

@@ -2,7 +2,7 @@
 
 A first call compiles its kernels one after the other, seconds each. Here the step's launches are
 noted without running, and those without machine code are compiled by threads: Triton compiles
-outside of Python's lock.
+outside of Python's lock. Their launchers are loaded one at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.compiler import make_backend
 from triton.runtime import cache, driver
 
+from ferrum_triton.kernels.compiled import LOADING
 from ferrum_triton.kernels.jit import Launch, note_launches
 from ferrum_triton.kernels.sources import hash_source
 
@@ -91,4 +92,5 @@ def _compile(launch: Launch, device: int) -> None:
     with torch.cuda.device(device):
         compiled = launch.kernel.jit.warmup(*launch.args, grid=launch.grid, **launch.meta)
         if compiled is not None:
-            _ = compiled.run
+            with LOADING:
+                _ = compiled.run

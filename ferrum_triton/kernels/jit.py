@@ -227,7 +227,8 @@ class Kernel:
                 "captured in a graph. Run the step once before capturing it."
             )
         hash_source(self.jit)
-        with torch.cuda.device(device):
+        loading = contextlib.nullcontext() if known else compiled.LOADING
+        with torch.cuda.device(device), loading:
             result = self.jit[grid](*args, **_given(meta))
         if not known:
             if len(self._entries) >= MAX_ENTRIES:

@@ -162,7 +162,7 @@ class Qwen35Loader(LlamaLoader):
             return take_rows(matrix, order)
         blocks = order.view(-1, BLOCK) if len(order) % BLOCK == 0 else order[None]
         first = blocks[:, :1]
-        if blocks.shape[1] != BLOCK or (first % BLOCK).any() or (blocks - first).diff().ne(1).any():
+        if blocks.shape[1] != BLOCK or (first % BLOCK).any() or blocks.diff().ne(1).any():
             raise self.error(name, f"is in FP8 by blocks of {BLOCK} rows of several heads")
         codes = matrix.weight.view(torch.uint8)[order].view(matrix.weight.dtype)
         return Fp8Blocks(codes, matrix.scales[first[:, 0] // BLOCK])

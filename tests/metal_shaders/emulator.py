@@ -254,7 +254,7 @@ def run_alone(launch: Launch, sanitizer: str, text: str | None = None) -> tuple[
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=600,
             env=ALONE,
         )
         file.seek(len(head))

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import activated, gated_split
+from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger
@@ -21,7 +22,7 @@ from ferrum_triton.kernels.quant.activations import Tokens
 from ferrum_triton.kernels.quant.gemv_plan import Squares, closing, opened_arguments, plan_of
 from ferrum_triton.kernels.quant.gemv_repacked import first_row, one_block, row_sums
 from ferrum_triton.kernels.quant.matrices import launch_matrices, part_of_grid
-from ferrum_triton.kernels.quant.mma import mma_products, order_of
+from ferrum_triton.kernels.quant.mma import mma_products, order_of, share_launch
 from ferrum_triton.kernels.quant.planes import Matrix, layout_of
 from ferrum_triton.kernels.quant.products import (
     FEW,
@@ -230,7 +231,8 @@ def gate_up(
 def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tensor) -> bool:
     """Try y = a · [W₁; W₂; W₃]ᵀ with ``a`` arranged once; False if it cannot be.
 
-    Matrices of one kind are one launch, and so are those of any kinds for up to eight tokens.
+    Matrices of one kind are one launch, and so are two that take ``a`` in one order, and those of
+    any kinds for up to eight tokens.
     """
     a, counts = tokens.like, [planes.shape[0] for planes, _ in parts]
     if takes_small_m(a, min(count for count in counts if count)):
@@ -245,7 +247,14 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
         config = _plain(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts))
         _launch_several(a, parts, config, out, opened)
         return True
-    kinds = {kind for _, kind in parts}
+    kinds = list(dict.fromkeys(kind for _, kind in parts))
+    if len(kinds) == len(parts) == 2 and all(counts):
+        config = pick(a, kinds[0], sum(counts))
+        if config["path"] == "mma" and share_launch(gpu_of(a.device), mma_config(config), kinds):
+            tile, matrices = mma_config(config), [planes for planes, _ in parts]
+            arranged = tokens.arranged(order_of(kinds[0], tile))
+            mma_products(out, arranged, matrices, kinds[0], tile, a.shape[1], second_kind=kinds[1])
+            return True
     rows = [sum(counts)] * len(parts) if len(kinds) == 1 else counts
     configs = [pick(a, kind, max(n, 1)) for (_, kind), n in zip(parts, rows, strict=True)]
     if any(config["path"] != "mma" for config in configs):

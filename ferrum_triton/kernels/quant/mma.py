@@ -13,7 +13,8 @@ words. Or weights are scaled in registers, rounded to float16 like dequantised o
 more instructions a weight and fewer a token; one beyond float16's range is infinite then.
 
 One launch takes one matrix, or several of one kind: gate and up, whose rows alternate in a tile so
-that a thread has both, or Q, K and V, side by side in y.
+that a thread has both, or Q, K and V, side by side in y. Of two side by side the second may be of
+another kind: a program then runs the loop of the kind that its tile is of.
 
 K of a tile may be split among programs. Each stores its float32 sums, and the one that draws a
 tile's last ticket adds up all of them, in one order whoever it is.
@@ -24,19 +25,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
+from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import can_overlap, capability, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.activations import TICKETS, Arranged, Order
 from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
-from ferrum_triton.kernels.quant.mma_config import MmaConfig
+from ferrum_triton.kernels.quant.mma_config import MmaConfig, mma_fits
 from ferrum_triton.kernels.quant.mma_operands import (
     MatrixTma,
     Operands,
     Place,
     PlaneRows,
+    Tile,
     TokensTma,
     block_scales,
     halves_of,
@@ -67,12 +71,121 @@ class Launch:
     prefetch_distance: int
 
 
+@dataclass(frozen=True)
+class Other:
+    """A second matrix of another kind.
+
+    Attributes:
+        tile: that of its kind.
+        q_row, h_row, s_row, t_row, d_row: units of 16 bytes of its rows in each plane.
+    """
+
+    tile: Tile
+    q_row: int
+    h_row: int
+    s_row: int
+    t_row: int
+    d_row: int
+
+
 class Matrix(NamedTuple):
     """One of the matrices of a launch: a pointer to its planes, its rows and its descriptors."""
 
     planes: Any
     num_rows: Any
     tma: Any  # MatrixTma
+
+
+class Activations(NamedTuple):
+    """Arranged activations: pointers to them and their sums, a token's stride, descriptors."""
+
+    x: Any
+    sums: Any
+    stride: Any
+    tma: Any  # TokensTma
+
+
+class Where(NamedTuple):
+    """Where a program's tile lies.
+
+    Attributes:
+        planes: a pointer to the planes of its rows, or one for each row, [rows].
+        row: its rows of W, int64 [rows].
+        first: the first of them in descriptors.
+        token: its tokens, int64 [tokens].
+    """
+
+    planes: Any
+    row: Any
+    first: Any
+    token: Any
+
+
+@triton.jit
+def _sums(
+    where,
+    matrix,
+    up,
+    a,
+    rows,
+    num_words,
+    TILE: tl.constexpr,
+    LAUNCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Products of a tile's rows and tokens, summed over this program's part of K.
+
+    Args:
+        where: :class:`Where`.
+        matrix: :class:`Matrix`, of the kind of TILE.
+        up: descriptors of one whose rows alternate with the first's.
+        a: :class:`Activations`.
+        rows: units of 16 bytes of a row in each plane.
+    """
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_M: tl.constexpr = TILE.tokens
+    Q_COLUMNS: tl.constexpr = q_columns(TILE)
+    operands = Operands(
+        pointers(
+            where.planes,
+            a.x,
+            a.sums,
+            rows,
+            a.stride,
+            where.row,
+            where.token,
+            matrix.num_rows,
+            TILE,
+        ),
+        rows,
+        matrix.tma,
+        up,
+        a.tma,
+        where.first,
+    )
+    steps = tl.cdiv(num_words, TILE.words)
+    per_split = tl.cdiv(steps, LAUNCH.splits)
+    begin = tl.program_id(1) * per_split
+    end = tl.minimum(begin + per_split, steps)
+    lines = where.planes.to(tl.pointer_type(tl.int32)) + where.row * rows.q * 4
+    if LAUNCH.prefetch_lines > 0:
+        # Weights were there before the kernel that arranges the activations was launched.
+        line = begin * Q_COLUMNS + tl.arange(0, LAUNCH.prefetch_lines) * 32
+        prefetch_l2(lines[:, None] + tl.minimum(line, steps * Q_COLUMNS - 32)[None, :])
+    pdl_wait(PDL)
+
+    none = tl.full((), 0, tl.int64)
+    scales = block_scales(operands, Place(none, tl.minimum(begin, steps - 1)), TILE)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in range(begin, end):
+        after = tl.minimum(step + 1, steps - 1)
+        if LAUNCH.prefetch_distance > 0:
+            ahead = tl.minimum(step + LAUNCH.prefetch_distance, steps - 1)
+            prefetch_l2(lines + ahead * Q_COLUMNS)
+        acc, scales = add_step(
+            acc, scales, operands, Place(none, step), Place(none, after), num_words, TILE
+        )
+    return times_row_scales(acc, operands, none, TILE)
 
 
 @kernel(dynamic=("num_tokens",))
@@ -116,6 +229,7 @@ def _mma_quant_kernel(
     num_words,  # of eight weights in a row
     num_tokens,
     TILE: tl.constexpr,
+    OTHER: tl.constexpr,  # of a second matrix of another kind, or None
     LAUNCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -124,7 +238,6 @@ def _mma_quant_kernel(
     BLOCK_N: tl.constexpr = TILE.rows
     BLOCK_M: tl.constexpr = TILE.tokens
     ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    Q_COLUMNS: tl.constexpr = q_columns(TILE)
     # Programs that share rows of W run side by side.
     tiles_m = tl.cdiv(num_tokens, BLOCK_M)
     first_token = tl.program_id(0) % tiles_m * BLOCK_M
@@ -137,8 +250,16 @@ def _mma_quant_kernel(
     matrix = Matrix(planes_ptr, num_rows, first)
     up = MatrixTma(None, None, None, None, 0)
     column = tl.full((), 0, tl.int64)  # of y, where the matrix begins
+    is_second = False
     if GATED:
         up = second
+    elif OTHER is not None:
+        before = tl.cdiv(num_rows, ROWS)
+        is_second = tile_n >= before
+        if is_second:
+            tile_n -= before
+            column += num_rows
+            matrix = Matrix(second_ptr, num_rows_second, first)
     elif second_ptr is not None:
         before = tl.cdiv(num_rows, ROWS)
         if tile_n >= before:
@@ -161,38 +282,18 @@ def _mma_quant_kernel(
     # Past the end the last row and token are read again.
     w_row, token = tl.minimum(row, matrix.num_rows - 1), tl.minimum(m, num_tokens - 1)
     rows = PlaneRows(q_row, h_row, s_row, t_row, d_row)
-    operands = Operands(
-        pointers(
-            planes, x_ptr, sums_ptr, rows, stride_x_token, w_row, token, matrix.num_rows, TILE
-        ),
-        rows,
-        matrix.tma,
-        up,
-        TokensTma(x_desc, sums_desc, first_token),
-        tile_n * ROWS,
-    )
-    steps = tl.cdiv(num_words, TILE.words)
-    per_split = tl.cdiv(steps, LAUNCH.splits)
-    begin = tl.program_id(1) * per_split
-    end = tl.minimum(begin + per_split, steps)
-    lines = planes.to(tl.pointer_type(tl.int32)) + w_row * q_row * 4
-    if LAUNCH.prefetch_lines > 0:
-        # Weights were there before the kernel that arranges the activations was launched.
-        line = begin * Q_COLUMNS + tl.arange(0, LAUNCH.prefetch_lines) * 32
-        prefetch_l2(lines[:, None] + tl.minimum(line, steps * Q_COLUMNS - 32)[None, :])
-    pdl_wait(PDL)
-
-    none = tl.full((), 0, tl.int64)
-    scales = block_scales(operands, Place(none, tl.minimum(begin, steps - 1)), TILE)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in range(begin, end):
-        after = tl.minimum(step + 1, steps - 1)
-        if LAUNCH.prefetch_distance > 0:
-            ahead = tl.minimum(step + LAUNCH.prefetch_distance, steps - 1)
-            prefetch_l2(lines + ahead * Q_COLUMNS)
-        acc, scales = add_step(
-            acc, scales, operands, Place(none, step), Place(none, after), num_words, TILE
-        )
+    where = Where(planes, w_row, tile_n * ROWS, token)
+    a = Activations(x_ptr, sums_ptr, stride_x_token, TokensTma(x_desc, sums_desc, first_token))
+    if OTHER is None:
+        acc = _sums(where, matrix, up, a, rows, num_words, TILE, LAUNCH, PDL)
+    else:
+        SECOND: tl.constexpr = OTHER.tile
+        if is_second:
+            other = Matrix(second_ptr, num_rows_second, second)
+            others = PlaneRows(OTHER.q_row, OTHER.h_row, OTHER.s_row, OTHER.t_row, OTHER.d_row)
+            acc = _sums(where, other, up, a, others, num_words, SECOND, LAUNCH, PDL)
+        else:
+            acc = _sums(where, matrix, up, a, rows, num_words, TILE, LAUNCH, PDL)
     pdl_trigger(PDL)  # before the loop it would cost registers
     if LAUNCH.splits > 1:
         SPLITS: tl.constexpr = LAUNCH.splits
@@ -209,7 +310,6 @@ def _mma_quant_kernel(
         acc = tl.load(parts, cache_modifier=".cg")
         for split in tl.static_range(1, SPLITS):
             acc += tl.load(parts + split * PART, cache_modifier=".cg")
-    acc = times_row_scales(acc, operands, none, TILE)
     acc *= tl.load(factor_ptr + token)[None, :]
     if GATED:
         ACTIVATION: tl.constexpr = LAUNCH.activation
@@ -240,6 +340,12 @@ def order_of(kind: str, config: MmaConfig) -> Order:
     return Order(config.words, halves_of(kind))
 
 
+def share_launch(gpu: Gpu, config: MmaConfig, kinds: Sequence[str]) -> bool:
+    """Whether two matrices of these kinds may be one launch of a configuration."""
+    one_order = len({order_of(kind, config) for kind in kinds}) == 1
+    return one_order and not any(mma_fits(gpu, config, kind) for kind in kinds)
+
+
 def mma_products(
     y: Tensor,
     arranged: Arranged,
@@ -248,6 +354,7 @@ def mma_products(
     config: MmaConfig,
     k: int,
     *,
+    second_kind: str = "",
     activation: str = "",
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -259,6 +366,7 @@ def mma_products(
         arranged: a, float16 or bfloat16 [m, k], in the order of :func:`order_of`.
         matrices: W, or up to three side by side in y; or gate and up. uint8 [rows, row_bytes].
         kind: theirs, such as ``"Q4_K:planes"``.
+        second_kind: another kind, which the second of two matrices is of; its order is the same.
         config: the launch's configuration; of gate and up half of a tile's rows are either's.
         activation: what gate passes through, ``"silu"`` or ``"gelu_tanh"``.
         bias: [n], contiguous, in any float dtype.
@@ -266,7 +374,9 @@ def mma_products(
     """
     num_tokens = y.shape[0]
     first, second, third = [*matrices, None, None][:3]
-    sizes, *_ = [row_sizes(planes, kind, k) for planes in matrices]  # every one is checked
+    kinds = [kind, second_kind or kind, kind]
+    # Every one is checked.
+    sizes, *more_sizes = [row_sizes(w, of, k) for w, of in zip(matrices, kinds, strict=False)]
     tile = tile_of(kind, config, k, y.device)
     rows = tile.rows // 2 if activation else tile.rows
     tiles = cdiv(len(first), rows) if activation else sum(cdiv(len(w), rows) for w in matrices)
@@ -278,9 +388,20 @@ def mma_products(
         partial = torch.empty(shape, dtype=torch.float32, device=y.device)
     each = {"": first, "second_": second, "third_": third}
     stacks = {prefix: None if w is None else w[None] for prefix, w in each.items()}
-    descriptors = no_descriptors(stacks)
+    descriptors, other = no_descriptors(stacks), None
+    of_tiles = [(tile, sizes, stacks)]
+    if second_kind:
+        other = Other(tile_of(second_kind, config, k, y.device), **row_units(more_sizes[0]))
+        alike = {prefix: stacks[prefix] for prefix in ("", "third_")}
+        of_tiles = [
+            (tile, sizes, alike),
+            (other.tile, more_sizes[0], {"second_": stacks["second_"]}),
+        ]
     if config.use_tma:
-        descriptors = descriptors_of(tile, rows, arranged, stacks, sizes, k)
+        for of_kind, row, planes in of_tiles:
+            found = descriptors_of(of_kind, rows, arranged, planes, row, k)
+            # One kind may take the activations' sums where the other does not.
+            descriptors |= {name: found[name] for name in found if found[name] is not None}
     _mma_quant_kernel.launch(
         (tiles, splits),
         y_ptr=y,
@@ -305,6 +426,7 @@ def mma_products(
         num_words=k // 8,
         num_tokens=num_tokens,
         TILE=tile,
+        OTHER=other,
         LAUNCH=_launch_of(config, splits, activation, y.device),
         **options_of(config),
     )
