@@ -61,8 +61,8 @@ def warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_r
     warps = [int(each) for each in worker_num_warps]
     if not len(functions_and_args) - 1 == len(warps) == len(worker_num_regs):
         raise Misuse(
-            f"gl.warp_specialize at {here()}: {len(functions_and_args)} functions, numbers of warps "
-            f"for {len(warps)} and of registers for {len(worker_num_regs)} beside the first"
+            f"gl.warp_specialize at {here()}: {len(functions_and_args)} functions, and beside the "
+            f"first numbers of warps for {len(warps)}, of registers for {len(worker_num_regs)}"
         )
     pairs = [(function, tuple(args)) for function, args in functions_and_args]
     return current().program.specialise(pairs, warps)
@@ -93,8 +93,8 @@ def make_tensor_descriptor(
 def _check_tile(desc: tensors.Descriptor, view: View, coord: Any) -> list[int]:
     if list(view.shape) != desc.block_shape or view.dtype != desc.dtype:
         raise Misuse(
-            f"{view} at {here()} is {view.dtype} {list(view.shape)}; the descriptor of {desc} copies "
-            f"{desc.dtype} {desc.block_shape}"
+            f"{view} at {here()} is {view.dtype} {list(view.shape)}; the descriptor of {desc} "
+            f"copies {desc.dtype} {desc.block_shape}"
         )
     if not view.moved and view.layout != desc.layout:
         raise Misuse(f"{view} at {here()} has layout {view.layout}, the descriptor {desc.layout}")
@@ -192,7 +192,7 @@ def warpgroup_mma(
             f"the accumulator of the product at {here()} is the result of {acc.product}, which is "
             "done, and no warpgroup_mma_wait handed it back"
         )
-    data = _multiplied(*operands, acc.dtype)
+    data = _multiplied(operands[0], operands[1], acc.dtype)
     if bool(use_acc):
         data = acc._data + data
     me.products.append(operation)
@@ -210,8 +210,8 @@ def _check_product(me: Partition, a: Any, b: Any, acc: Any) -> None:
     (rows, inner), (inner_b, columns) = a.shape, b.shape
     if inner != inner_b or acc.shape != [rows, columns] or a.dtype != b.dtype:
         raise Misuse(
-            f"a product at {here()} of {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)} into "
-            f"{acc.shape}"
+            f"a product at {here()} of {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)} "
+            f"into {acc.shape}"
         )
 
 
@@ -241,10 +241,10 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
 
 
 def _handed_back(me: Partition, value: Any) -> Any:
-    if isinstance(value, Value) and value.product is not None:
-        if me.clock.done & value.product.bit:
-            return Value(value._data, value.dtype, value.layout)
-    return value
+    pending = value.product if isinstance(value, Value) else None
+    if pending is None or not me.clock.done & pending.bit:
+        return value
+    return Value(value._data, value.dtype, value.layout)
 
 
 # ---- cp.async

@@ -278,6 +278,7 @@ def histogram(input: Value, num_bins: Any, mask: Any = None, layout: Any = None)
     return Value(bins.int(), tl.int32, layout)
 
 
+_HALVES = (torch.float16, torch.bfloat16)
 # Combining functions of Triton's library that torch has.
 _REDUCTIONS = {
     standard._sum_combine: lambda x, axis: (
@@ -286,7 +287,6 @@ _REDUCTIONS = {
     standard._elementwise_max: lambda x, axis: _of_numbers(x, -math.inf, torch.amax, axis),
     standard._elementwise_min: lambda x, axis: _of_numbers(x, math.inf, torch.amin, axis),
 }
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def _of_numbers(x: Tensor, least: float, function: Callable, axis: int) -> Tensor:
@@ -397,8 +397,8 @@ def counted(*bounds: Any, **options: Any) -> Iterator[Value]:
     dtype = tl.int32
     for each in given:
         dtype = values._promoted(dtype, False, each.dtype, False, False)
-    for each in range(*(int(x) for x in given)):
-        yield constant(each, dtype)
+    for number in range(*(int(x) for x in given)):
+        yield constant(number, dtype)
 
 
 def logical(kind: str, a: Any, b: Callable[[], Any]) -> Any:

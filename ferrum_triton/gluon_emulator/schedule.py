@@ -68,7 +68,7 @@ class Partition:
         return self.name
 
     def publish(self) -> Clock:
-        """What others know once they are told; this partition's next accesses are not part of it."""
+        """What others know once they are told, which is not what this partition does next."""
         clock = self.clock.copy()
         self.clock.seen[self] += 1
         return clock
@@ -144,9 +144,8 @@ class Program:
     def specialise(self, functions: list[tuple[Callable, tuple]], warps: list[int]) -> Any:
         """Run the first function here and each other in a partition of its own."""
         main = current()
-        if len(self.partitions) > 1 or main is not self.partitions[0]:
-            if not all(each.finished for each in self.partitions[1:]):
-                raise Misuse("gl.warp_specialize inside of a partition")
+        if not all(each.finished for each in self.partitions[1:]):
+            raise Misuse(f"gl.warp_specialize at {here()}, inside of a partition")
         # The kernel's warps meet the others at a barrier.
         main.synchronise()
         clock, outer_name = main.publish(), main.name

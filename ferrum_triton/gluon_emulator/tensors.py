@@ -203,7 +203,7 @@ class Descriptor:
         return self
 
     def _overlap(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """What a tile at a place shares with the tensor: where it is in the tensor, and in the tile."""
+        """What a tile shares with the tensor: where it is in the tensor, and in the tile."""
         outer, inner = [], []
         for start, size, block in zip(at, self.sizes, self.block_shape, strict=True):
             low, high = min(max(start, 0), size), min(max(start + block, 0), size)

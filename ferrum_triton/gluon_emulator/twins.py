@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import functools
 from collections.abc import Callable
 from types import CodeType, ModuleType
@@ -30,7 +31,7 @@ from ferrum_triton.gluon_emulator.language import EMULATED
 from ferrum_triton.gluon_emulator.memory import View
 from ferrum_triton.gluon_emulator.schedule import current
 from ferrum_triton.gluon_emulator.tensors import Descriptor
-from ferrum_triton.gluon_emulator.values import Value, to_value
+from ferrum_triton.gluon_emulator.values import TRITON_TYPES, Value, to_value
 
 
 def unwrapped(x: Any) -> Any:
@@ -145,7 +146,7 @@ _HELPERS = {
 
 
 def compiled(function: JITFunction, tree: ast.Module) -> CodeType:
-    tree = ast.fix_missing_locations(_AsTriton().visit(tree))
+    tree = ast.fix_missing_locations(_AsTriton().visit(copy.deepcopy(tree)))
     return compile(tree, function.fn.__code__.co_filename, "exec")
 
 
@@ -270,8 +271,8 @@ def _of_constants(function: ConstexprFunction) -> Callable:
         for name, arg in [*enumerate(args), *options.items()]:
             if isinstance(arg, Value):
                 raise Misuse(
-                    f"argument {name} of {function.fn.__name__} at {here()} is no constant, and the "
-                    "function is one of constants"
+                    f"argument {name} of {function.fn.__name__} at {here()} is no constant, and "
+                    "the function is one of constants"
                 )
         return unwrapped(function.fn(*args, **options))
 
@@ -294,8 +295,6 @@ def _through_tensors(twin: Callable, args: tuple, options: dict[str, Any]) -> An
     layout = next((arg.layout for arg in args if isinstance(arg, Value)), None)
 
     def wrapped(result: Any) -> Value:
-        from ferrum_triton.gluon_emulator.values import TRITON_TYPES
-
         return Value(result, TRITON_TYPES[result.dtype], layout)
 
     return tuple(map(wrapped, results)) if isinstance(results, tuple) else wrapped(results)

@@ -116,14 +116,12 @@ class Value:
             raise Misuse(f"a block of shape {self.shape} is taken for {use}")
 
     def __getitem__(self, item: Any) -> Value:
-        items = item if isinstance(item, tuple) else (item,)
-        value, axis = self, 0
-        for each in items:
+        value = self
+        for axis, each in enumerate(item if isinstance(item, tuple) else (item,)):
             if each is None:
                 value = expand_dims(value, axis)
             elif each != slice(None):
                 raise Misuse(f"blocks are indexed by None and : alone, not {each!r}")
-            axis += 1
         return value
 
     def __repr__(self) -> str:
@@ -134,36 +132,13 @@ class Value:
 
         return member(self, name)
 
-    __add__ = lambda a, b: add(a, b)
-    __radd__ = lambda a, b: add(b, a)
-    __sub__ = lambda a, b: sub(a, b)
-    __rsub__ = lambda a, b: sub(b, a)
-    __mul__ = lambda a, b: mul(a, b)
-    __rmul__ = lambda a, b: mul(b, a)
-    __truediv__ = lambda a, b: truediv(a, b)
-    __rtruediv__ = lambda a, b: truediv(b, a)
-    __floordiv__ = lambda a, b: floordiv(a, b)
-    __rfloordiv__ = lambda a, b: floordiv(b, a)
-    __mod__ = lambda a, b: mod(a, b)
-    __rmod__ = lambda a, b: mod(b, a)
-    __and__ = lambda a, b: bitwise("and", a, b)
-    __rand__ = lambda a, b: bitwise("and", b, a)
-    __or__ = lambda a, b: bitwise("or", a, b)
-    __ror__ = lambda a, b: bitwise("or", b, a)
-    __xor__ = lambda a, b: bitwise("xor", a, b)
-    __rxor__ = lambda a, b: bitwise("xor", b, a)
-    __lshift__ = lambda a, b: bitwise("shl", a, b)
-    __rlshift__ = lambda a, b: bitwise("shl", b, a)
-    __rshift__ = lambda a, b: bitwise("shr", a, b)
-    __rrshift__ = lambda a, b: bitwise("shr", b, a)
-    __eq__ = lambda a, b: compare("eq", a, b)  # type: ignore[assignment]
-    __ne__ = lambda a, b: compare("ne", a, b)  # type: ignore[assignment]
-    __lt__ = lambda a, b: compare("lt", a, b)
-    __le__ = lambda a, b: compare("le", a, b)
-    __gt__ = lambda a, b: compare("gt", a, b)
-    __ge__ = lambda a, b: compare("ge", a, b)
-    __neg__ = lambda a: sub(constant(0, a.dtype), a) if a.dtype.is_int() else a.like(-a.data)
-    __invert__ = lambda a: bitwise("xor", a, True if a.dtype == tl.int1 else constant(-1, a.dtype))
+    def __neg__(self) -> Value:
+        return sub(constant(0, self.dtype), self) if self.dtype.is_int() else self.like(-self.data)
+
+    def __invert__(self) -> Value:
+        ones = constant(True if self.dtype == tl.int1 else -1, self.dtype)
+        return bitwise("xor", self, ones)
+
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -402,6 +377,33 @@ def bitwise(kind: str, a: Any, b: Any) -> Value:
 def compare(kind: str, a: Any, b: Any) -> Value:
     x, y = pair(a, b)
     return Value(compute(kind, x.data, y.data), tl.int1, x.layout)
+
+
+def _operators() -> None:
+    binary: dict[str, Callable[..., Value]] = {"add": add, "sub": sub, "mul": mul}
+    binary |= {"truediv": truediv, "floordiv": floordiv}
+    binary |= {"mod": mod, "lshift": _of("shl"), "rshift": _of("shr")}
+    binary |= {name: _of(name) for name in ("and", "or", "xor")}
+    for name, function in binary.items():
+        setattr(Value, f"__{name}__", function)
+        setattr(Value, f"__r{name}__", _swapped(function))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(Value, f"__{name}__", functools.partialmethod(_compared, name))
+
+
+def _of(kind: str) -> Callable[[Any, Any], Value]:
+    return lambda a, b: bitwise(kind, a, b)
+
+
+def _swapped(function: Callable[[Any, Any], Value]) -> Callable[[Any, Any], Value]:
+    return lambda a, b: function(b, a)
+
+
+def _compared(a: Value, kind: str, b: Any) -> Value:
+    return compare(kind, a, b)
+
+
+_operators()
 
 
 def expand_dims(x: Value, axis: Any) -> Value:
