@@ -91,9 +91,9 @@ def make_tensor_descriptor(
 
 
 def _check_tile(desc: tensors.Descriptor, view: View, coord: Any) -> list[int]:
-    if list(view.shape) != desc.block_shape or view.dtype != desc.dtype:
+    if view.shape != desc.block_shape or view.dtype != desc.dtype:
         raise Misuse(
-            f"{view} at {here()} is {view.dtype} {list(view.shape)}; the descriptor of {desc} "
+            f"{view} at {here()} is {view.dtype} {view.shape}; the descriptor of {desc} "
             f"copies {desc.dtype} {desc.block_shape}"
         )
     if not view.moved and view.layout != desc.layout:
@@ -208,9 +208,9 @@ def _check_product(me: Partition, a: Any, b: Any, acc: Any) -> None:
     if not isinstance(acc, Value):
         raise Misuse(f"the accumulator of the product at {here()} is {type(acc).__name__}")
     (rows, inner), (inner_b, columns) = a.shape, b.shape
-    if inner != inner_b or acc.shape != [rows, columns] or a.dtype != b.dtype:
+    if inner != inner_b or acc.shape != (rows, columns) or a.dtype != b.dtype:
         raise Misuse(
-            f"a product at {here()} of {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)} "
+            f"a product at {here()} of {a.dtype} {a.shape} and {b.dtype} {b.shape} "
             f"into {acc.shape}"
         )
 
@@ -263,7 +263,7 @@ def copy_to_shared(
     program = me.program
     # Lanes that are masked out are filled with zeros.
     value = tensors.load(pointer, mask, None if mask is None else 0)
-    if list(smem.shape) != value.shape or smem.dtype != value.dtype:
+    if smem.shape != value.shape or smem.dtype != value.dtype:
         raise Misuse(f"{smem} at {here()} is not copied to from {value.dtype} {value.shape}")
     operation = Operation(program, "cp.async")
     smem.access("cp.async", writes=True, operation=operation, generic=True)

@@ -185,7 +185,7 @@ class View:
     def store(self, value: Any) -> None:
         me = current()
         me.program.checkpoint()
-        if list(value.shape) != list(self.shape):
+        if value.shape != self.shape:
             raise Misuse(f"{self} has shape {self.shape}; the value stored has {value.shape}")
         if value.dtype != self.dtype:
             raise Misuse(f"{self} holds {self.dtype}; the value stored is {value.dtype}")

@@ -14,6 +14,7 @@ from ferrum_triton.gluon_emulator.errors import Misuse, OutOfBounds
 from ferrum_triton.gluon_emulator.schedule import current
 from ferrum_triton.gluon_emulator.values import (
     TRITON_TYPES,
+    Type,
     Value,
     broadcast,
     cast,
@@ -183,10 +184,10 @@ class Descriptor:
         self.base, self.dtype, self.layout, self.padding = base, dtype, layout, padding
         self.sizes = [int(each) for each in shape]
         self.steps = [int(each) for each in strides]
-        self.block_shape = [int(each) for each in block_shape]
-        self.block_type = tl.block_type(dtype, self.block_shape)
-        self.shape = [Value(torch.tensor(n, dtype=torch.int32), tl.int32) for n in self.sizes]
-        self.strides = [Value(torch.tensor(n), tl.int64) for n in self.steps]
+        self.block_shape = tuple(int(each) for each in block_shape)
+        self.block_type = Type(dtype, self.block_shape, layout)
+        self.shape = tuple(Value(torch.tensor(n, dtype=torch.int32), tl.int32) for n in self.sizes)
+        self.strides = tuple(Value(torch.tensor(n), tl.int64) for n in self.steps)
         reach = first + 1 + sum((n - 1) * s for n, s in zip(self.sizes, self.steps, strict=True))
         if first < 0 or reach > base.extent:
             raise OutOfBounds(

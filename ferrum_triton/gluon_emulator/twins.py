@@ -101,6 +101,11 @@ class _AsTriton(ast.NodeTransformer):
             node.value = _call("__returned", node.value)
         return node
 
+    def visit_List(self, node: ast.List) -> Any:
+        self.generic_visit(node)
+        # Lists are tuples in Triton, and add to them.
+        return ast.copy_location(ast.Tuple(node.elts, node.ctx), node)
+
     def visit_BoolOp(self, node: ast.BoolOp) -> Any:
         self.generic_visit(node)
         kind = ast.Constant("and" if isinstance(node.op, ast.And) else "or")

@@ -78,8 +78,8 @@ class Value:
         return self._data
 
     @property
-    def shape(self) -> list[int]:
-        return list(self._data.shape)
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._data.shape)
 
     @property
     def numel(self) -> int:
@@ -145,9 +145,17 @@ class Value:
 class Type:
     """What ``value.type`` tells."""
 
-    def __init__(self, scalar: Any, shape: list[int], layout: Any) -> None:
-        self.scalar, self.shape, self.layout = scalar, tuple(shape), layout
+    def __init__(self, scalar: Any, shape: tuple[int, ...], layout: Any) -> None:
+        self.scalar, self.shape, self.layout = scalar, shape, layout
         self.element_ty = scalar.element_ty if scalar.is_ptr() and not shape else scalar
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.scalar.primitive_bitwidth // 8
 
     def is_block(self) -> bool:
         return bool(self.shape)
