@@ -1,8 +1,12 @@
 """Small Gluon kernels for Hopper, right ones and faulty ones, which test_gluon_emulator.py runs."""
 
 import torch
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
@@ -12,12 +16,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import mangle_type
 
 TYPES = {torch.float32: gl.float32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 ROWS = gl.constexpr(64)
 # A row to eight threads, for blocks of 64 rows.
 LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def type_of(x):
+    if isinstance(x, tuple):
+        return type(x)(*map(type_of, x))
+    return mangle_type(x)
+
+
+def translate(kernel, args, constexprs):
+    """Triton takes the kernel: its types, layouts and calls are those of real Gluon."""
+    positions = {p.name: i for i, p in enumerate(kernel.params)}
+    names = [p.name for p in kernel.params if not p.is_constexpr]
+    types = {name: type_of(arg) for name, arg in zip(names, args, strict=True)}
+    signature = {name: types.get(name, "constexpr") for name in positions}
+    constants = {(positions[name],): value for name, value in constexprs.items()}
+    source, backend = GluonASTSource(kernel, signature, constants), make_backend(HOPPER)
+    options, context = backend.parse_options({"num_warps": 4}), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options)
+    source.make_ir(HOPPER, options, functions, backend.get_module_map(), context)
 
 
 def describe(x, block):
@@ -134,7 +163,7 @@ def consume(c_desc, out, rings, bars, tiles_n, num_tiles, steps, STAGES: gl.cons
     it = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         acc = gl.zeros([ROWS, ROWS], gl.float32, layout)
-        for k in range(steps):
+        for _ in range(steps):
             stage = it % STAGES
             mbarrier.wait(full.index(stage), (it // STAGES) & 1)
             b = b_ring.index(stage).permute((1, 0))

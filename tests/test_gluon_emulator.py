@@ -2,33 +2,11 @@
 
 import pytest
 import torch
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import mangle_type
 
 from ferrum_triton.gluon_emulator import Deadlock, EmulationError, Misuse, OutOfBounds, Race, run
 from ferrum_triton.gluon_emulator.mutants import mutants, redundant, survivors
 from tests import gluon_kernels as kernels
-from tests.gluon_kernels import describe
-
-HOPPER = GPUTarget("cuda", 90, 32)
-
-
-def translate(kernel, args, constexprs):
-    """Triton takes the kernel: its types, layouts and calls are those of real Gluon."""
-    positions = {p.name: i for i, p in enumerate(kernel.params)}
-    names = [p.name for p in kernel.params if not p.is_constexpr]
-    types = {name: mangle_type(arg) for name, arg in zip(names, args, strict=True)}
-    signature = {name: types.get(name, "constexpr") for name in positions}
-    constants = {(positions[name],): value for name, value in constexprs.items()}
-    source, backend = GluonASTSource(kernel, signature, constants), make_backend(HOPPER)
-    options, context = backend.parse_options({"num_warps": 4}), ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    functions = backend.get_codegen_implementation(options)
-    source.make_ir(HOPPER, options, functions, backend.get_module_map(), context)
+from tests.gluon_kernels import describe, translate
 
 
 def scale_ring(seed=0, mutant=None):
@@ -181,3 +159,10 @@ def test_each_mistake_is_found_whatever_the_order(fault):
 def test_triton_takes_what_is_faulty(fault):
     args = (torch.zeros(64), describe(torch.zeros(64, 64).half(), [64, 64]))
     translate(kernels.faulty, args, {"FAULT": fault})
+
+
+@pytest.mark.parametrize(
+    "fault", ["barrier not fenced", "fence without barrier", "waited without barrier"]
+)
+def test_what_triton_adds_may_be_counted_on(fault):
+    run_faulty(fault, strict=False)

@@ -60,7 +60,7 @@ def run(
         seed: of the orders in which partitions go on and asynchronous operations take effect.
         timeout: seconds that the launch may take.
         num_warps: of the kernel, as in a launch; of its own partition where it is specialised.
-        assembly: Python twins of inline assembly, beside those of ``twin_of`` and as described there.
+        assembly: Python twins of inline assembly, as :func:`twin_of` registers them, by its keys.
         strict: ask for what PTX asks for. Otherwise count on the barriers of a partition's threads
             that Triton 3.6 adds around fences and waits for copies, and take barriers that were
             initialised without a fence.

@@ -215,7 +215,10 @@ class Twins:
 
     def _aggregate(self, cls: Any) -> type:
         """A class that ``aggregate`` decorated, whose methods are twins."""
-        constructor = self._method(cls.hash_attrs[0])
+        constructor = cls.hash_attrs[0]
+        # One of constants is called with values too.
+        plain = isinstance(constructor, ConstexprFunction)
+        constructor = constructor.fn if plain else self._method(constructor)
 
         class Aggregate:
             __init__ = constructor
