@@ -151,7 +151,7 @@ def test_each_mistake_is_found_whatever_the_order(fault):
         with pytest.raises(FAULTS[fault][0], match=FAULTS[fault][1]) as raised:
             run_faulty(fault, seed)
     assert "gluon_kernels.py:" in str(raised.value)
-    assert raised.value.__notes__ == ["in program (0, 0, 0) of faulty, with seed 3"]
+    assert raised.value.__notes__ == ["in program (0, 0, 0) of faulty, seed 3"]
 
 
 # Triton's own types refuse a product that was never waited for at all.

@@ -108,7 +108,7 @@ class Barrier:
         phase = me.clock.of(self) - 1
         if phase % 2 != parity:
             phase += 1
-        me.program.block(
+        me.program.scheduler.block(
             lambda: self.completed > phase,
             lambda: (
                 f"{_named(phase)} of {self}, which has completed {self.completed} phases and lacks "
@@ -202,7 +202,7 @@ class NamedBarrier:
             self.over, self.clock = self.clock, Clock()
             self.generation, self.arrived, self.members = generation + 1, 0, []
         if sync:
-            me.program.block(
+            me.program.scheduler.block(
                 lambda: self.generation > generation,
                 lambda: f"{self}, at which {self.arrived} of {self.threads} threads are",
             )

@@ -125,7 +125,7 @@ def tma_load(
         signalled.land(operation)
 
     program.loads.append(operation)
-    program.in_flight.append((operation, land))
+    program.fly(operation, land)
 
 
 @emulates("tma.async_copy_shared_to_global")
@@ -138,7 +138,7 @@ def tma_store(tensor_desc: tensors.Descriptor, coord: Any, src: View) -> None:
     src.access("TMA store", writes=False, operation=operation)
     tile = src.tensor.clone()
     me.stores.append(operation)
-    program.in_flight.append((operation, lambda: tensor_desc.write(at, tile)))
+    program.fly(operation, lambda: tensor_desc.write(at, tile))
 
 
 @emulates("tma.store_wait")
@@ -268,7 +268,7 @@ def copy_to_shared(
     smem.access("cp.async", writes=True, operation=operation, generic=True)
     smem.poison()
     me.copies.append(operation)
-    program.in_flight.append((operation, lambda: smem.tensor.copy_(value.data)))
+    program.fly(operation, lambda: smem.tensor.copy_(value.data))
 
 
 @emulates("async_copy.commit_group")
@@ -284,7 +284,7 @@ def wait_group(num_outstanding: Any = 0) -> None:
     me.program.checkpoint()
     done, me.groups = _but_last(me.groups, int(num_outstanding))
     operations = [operation for group in done for operation in group]
-    me.program.land_now(operations)
+    me.program.scheduler.land_now(operations)
     for each in operations:
         me.half_done |= each.bit
     me.after_wait()
@@ -305,11 +305,11 @@ def mbarrier_arrive(mbarrier: View, increment_count: Any = True) -> None:
         clock.done |= each.bit
 
     def land() -> None:
-        program.land_now(copies)
+        program.scheduler.land_now(copies)
         barrier.arrive_with(clock, threads)
 
     me.copies, me.groups = [], []
-    program.in_flight.append((operation, land))
+    program.fly(operation, land)
 
 
 def emulated_name(function: Callable) -> str:

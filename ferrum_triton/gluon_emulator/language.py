@@ -63,7 +63,7 @@ def program_id(axis: Any) -> Value:
 
 @emulates("num_programs")
 def num_programs(axis: Any) -> Value:
-    return constant(current().program.grid[int(axis)], tl.int32)
+    return constant(current().program.settings.grid[int(axis)], tl.int32)
 
 
 @emulates("num_warps")

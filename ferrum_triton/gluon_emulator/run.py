@@ -6,8 +6,8 @@ import ast
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +15,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from ferrum_triton.gluon_emulator.assembly import known
-from ferrum_triton.gluon_emulator.errors import EmulationError, Misuse
-from ferrum_triton.gluon_emulator.schedule import Program
+from ferrum_triton.gluon_emulator.errors import Misuse
+from ferrum_triton.gluon_emulator.schedule import Program, Scheduler
 from ferrum_triton.gluon_emulator.tensors import Descriptor, Global
 from ferrum_triton.gluon_emulator.twins import Twins
 from ferrum_triton.gluon_emulator.values import to_value
@@ -24,15 +24,18 @@ from ferrum_triton.gluon_emulator.values import to_value
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for every program of a launch."""
+    """What holds for every program of a launch, and what they share."""
 
+    name: str
+    grid: tuple[int, ...]
     seed: int
     deadline: float
     num_warps: int
     strict: bool
-    tensors: list[Global]
     twins: Twins
     assembly: dict[Any, Callable]
+    tensors: list[Global] = field(default_factory=list)
+    bits: Iterator[int] = field(default_factory=itertools.count)
 
 
 def run(
@@ -46,14 +49,14 @@ def run(
     num_warps: int = 4,
     assembly: Mapping[Any, Callable] | None = None,
     strict: bool = True,
+    concurrent: int = 1,
     mutant: Any = None,
 ) -> None:
     """Execute a Gluon kernel on CPU tensors, and check that its accesses are synchronised.
 
     Args:
         kernel: a function that ``gluon.jit`` decorates.
-        grid: how many programs; they run one after the other, for a seed that is not 0 in an order
-            drawn from it.
+        grid: how many programs; for a seed that is not 0 they run in an order drawn from it.
         args: the parameters that are not ``gl.constexpr``, in order: tensors, which stand for
             pointers and are written in place, host ``TensorDescriptor``, numbers, tuples of them.
         constexprs: the others, by name.
@@ -64,6 +67,7 @@ def run(
         strict: ask for what PTX asks for. Otherwise count on the barriers of a partition's threads
             that Triton 3.6 adds around fences and waits for copies, and take barriers that were
             initialised without a fence.
+        concurrent: programs that run at a time; more than one for those that wait for another.
         mutant: a change of the kernel, from ``mutants``.
 
     Raises:
@@ -73,21 +77,25 @@ def run(
     grid = (*grid, 1, 1)[:3]
     assembly = known(assembly)
     trees: dict[Any, ast.Module] = {} if mutant is None else {mutant.function: mutant.tree}
-    tensors: list[Global] = []
-    deadline = time.monotonic() + timeout
-    twins = Twins(assembly, trees)
-    settings = Settings(seed, deadline, num_warps, strict, tensors, twins, assembly)
-    bound = _bind(kernel, args, constexprs, tensors)
-    programs = list(itertools.product(*(range(size) for size in grid)))
+    settings = Settings(
+        name=kernel.fn.__name__,
+        grid=grid,
+        seed=seed,
+        deadline=time.monotonic() + timeout,
+        num_warps=num_warps,
+        strict=strict,
+        twins=Twins(assembly, trees),
+        assembly=assembly,
+    )
+    bound = tuple(_bind(kernel, args, constexprs, settings.tensors))
+    indices = list(itertools.product(*(range(size) for size in grid)))
     if seed:
-        random.Random(seed).shuffle(programs)
-    for index in programs:
-        program = Program(index, grid, settings)
-        try:
-            program.run(lambda: twins.call(kernel, tuple(bound), {}))
-        except EmulationError as error:
-            error.add_note(f"in program {index} of {kernel.fn.__name__}, with seed {seed}")
-            raise
+        random.Random(seed).shuffle(indices)
+    for first in range(0, len(indices), concurrent):
+        together = indices[first : first + concurrent]
+        scheduler = Scheduler(settings, together)
+        programs = [Program(index, scheduler) for index in together]
+        scheduler.run(programs, lambda: settings.twins.call(kernel, bound, {}))
 
 
 def _bind(
