@@ -115,6 +115,7 @@ def tma_load(
     at, signalled = _check_tile(tensor_desc, result, coord), barriers.barrier_of(barrier)
     operation = Operation(program, "TMA load")
     result.access("TMA load", writes=True, operation=operation)
+    tensor_desc.note("TMA load", at, None, operation)
     result.poison()
     operation.barrier, operation.bytes = signalled, result.nbytes
     operation.phase = signalled.completed
@@ -137,6 +138,7 @@ def tma_store(tensor_desc: tensors.Descriptor, coord: Any, src: View) -> None:
     operation = Operation(program, "TMA store")
     src.access("TMA store", writes=False, operation=operation)
     tile = src.tensor.clone()
+    tensor_desc.note("TMA store", at, tile, operation)
     me.stores.append(operation)
     program.fly(operation, lambda: tensor_desc.write(at, tile))
 

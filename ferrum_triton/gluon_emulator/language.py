@@ -252,7 +252,7 @@ def umulhi(x: Any, y: Any) -> Value:
 
 def _atomic(name: str, kind: str) -> None:
     def call(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Value:
-        return tensors.atomic(kind, pointer, val, mask)
+        return tensors.atomic(kind, pointer, val, mask, sem, scope)
 
     EMULATED[name] = call
 
@@ -263,7 +263,7 @@ for _kind in ("add", "and", "or", "xor", "max", "min", "xchg"):
 
 @emulates("atomic_cas")
 def atomic_cas(pointer: Any, cmp: Any, val: Any, sem: Any = None, scope: Any = None) -> Value:
-    return tensors.compare_and_swap(pointer, cmp, val)
+    return tensors.compare_and_swap(pointer, cmp, val, sem, scope)
 
 
 @emulates("gather")

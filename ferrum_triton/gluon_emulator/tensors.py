@@ -11,7 +11,9 @@ from triton.language import core as tl
 
 from ferrum_triton.gluon_emulator.clocks import here
 from ferrum_triton.gluon_emulator.errors import Misuse, OutOfBounds
-from ferrum_triton.gluon_emulator.schedule import current
+from ferrum_triton.gluon_emulator.ledger import MOST_LANES, Ledger
+from ferrum_triton.gluon_emulator.memory import WORDS
+from ferrum_triton.gluon_emulator.schedule import Operation, current
 from ferrum_triton.gluon_emulator.values import (
     TRITON_TYPES,
     Type,
@@ -37,6 +39,7 @@ class Global:
         self.extent = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
         self.start = tensor.data_ptr()
         self.end = self.start + self.extent * tensor.element_size()
+        self.ledger = Ledger(name, self.end - self.start)
 
     def __str__(self) -> str:
         return self.name
@@ -102,6 +105,7 @@ def load(
     base, index, lanes = _found(pointer, mask, "gl.load")
     dtype = pointer.dtype.element_ty
     known = torch_type(dtype)
+    _note("gl.load", base, index, lanes, known.itemsize, writes=False, atomic=bool(volatile))
     flat = base.flat(known)
     # Without a clone the element at a single index would be a view.
     data = flat[index].clone() if flat.numel() else torch.zeros(index.shape, dtype=known)
@@ -124,16 +128,38 @@ def store(
     base, index, lanes = _found(pointer, mask, "gl.store")
     dtype = pointer.dtype.element_ty
     data = cast(value, dtype).data.expand(index.shape)
-    if lanes is None:
-        base.flat(torch_type(dtype))[index] = data
-    else:
-        base.flat(torch_type(dtype))[index[lanes]] = data[lanes]
+    if lanes is not None:
+        index, data = index[lanes], data[lanes]
+    if index.numel():
+        flat = base.flat(torch_type(dtype))
+        changed = _bits(flat[index]) != _bits(data)
+        _note("gl.store", base, index, None, flat.itemsize, writes=True, changed=changed)
+        flat[index] = data
 
 
-def atomic(kind: str, pointer: Value, value: Any, mask: Any = None) -> Value:
+def _bits(x: Tensor) -> Tensor:
+    """Equal where values are the same, a NaN too."""
+    return x.contiguous().view(WORDS[x.itemsize])
+
+
+def _note(
+    what: str, base: Global, index: Tensor, lanes: Tensor | None, item: int, **how: Any
+) -> None:
+    """Hold an access against the others to its tensor."""
+    index = index.reshape(-1) if lanes is None else index[lanes]
+    entries = base.ledger.entries(index, item)
+    if (changed := how.get("changed")) is not None:
+        how["changed"] = changed.reshape(-1)
+    base.ledger.note(what, entries, **how)
+
+
+def atomic(
+    kind: str, pointer: Value, value: Any, mask: Any = None, sem: Any = None, scope: Any = None
+) -> Value:
     """Read, compute and write, one lane after the other; gives what was there before."""
     current().program.checkpoint()
     base, index, lanes = _found(pointer, mask, f"gl.atomic_{kind}")
+    _atomically(f"gl.atomic_{kind}", pointer, base, index, lanes, sem, scope)
     dtype = pointer.dtype.element_ty
     known = torch_type(dtype)
     flat, data = base.flat(known), cast(value, dtype).data.expand(index.shape)
@@ -157,9 +183,31 @@ def atomic(kind: str, pointer: Value, value: Any, mask: Any = None) -> Value:
     return Value(old, dtype, pointer.layout)
 
 
-def compare_and_swap(pointer: Value, compared: Any, value: Any) -> Value:
+def _atomically(
+    what: str,
+    pointer: Value,
+    base: Global,
+    index: Tensor,
+    lanes: Tensor | None,
+    sem: str | None,
+    scope: str | None,
+) -> None:
+    addresses = pointer.data if lanes is None else pointer.data.expand(lanes.shape)[lanes]
+    few = addresses.reshape(-1).tolist() if addresses.numel() <= MOST_LANES else []
+    item = torch_type(pointer.dtype.element_ty).itemsize
+    for address in few:
+        base.ledger.acquire(address, sem, scope)
+    _note(what, base, index, lanes, item, writes=True, atomic=True)
+    for address in few:
+        base.ledger.release(address, sem, scope)
+
+
+def compare_and_swap(
+    pointer: Value, compared: Any, value: Any, sem: Any = None, scope: Any = None
+) -> Value:
     current().program.checkpoint()
     base, index, _ = _found(pointer, None, "gl.atomic_cas")
+    _atomically("gl.atomic_cas", pointer, base, index, None, sem, scope)
     dtype = pointer.dtype.element_ty
     flat = base.flat(torch_type(dtype))
     old = flat[index].clone()
@@ -194,6 +242,7 @@ class Descriptor:
             raise OutOfBounds(
                 f"the descriptor of {base} reaches {reach} elements, and it has {base.extent}"
             )
+        self.first = first
         flat = base.flat(torch_type(dtype))
         self.tensor = flat.as_strided(self.sizes, self.steps, flat.storage_offset() + first)
 
@@ -212,6 +261,18 @@ class Descriptor:
             outer.append(slice(low, high))
             inner.append(slice(low - start, low - start + max(0, high - low)))
         return tuple(outer), tuple(inner)
+
+    def note(self, what: str, at: list[int], tile: Tensor | None, operation: Operation) -> None:
+        """Hold a copy against the other accesses to the tensor."""
+        outer, inner = self._overlap(at)
+        if not all(each.stop > each.start for each in outer):
+            return
+        parts = zip(outer, self.steps, strict=True)
+        steps = [torch.arange(part.start, part.stop) * step for part, step in parts]
+        index = torch.stack(torch.meshgrid(*steps, indexing="ij")).sum(0) + self.first
+        changed = None if tile is None else _bits(tile[inner]) != _bits(self.tensor[outer])
+        how = {"writes": tile is not None, "changed": changed, "operation": operation}
+        _note(what, self.base, index, None, self.tensor.itemsize, **how)
 
     def read(self, at: list[int]) -> Tensor:
         """A tile; what lies outside of the tensor is 0, or NaN where the descriptor says so."""
