@@ -211,6 +211,42 @@ def sum_by_tickets(total_ptr, parts_ptr, ticket_ptr, x_ptr, size, BLOCK: gl.cons
 
 
 @gluon.jit
+def in_turn(y_ptr, flag_ptr, SEM: gl.constexpr):
+    """y = 2 · y + program, one program after the other."""
+    program = gl.program_id(0)
+    while gl.atomic_add(flag_ptr, 0, sem=SEM) < program:
+        pass
+    gl.store(y_ptr, gl.load(y_ptr) * 2 + program)
+    gl.atomic_add(flag_ptr, 1, sem=SEM)
+
+
+@gluon.jit
+def in_memory(y_ptr, y_desc, FAULT: gl.constexpr):
+    """Mistakes of programs, or of copies, that meet in y, float32 [64, 64]."""
+    at = gl.arange(0, 128, LINE)
+    program = gl.program_id(0)
+    mine = (program + at * 0).to(gl.float32)
+    if FAULT == "two write":
+        gl.store(y_ptr + at, mine)
+    if FAULT == "the next one reads":
+        gl.store(y_ptr + program * 128 + at, gl.load(y_ptr + (program + 1) * 128 + at) + mine + 1)
+    if FAULT == "added and set":
+        gl.atomic_add(y_ptr + at, mine + 1)
+        gl.store(y_ptr + program, 0.5)
+    if FAULT == "read after a TMA store":
+        ones = gl.full([64, 64], 1.0, gl.float32, LAYOUT)
+        buf = gl.allocate_shared_memory(gl.float32, [64, 64], y_desc.layout)
+        put(y_desc, 0, 0, buf, ones)
+        tma.store_wait(0)
+        gl.thread_barrier()
+        gl.store(y_ptr + at, gl.load(y_ptr + at) + 1)
+    if FAULT == "none":
+        gl.store(y_ptr + program * 128 + at, gl.load(y_ptr + program * 128 + at) + mine)
+        gl.store(y_ptr + 1024 + at, at.to(gl.float32))
+        gl.atomic_add(y_ptr + 2048 + at, mine + 1)
+
+
+@gluon.jit
 def copy_by_threads(y_ptr, x_ptr, num_blocks, BLOCK: gl.constexpr, STAGES: gl.constexpr):
     """y = x through shared memory by cp.async, a group of copies for each stage."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])

@@ -166,3 +166,41 @@ def test_triton_takes_what_is_faulty(fault):
 )
 def test_what_triton_adds_may_be_counted_on(fault):
     run_faulty(fault, strict=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_programs_wait_for_another_where_they_run_together(seed):
+    y, flag = torch.zeros(1), torch.zeros(1).int()
+    run(kernels.in_turn, 4, (y, flag), {"SEM": None}, seed=seed, concurrent=4)
+    assert y.item() == 11
+    with pytest.raises(Race, match=r"y_ptr: gl\.(load|store) .* no atomic of one program"):
+        run(kernels.in_turn, 4, (y, flag * 0), {"SEM": "relaxed"}, seed=seed, concurrent=4)
+
+
+def test_a_program_cannot_wait_for_a_later_one():
+    args = torch.zeros(1), -torch.ones(1).int()
+    with pytest.raises(Deadlock, match=r"the time given is over\n.* goes on at .* in in_turn"):
+        run(kernels.in_turn, 4, args, {"SEM": None}, timeout=0.3)
+    translate(kernels.in_turn, args, {"SEM": None})
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    {
+        "two write": "y_ptr: gl.store .* program .1, 0, 0., and gl.store .* no atomic",
+        "the next one reads": "y_ptr: gl.store .* and gl.load .* no atomic",
+        "added and set": "y_ptr: gl.(store .* and gl.atomic_add|atomic_add .* and gl.store)",
+        "read after a TMA store": "y_ptr: gl.load .* and TMA store .* nothing in a launch waits",
+    }.items(),
+)
+def test_programs_that_meet_in_memory_race(fault, message):
+    y = torch.zeros(64, 64)
+    with pytest.raises(Race, match=message):
+        run(kernels.in_memory, 3, (y, describe(y, [64, 64])), {"FAULT": fault})
+    translate(kernels.in_memory, (y, describe(y, [64, 64])), {"FAULT": fault})
+
+
+def test_programs_that_write_the_same_or_add_do_not_race():
+    y = torch.zeros(64, 64)
+    run(kernels.in_memory, 3, (y, describe(y, [64, 64])), {"FAULT": "none"}, seed=1, concurrent=2)
+    assert torch.equal(y[32:34].flatten(), torch.full((128,), 6.0))

@@ -18,10 +18,10 @@ MOST_LANES = 32
 
 
 class Ledger:
-    """Of one tensor."""
+    """Of a storage, which several tensors may share."""
 
-    def __init__(self, name: str, num_bytes: int) -> None:
-        self.name, self.num_bytes, self.item = name, num_bytes, 0
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self.item = num_bytes, 0
         self.accesses: list[Access | None] = [None]
         self.writes = self.reads = torch.zeros(0, dtype=torch.int32)
         self.clocks: dict[int, Clock] = {}
@@ -48,6 +48,7 @@ class Ledger:
 
     def note(
         self,
+        name: str,
         what: str,
         entries: Tensor,
         writes: bool,
@@ -58,7 +59,8 @@ class Ledger:
         """An access by the current partition.
 
         Args:
-            what: it is.
+            name: of the tensor.
+            what: the access is.
             entries: of its elements.
             writes: whether it does.
             changed: of a write, whether an element gets another value; the others race with nobody.
@@ -73,9 +75,9 @@ class Ledger:
         access = Access(current(), what, writes, operation.bit if operation else 0, not operation)
         access.atomic = atomic
         touched = entries if changed is None else entries[changed]
-        self._check(access, self.writes[touched])
+        self._check(name, access, self.writes[touched])
         if writes:
-            self._check(access, self.reads[touched])
+            self._check(name, access, self.reads[touched])
         number = len(self.accesses)
         self.accesses.append(access)
         if writes:
@@ -83,7 +85,7 @@ class Ledger:
         else:
             self.reads[entries] = number
 
-    def _check(self, access: Access, numbers: Tensor) -> None:
+    def _check(self, name: str, access: Access, numbers: Tensor) -> None:
         clock = access.who.clock
         if not numbers.numel() or not int(numbers.max()):
             return
@@ -91,7 +93,7 @@ class Ledger:
             other = self.accesses[number]
             if other is None or other.known_to(clock) or (access.atomic and other.atomic):
                 continue
-            raise Race(f"{self.name}: {access}, and {other} {_lacking(access, other)}")
+            raise Race(f"{name}: {access}, and {other} {_lacking(access, other)}")
 
     def acquire(self, address: int, sem: str | None, scope: str | None) -> None:
         """What an atomic at an address takes over of those before it."""

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from ferrum_triton.gluon_emulator.assembly import known
 from ferrum_triton.gluon_emulator.errors import Misuse
+from ferrum_triton.gluon_emulator.ledger import Ledger
 from ferrum_triton.gluon_emulator.schedule import Program, Scheduler
 from ferrum_triton.gluon_emulator.tensors import Descriptor, Global
 from ferrum_triton.gluon_emulator.twins import Twins
@@ -35,6 +36,7 @@ class Settings:
     twins: Twins
     assembly: dict[Any, Callable]
     tensors: list[Global] = field(default_factory=list)
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
     bits: Iterator[int] = field(default_factory=itertools.count)
 
 
@@ -87,7 +89,7 @@ def run(
         twins=Twins(assembly, trees),
         assembly=assembly,
     )
-    bound = tuple(_bind(kernel, args, constexprs, settings.tensors))
+    bound = tuple(_bind(kernel, args, constexprs, settings))
     indices = list(itertools.product(*(range(size) for size in grid)))
     if seed:
         random.Random(seed).shuffle(indices)
@@ -99,7 +101,7 @@ def run(
 
 
 def _bind(
-    kernel: JITFunction, args: Sequence[Any], constexprs: Mapping[str, Any], tensors: list[Global]
+    kernel: JITFunction, args: Sequence[Any], constexprs: Mapping[str, Any], settings: Settings
 ) -> list[Any]:
     rest, bound = list(args), []
     names = [each.name for each in kernel.params]
@@ -108,7 +110,7 @@ def _bind(
         if parameter.name in constexprs:
             bound.append(constexprs[parameter.name])
         elif rest and not parameter.is_constexpr:
-            bound.append(_argument(parameter.name, rest.pop(0), tensors))
+            bound.append(_argument(parameter.name, rest.pop(0), settings))
         elif parameter.has_default:
             bound.append(parameter.default)
         else:
@@ -121,21 +123,26 @@ def _bind(
     return bound
 
 
-def _argument(name: str, x: Any, tensors: list[Global]) -> Any:
+def _argument(name: str, x: Any, settings: Settings) -> Any:
     if isinstance(x, tuple):
         fields = getattr(x, "_fields", range(len(x)))
-        items = [_argument(f"{name}.{f}", each, tensors) for f, each in zip(fields, x, strict=True)]
+        items = [
+            _argument(f"{name}.{f}", each, settings) for f, each in zip(fields, x, strict=True)
+        ]
         return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
     if isinstance(x, TensorDescriptor):
-        base = _global(name, x.base, tensors)
+        base = _global(name, x.base, settings)
         return Descriptor(
             base, 0, x.shape, x.strides, x.block_shape, base.dtype, x.layout, x.padding
         )
     if isinstance(x, Tensor):
-        return _global(name, x, tensors).pointer()
+        return _global(name, x, settings).pointer()
     return to_value(x) if isinstance(x, (bool, int, float)) else x
 
 
-def _global(name: str, x: Tensor, tensors: list[Global]) -> Global:
-    tensors.append(Global(name, x.detach()))
-    return tensors[-1]
+def _global(name: str, x: Tensor, settings: Settings) -> Global:
+    storage = x.untyped_storage()
+    place = storage.data_ptr() if x.is_cpu else 0
+    ledger = settings.ledgers.setdefault(place, Ledger(storage.nbytes()))
+    settings.tensors.append(Global(name, x.detach(), ledger))
+    return settings.tensors[-1]

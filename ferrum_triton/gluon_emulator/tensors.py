@@ -29,7 +29,7 @@ from ferrum_triton.gluon_emulator.values import (
 class Global:
     """A tensor in global memory: its bytes from the first element to the last."""
 
-    def __init__(self, name: str, tensor: Tensor) -> None:
+    def __init__(self, name: str, tensor: Tensor, ledger: Ledger) -> None:
         if tensor.device.type != "cpu":
             raise Misuse(f"{name} is on {tensor.device}; the emulator takes tensors on the CPU")
         if tensor.dtype not in TRITON_TYPES:
@@ -39,7 +39,7 @@ class Global:
         self.extent = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
         self.start = tensor.data_ptr()
         self.end = self.start + self.extent * tensor.element_size()
-        self.ledger = Ledger(name, self.end - self.start)
+        self.ledger, self.offset = ledger, self.start - tensor.untyped_storage().data_ptr()
 
     def __str__(self) -> str:
         return self.name
@@ -147,10 +147,10 @@ def _note(
 ) -> None:
     """Hold an access against the others to its tensor."""
     index = index.reshape(-1) if lanes is None else index[lanes]
-    entries = base.ledger.entries(index, item)
+    entries = base.ledger.entries(index + base.offset // item, item)
     if (changed := how.get("changed")) is not None:
         how["changed"] = changed.reshape(-1)
-    base.ledger.note(what, entries, **how)
+    base.ledger.note(base.name, what, entries, **how)
 
 
 def atomic(
