@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, tma
 from triton.language.core import _aggregate as aggregate
 
 
@@ -157,3 +157,113 @@ def squared_by_assembly(y_ptr, x_ptr, BLOCK: gl.constexpr):
 def constant_lost(y_ptr, BLOCK: gl.constexpr):
     size = BLOCK
     squared_by_assembly(y_ptr, y_ptr, size)
+
+
+@gluon.jit
+def smaller(a, b):
+    return gl.minimum(a, b)
+
+
+@gluon.jit
+def uses(y_ptr, n_ptr, table_ptr, x_ptr):
+    """What else the language has, each to 32 elements of y."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    rows: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    at = gl.arange(0, 32, line)
+    x = gl.load(x_ptr + at)
+    square = gl.convert_layout(gl.reshape(x, [4, 8]), rows)
+    gl.store(y_ptr + at, x.sum(0) + max(min(at, 7), 3) + min(2, 3))
+    gl.store(y_ptr + 32 + at, gl.reshape(square - gl.max(square, 1, keep_dims=True), [32]))
+    gl.store(y_ptr + 64 + at, gl.min(square) + 0 * x)
+    gl.store(y_ptr + 96 + at, gl.reduce(x, 0, smaller) + 0 * x)
+    gl.store(y_ptr + 128 + at, gl.gather(x, 31 - at, 0))
+    # An address that lies in memory.
+    other = gl.load(table_ptr).to(gl.pointer_type(gl.float32))
+    gl.store(y_ptr + 160 + at, gl.load(other + at))
+    old = gl.atomic_cas(n_ptr, 5, 9)
+    again = gl.atomic_cas(n_ptr, 5, 7)
+    if not (old < 5) and (old == 5 or old == 6):
+        gl.store(n_ptr + 1, again)
+    # Shared memory as other shapes and types.
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    buf = gl.allocate_shared_memory(gl.float32, [32], plain, x)
+    bits = buf._reinterpret(gl.int32, [32], plain)
+    bits.store(bits.load(line) ^ -(2**31))
+    gl.store(y_ptr + 192 + at, buf.load(line))
+    low = (n_ptr + 2).to(gl.pointer_type(gl.int8))
+    gl.store(low + at % 4, at.to(gl.int8), mask=at < 4)
+
+
+@gluon.jit
+def worker(x):
+    gl.warp_specialize([(other_worker, (x,)), (other_worker, (x,))], [1], [24])
+
+
+@gluon.jit
+def other_worker(x):
+    pass
+
+
+@gluon.jit
+def misused(x_ptr, FAULT: gl.constexpr):
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    at = gl.arange(0, 32, line)
+    x = gl.load(x_ptr + at)
+    buf = gl.allocate_shared_memory(gl.float32, [4, 8], shared)
+    if FAULT == "ranks differ":
+        x = x + gl.zeros([32, 1], gl.float32, gl.BlockedLayout([1, 1], [32, 1], [4, 1], [0, 1]))
+    if FAULT == "shapes differ":
+        x = x + gl.zeros([64], gl.float32, line)
+    if FAULT == "truths added":
+        x = (x > 0) + (x > 1)
+    if FAULT == "bits of floats":
+        x = x & 1
+    if FAULT == "division of floats":
+        x = x // 2
+    if FAULT == "moved by a float":
+        x = gl.load(x_ptr + x)
+    if FAULT == "mask of integers":
+        x = gl.load(x_ptr + at, mask=at)
+    if FAULT == "between elements":
+        address = x_ptr.to(gl.int64) + 2
+        gl.store(address.to(gl.pointer_type(gl.float32)), 1.0)
+    if FAULT == "nowhere":
+        gl.store((x_ptr.to(gl.int64) - 2**40).to(gl.pointer_type(gl.float32)), 1.0)
+    if FAULT == "load of a number":
+        gl.load(at)
+    if FAULT == "reshaped to more":
+        x = gl.reshape(x, [64])
+    if FAULT == "exponential of integers":
+        x = gl.exp2(at)
+    if FAULT == "stored shape":
+        buf.store(x)
+    if FAULT == "stored type":
+        line_buf = gl.allocate_shared_memory(
+            gl.float16, [32], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
+        line_buf.store(x)
+    if FAULT == "order of three":
+        buf = buf.permute((0, 2, 1))
+    if FAULT == "slice too long":
+        buf = buf.slice(2, 4)
+    if FAULT == "reinterpreted as more":
+        buf = buf._reinterpret(gl.float32, [8, 8], shared)
+    if FAULT == "static assertion":
+        gl.static_assert(buf.shape[0] == 5, "not five")
+    if FAULT == "block as condition":
+        while x > 0:
+            x = -x
+    if FAULT == "block as index":
+        buf = buf.index(at)
+    if FAULT == "indexed by a number":
+        x = x[0]
+    if FAULT == "unknown function":
+        x = gl.fp4_to_fp(at.to(gl.uint8), gl.float16, 0)
+    if FAULT == "unknown rounding":
+        x = x.to(gl.float16, fp_downcast_rounding="rtz")
+    if FAULT == "specialised twice":
+        gl.warp_specialize([(worker, (x,)), (other_worker, (at,))], [1], [24])
+    if FAULT == "copies unwaited":
+        ring = gl.allocate_shared_memory(gl.float32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        async_copy.async_copy_global_to_shared(ring, x_ptr + at)

@@ -5,7 +5,7 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.experimental.gluon import language as gl
 
-from ferrum_triton.gluon_emulator import Misuse, run, twin_of
+from ferrum_triton.gluon_emulator import Misuse, OutOfBounds, run, twin_of
 from ferrum_triton.kernels import interpreter
 from tests import gluon_arithmetic as kernels
 from tests.gluon_kernels import translate
@@ -78,6 +78,57 @@ def test_atomics_count_every_lane_and_masked_lanes_are_undefined():
     assert torch.equal(y[1:, :5], x[:5].expand(2, 5))
     assert y[1, 5:].isnan().all()
     assert (y[2, 5:] == 7).all()
+
+
+def test_other_functions_of_the_language():
+    x = torch.randn(64)
+    y, n = torch.full((7, 32), torch.nan), torch.tensor([5, 0, 0]).int()
+    args = (y, n, torch.tensor([x.data_ptr() + 32 * 4]), x)
+    run(kernels.uses, 1, args, {})
+    translate(kernels.uses, args, {})
+    lanes, x, other = torch.arange(32), x[:32], x[32:]
+    square = x.view(4, 8)
+    torch.testing.assert_close(y[0], x.sum() + lanes.clamp(3, 7) + 2)
+    assert torch.equal(y[1].view(4, 8), square - square.amax(1, keepdim=True))
+    assert torch.equal(y[2:4], x.min().expand(2, 32))
+    assert torch.equal(y[4:], torch.stack((x.flip(0), other, -x)))
+    assert n.tolist() == [9, 9, 0x03020100]
+
+
+# What is raised for each misuse of values.
+MISUSES = {
+    "ranks differ": "have different ranks",
+    "shapes differ": r"shapes \(32,\) and \(64,\) do not broadcast",
+    "truths added": "of two int1",
+    "bits of floats": "bits of integers alone",
+    "division of floats": "// of fp32",
+    "moved by a float": "a pointer is moved by fp32",
+    "mask of integers": "the mask is int32",
+    "between elements": "is not a multiple of 4",
+    "nowhere": "lies in no tensor",
+    "load of a number": "of int32, which is no pointer",
+    "reshaped to more": r"shape \(32,\) is not reshaped to \[64\]",
+    "exponential of integers": "gl.exp2 at .* of int32",
+    "stored shape": r"buf has shape \(4, 8\), what is stored at .* \(32,\)",
+    "stored type": "line_buf holds fp16; what is stored at .* is fp32",
+    "order of three": r"buf.permute\(\[0, 2, 1\]\) at .* of 2 dimensions",
+    "slice too long": r"buf.slice\(2, 4, dim=0\) at .* of a dimension of 4",
+    "reinterpreted as more": "does not fit",
+    "static assertion": "not five",
+    "block as condition": "is taken for a condition",
+    "block as index": "is taken for an index",
+    "indexed by a number": "indexed by None and : alone",
+    "unknown function": "fp4_to_fp at .* is not emulated",
+    "unknown rounding": "rounding 'rtz' is not emulated",
+    "specialised twice": "inside of a partition",
+    "copies unwaited": "nobody has waited for cp.async",
+}
+
+
+@pytest.mark.parametrize("fault", MISUSES)
+def test_misuse_of_values_is_refused(fault):
+    with pytest.raises((Misuse, OutOfBounds), match=MISUSES[fault]):
+        run(kernels.misused, 1, (torch.randn(32),), {"FAULT": fault})
 
 
 def test_tiles_end_where_their_tensor_does():

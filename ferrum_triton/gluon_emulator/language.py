@@ -271,13 +271,6 @@ def gather(src: Value, index: Value, axis: Any) -> Value:
     return Value(torch.gather(src.data, int(axis), index.data.long()), src.dtype, index.layout)
 
 
-@emulates("histogram")
-def histogram(input: Value, num_bins: Any, mask: Any = None, layout: Any = None) -> Value:
-    data = input.data if mask is None else input.data[to_value(mask).data]
-    bins = torch.bincount(data.long().flatten(), minlength=int(num_bins))[: int(num_bins)]
-    return Value(bins.int(), tl.int32, layout)
-
-
 _HALVES = (torch.float16, torch.bfloat16)
 # Combining functions of Triton's library that torch has.
 _REDUCTIONS = {
@@ -363,27 +356,6 @@ def associative_scan(input: Any, axis: Any, combine_fn: Any, reverse: Any = Fals
         for first, column in zip(inputs, columns, strict=True)
     ]
     return tuple(results) if several else results[0]
-
-
-@emulates("map_elementwise")
-def map_elementwise(scalar_fn: Callable, *args: Any, pack: int = 1) -> Any:
-    if pack != 1:
-        raise Misuse("gl.map_elementwise with a pack is not emulated")
-    blocks = [to_value(each) for each in args]
-    shape = torch.broadcast_shapes(*(each.data.shape for each in blocks))
-    flat = [each.data.expand(shape).reshape(-1) for each in blocks]
-    rows = []
-    for lane in range(flat[0].numel()):
-        each = [Value(x[lane], block.dtype) for x, block in zip(flat, blocks, strict=True)]
-        result = scalar_fn(*each)
-        rows.append(result if isinstance(result, tuple) else (result,))
-    columns = [
-        Value(
-            torch.stack([v.data for v in column]).reshape(shape), column[0].dtype, blocks[0].layout
-        )
-        for column in zip(*rows, strict=True)
-    ]
-    return tuple(columns) if len(columns) > 1 else columns[0]
 
 
 @emulates("dot_fma")

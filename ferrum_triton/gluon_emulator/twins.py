@@ -160,6 +160,11 @@ def _code(function: JITFunction) -> CodeType:
     return compiled(function, tree_of(function))
 
 
+@functools.cache
+def _names(function: JITFunction) -> set[str]:
+    return {node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)}
+
+
 class Twins:
     """The twins of one run, in which assembly and a mutated function may be replaced.
 
@@ -184,11 +189,9 @@ class Twins:
         tree = self.trees.get(function)
         code = _code(function) if tree is None else compiled(function, tree)
         scope = function.get_capture_scope()
-        named = {
-            node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)
-        } & set(scope)
         namespace = dict(_BUILTINS) | _HELPERS
-        namespace |= {name: self.translate(scope[name]) for name in named}
+        for name in _names(function) & set(scope):
+            namespace[name] = self.translate(scope[name])
         exec(code, namespace)
         return namespace[function.fn.__name__]
 
