@@ -82,12 +82,9 @@ def make_tensor_descriptor(
 ) -> tensors.Descriptor:
     if base.base is None:
         raise Misuse(f"a descriptor at {here()} of an address that was read from memory")
-    item = base.dtype.element_ty.primitive_bitwidth // 8
-    first = (int(base.data) - base.base.start) // item
+    sizes = shape, strides, block_shape
     dtype = base.dtype.element_ty
-    return tensors.Descriptor(
-        base.base, first, shape, strides, block_shape, dtype, layout, padding_option
-    )
+    return tensors.Descriptor(base.base, int(base.data), *sizes, dtype, layout, padding_option)
 
 
 def _check_tile(desc: tensors.Descriptor, view: View, coord: Any) -> list[int]:
@@ -117,8 +114,7 @@ def tma_load(
     result.access("TMA load", writes=True, operation=operation)
     tensor_desc.note("TMA load", at, None, operation)
     result.poison()
-    operation.barrier, operation.bytes = signalled, result.nbytes
-    operation.phase = signalled.completed
+    operation.bytes, operation.phase = result.nbytes, signalled.completed
     signalled.copies.append(operation)
 
     def land() -> None:
@@ -190,13 +186,9 @@ def warpgroup_mma(
             operands.append(each.tensor)
         else:
             operands.append(each.data)
-    if acc.product is not None and acc.product not in me.products:
-        raise Misuse(
-            f"the accumulator of the product at {here()} is the result of {acc.product}, which is "
-            "done, and no warpgroup_mma_wait handed it back"
-        )
     data = _multiplied(operands[0], operands[1], acc.dtype)
     if bool(use_acc):
+        # Products of a warpgroup are done in turn, so that one may add to another in flight.
         data = acc._data + data
     me.products.append(operation)
     result = Value(data, acc.dtype, acc.layout, product=operation)
@@ -303,13 +295,13 @@ def mbarrier_arrive(mbarrier: View, increment_count: Any = True) -> None:
     if bool(increment_count):
         barrier.pending += threads
     copies = [*me.copies, *(each for group in me.groups for each in group)]
-    operation, clock = Operation(program, "cp.async's arrival"), me.publish()
+    operation, clock, by = Operation(program, "cp.async"), me.publish(), f"{here()} by {me}"
     for each in copies:
         clock.done |= each.bit
 
     def land() -> None:
         program.scheduler.land_now(copies)
-        barrier.arrive_with(clock, threads)
+        barrier.arrive_with(clock, threads, by)
 
     me.copies, me.groups = [], []
     program.fly(operation, land)

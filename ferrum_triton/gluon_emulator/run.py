@@ -133,7 +133,7 @@ def _argument(name: str, x: Any, settings: Settings) -> Any:
     if isinstance(x, TensorDescriptor):
         base = _global(name, x.base, settings)
         return Descriptor(
-            base, 0, x.shape, x.strides, x.block_shape, base.dtype, x.layout, x.padding
+            base, base.start, x.shape, x.strides, x.block_shape, base.dtype, x.layout, x.padding
         )
     if isinstance(x, Tensor):
         return _global(name, x, settings).pointer()

@@ -36,13 +36,12 @@ class _Stopped(BaseException):
 class Operation:
     """Something asynchronous: its bit in clocks, what it is and where it was begun."""
 
-    __slots__ = ("barrier", "bit", "bytes", "phase", "place", "program", "what")
+    __slots__ = ("bit", "bytes", "phase", "place", "program", "what")
 
     def __init__(self, program: Program, what: str) -> None:
         self.program, self.what, self.place = program, what, here()
         self.bit = 1 << next(program.settings.bits)
-        self.barrier: Any = None
-        self.bytes = self.phase = 0
+        self.bytes = self.phase = 0  # of a TMA load: how many, and the barrier's
 
     def __str__(self) -> str:
         return f"{self.what} at {self.place}"

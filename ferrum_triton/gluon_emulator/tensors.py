@@ -34,12 +34,12 @@ class Global:
             raise Misuse(f"{name} is on {tensor.device}; the emulator takes tensors on the CPU")
         if tensor.dtype not in TRITON_TYPES:
             raise Misuse(f"{name} has dtype {tensor.dtype}, which no Triton type stands for")
-        self.name, self.tensor, self.dtype = name, tensor, TRITON_TYPES[tensor.dtype]
+        self.name, self.dtype, self.ledger = name, TRITON_TYPES[tensor.dtype], ledger
+        self.storage = tensor.untyped_storage()
         steps = zip(tensor.shape, tensor.stride(), strict=True)
-        self.extent = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
+        extent = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
         self.start = tensor.data_ptr()
-        self.end = self.start + self.extent * tensor.element_size()
-        self.ledger, self.offset = ledger, self.start - tensor.untyped_storage().data_ptr()
+        self.end = self.start + extent * tensor.element_size()
 
     def __str__(self) -> str:
         return self.name
@@ -48,12 +48,16 @@ class Global:
         return Value(torch.tensor(self.start), tl.pointer_type(self.dtype), None, self)
 
     def flat(self, dtype: torch.dtype) -> Tensor:
-        """All bytes, as elements of a dtype."""
-        return self.tensor.as_strided((self.extent,), (1,)).view(dtype)
+        """The whole storage, as elements of a dtype."""
+        return torch.empty(0, dtype=dtype).set_(self.storage)
+
+    def index(self, address: Any, item: int) -> Any:
+        """Of the element of the storage at an address; addresses may be many."""
+        return (address - self.storage.data_ptr()) // item
 
 
 def _found(pointer: Value, mask: Any, what: str) -> tuple[Global, Tensor, Tensor | None]:
-    """The tensor, the elements that a pointer's lanes mean, and which lanes take part."""
+    """A tensor, the elements of its storage that lanes mean, and which lanes take part."""
     if not pointer.dtype.is_ptr():
         raise Misuse(f"{what} at {here()} of {pointer.dtype}, which is no pointer")
     data, lanes = pointer.data, None
@@ -75,12 +79,10 @@ def _found(pointer: Value, mask: Any, what: str) -> tuple[Global, Tensor, Tensor
                 f"{what} at {here()}: byte {least - base.start} to {most + size - base.start} of "
                 f"{base}, which has {base.end - base.start} bytes"
             )
-        if bool(((asked - base.start) % size).any()):
+        if bool((asked % size).any()):
             raise Misuse(f"{what} at {here()}: an address in {base} is not a multiple of {size}")
-    index = (data - base.start).div(size, rounding_mode="trunc")
-    if lanes is not None:
-        index = torch.where(lanes, index, 0)
-    return base, index, lanes
+    index = base.index(data, size)
+    return base, index if lanes is None else torch.where(lanes, index, 0), lanes
 
 
 def _holder(addresses: Tensor, what: str) -> Global:
@@ -107,7 +109,7 @@ def load(
     known = torch_type(dtype)
     _note("gl.load", base, index, lanes, known.itemsize, writes=False, atomic=bool(volatile))
     flat = base.flat(known)
-    # Without a clone the element at a single index would be a view.
+    # Without a clone the element at a single index would be a view; without one there is no lane.
     data = flat[index].clone() if flat.numel() else torch.zeros(index.shape, dtype=known)
     result = Value(data, dtype, pointer.layout)
     if lanes is None:
@@ -147,7 +149,7 @@ def _note(
 ) -> None:
     """Hold an access against the others to its tensor."""
     index = index.reshape(-1) if lanes is None else index[lanes]
-    entries = base.ledger.entries(index + base.offset // item, item)
+    entries = base.ledger.entries(index, item)
     if (changed := how.get("changed")) is not None:
         how["changed"] = changed.reshape(-1)
     base.ledger.note(base.name, what, entries, **how)
@@ -222,7 +224,7 @@ class Descriptor:
     def __init__(
         self,
         base: Global,
-        first: int,
+        address: int,
         shape: Any,
         strides: Any,
         block_shape: Any,
@@ -237,14 +239,16 @@ class Descriptor:
         self.block_type = Type(dtype, self.block_shape, layout)
         self.shape = tuple(Value(torch.tensor(n, dtype=torch.int32), tl.int32) for n in self.sizes)
         self.strides = tuple(Value(torch.tensor(n), tl.int64) for n in self.steps)
-        reach = first + 1 + sum((n - 1) * s for n, s in zip(self.sizes, self.steps, strict=True))
-        if first < 0 or reach > base.extent:
+        known = torch_type(dtype)
+        reach = 1 + sum((n - 1) * s for n, s in zip(self.sizes, self.steps, strict=True))
+        end = address + reach * known.itemsize
+        if address < base.start or end > base.end:
             raise OutOfBounds(
-                f"the descriptor of {base} reaches {reach} elements, and it has {base.extent}"
+                f"the descriptor of {base} covers bytes {address - base.start} to "
+                f"{end - base.start}, and it has {base.end - base.start}"
             )
-        self.first = first
-        flat = base.flat(torch_type(dtype))
-        self.tensor = flat.as_strided(self.sizes, self.steps, flat.storage_offset() + first)
+        self.first = base.index(address, known.itemsize)
+        self.tensor = base.flat(known).as_strided(self.sizes, self.steps, self.first)
 
     def __str__(self) -> str:
         return str(self.base)

@@ -77,8 +77,10 @@ class _AsTriton(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         self.generic_visit(node)
-        target = node.targets[0]
-        names = [ast.unparse(each) for each in getattr(target, "elts", [target])]
+        target, values = node.targets[0], getattr(node.value, "elts", [node.value])
+        targets = getattr(target, "elts", [target])
+        made = [isinstance(each, ast.Call) for each in values] * (len(targets) // len(values))
+        names = [ast.unparse(each) if new else "" for each, new in zip(targets, made, strict=False)]
         node.value = _call("__assigned", node.value, *(ast.Constant(name) for name in names))
         return node
 
@@ -136,8 +138,9 @@ def _decayed(x: Any) -> Any:
 
 
 def _assigned(x: Any, *names: str) -> Any:
+    """What is assigned, where calls made shared memory that the variables' names are given to."""
     for each, name in zip(x if len(names) > 1 else (x,), names, strict=False):
-        if isinstance(each, View) and not each.path and each.allocation.name == "shared memory":
+        if name and isinstance(each, View) and not each.path:
             each.allocation.name = name
     return _decayed(x)
 
