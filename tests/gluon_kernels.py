@@ -266,6 +266,59 @@ def copy_by_threads(y_ptr, x_ptr, num_blocks, BLOCK: gl.constexpr, STAGES: gl.co
         gl.store(y_ptr + i * BLOCK + at, ring.index(i % STAGES).load(LINE))
 
 
+@gluon.jit
+def gather(x_ptr, index_ptr, ring, bars, columns, steps, STAGES: gl.constexpr):
+    """Rows by their indices, 64 columns a step; each thread arrives when its copies are there."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    full, empty = bars
+    rows = gl.load(index_ptr + gl.arange(0, ROWS, gl.SliceLayout(1, wide)))
+    there = x_ptr + rows[:, None] * columns + gl.arange(0, ROWS, gl.SliceLayout(0, wide))[None, :]
+    for k in range(steps):
+        stage = k % STAGES
+        mbarrier.wait(empty.index(stage), ((k // STAGES) & 1) ^ 1)
+        async_copy.async_copy_global_to_shared(ring.index(stage), there + k * ROWS)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def multiply_gathered(y_ptr, ring, bars, steps, STAGES: gl.constexpr):
+    full, empty = bars
+    tile: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]
+    )
+    acc = gl.zeros([ROWS, ROWS], gl.float32, tile)
+    for k in range(steps):
+        stage = k % STAGES
+        mbarrier.wait(full.index(stage), (k // STAGES) & 1)
+        # What threads copied, tensor cores see after a fence, of whichever side.
+        fence_async_shared()
+        gl.thread_barrier()
+        rows = ring.index(stage)
+        acc = warpgroup_mma(rows, rows.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(stage), count=1)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, tile))
+    column = gl.arange(0, ROWS, gl.SliceLayout(0, tile))
+    gl.store(y_ptr + row[:, None] * ROWS + column[None, :], acc)
+
+
+@gluon.jit
+def gram_of_gathered(y_ptr, x_ptr, index_ptr, columns, steps, STAGES: gl.constexpr):
+    """G Gᵀ of 64 rows G of x, by a warpgroup that gathers and one that multiplies."""
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+    ring = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, ROWS], shared)
+    full, empty = make_barriers(STAGES, 128), make_barriers(STAGES, 1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (multiply_gathered, (y_ptr, ring, (full, empty), steps, STAGES)),
+            (gather, (x_ptr, index_ptr, ring, (full, empty), columns, steps, STAGES)),
+        ],
+        [4],
+        [64],
+    )
+
+
 @gluon.constexpr_function
 def bar_text(verb, number):
     return f"bar.{verb} {number}, 256; mov.b32 $0, $1;"

@@ -51,6 +51,15 @@ def copy_by_threads(seed=0, mutant=None):
     assert torch.equal(x, y)
 
 
+def gram_of_gathered(seed=0, mutant=None):
+    x, index = torch.randn(100, 320).half(), torch.randint(100, (64,)).int()
+    y = torch.full((64, 64), torch.nan)
+    args = (y, x, index, 320, 5)
+    run(kernels.gram_of_gathered, 1, args, {"STAGES": 2}, seed=seed, mutant=mutant)
+    rows = x[index].double()
+    torch.testing.assert_close(y.double(), rows @ rows.T, rtol=1e-4, atol=1e-3)
+
+
 def copy_by_turns(seed=0, mutant=None):
     x = torch.randn(4 * 128)
     y = torch.full_like(x, torch.nan)
@@ -66,6 +75,7 @@ LAUNCHES = {
         specialised_product,
         sum_by_tickets,
         copy_by_threads,
+        gram_of_gathered,
         copy_by_turns,
     )
 }
