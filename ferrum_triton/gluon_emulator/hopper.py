@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -305,13 +304,3 @@ def mbarrier_arrive(mbarrier: View, increment_count: Any = True) -> None:
 
     me.copies, me.groups = [], []
     program.fly(operation, land)
-
-
-def emulated_name(function: Callable) -> str:
-    """A function of Gluon's as this package's table has it."""
-    module = getattr(function, "__module__", "") or ""
-    name = getattr(function, "__name__", "")
-    for part in ("tma", "mbarrier", "async_copy"):
-        if module.endswith("." + part):
-            return f"{part}.{name}"
-    return name

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import SliceLayout
 from triton.language import core as tl
 from triton.language import standard
+from triton.runtime.jit import JITFunction
 
 from ferrum_triton.gluon_emulator import barriers, memory, tensors, values
 from ferrum_triton.gluon_emulator.clocks import here
@@ -30,6 +31,18 @@ def emulates(*names: str) -> Callable:
         return function
 
     return register
+
+
+def emulated_name(function: Any) -> str:
+    """A function of Triton's as the table has it; no name of anything else."""
+    module, name = (getattr(function, each, None) or "" for each in ("__module__", "__name__"))
+    if not callable(function) or isinstance(function, (type, JITFunction)):
+        return ""
+    plain = module.startswith("triton.language") and name in EMULATED
+    if not plain and not getattr(function, "__triton_builtin__", False):
+        return ""
+    part = module.rpartition(".")[2]
+    return f"{part}.{name}" if part in ("tma", "mbarrier", "async_copy") else name
 
 
 def shape_of(given: tuple) -> list[int]:
@@ -92,7 +105,7 @@ def convert_layout(value: Value, layout: Any, assert_trivial: bool = False) -> V
     return Value(value.data, value.dtype, layout, value.base)
 
 
-@emulates("assume", "static_print", "device_print")
+@emulates("static_print", "device_print")
 def ignored(*args: Any, **options: Any) -> None:
     pass
 
@@ -115,6 +128,11 @@ def device_assert(condition: Any, message: str = "", mask: Any = None) -> None:
         held = held | ~to_value(mask).data
     if not bool(held.all()):
         raise Misuse(f"gl.device_assert at {here()}: {message}")
+
+
+@emulates("assume")
+def assume(condition: Any) -> None:
+    device_assert(condition, "what gl.assume says does not hold")
 
 
 @emulates("reshape", "view")
@@ -368,7 +386,7 @@ def counted(*bounds: Any, **options: Any) -> Iterator[Value]:
     given = [to_value(each) for each in bounds]
     dtype = tl.int32
     for each in given:
-        dtype = values._promoted(dtype, False, each.dtype, False, False)
+        dtype = values.promoted(dtype, False, each.dtype, False, False)
     for number in range(*(int(x) for x in given)):
         yield constant(number, dtype)
 

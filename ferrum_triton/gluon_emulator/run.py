@@ -63,7 +63,7 @@ def run(
             pointers and are written in place, host ``TensorDescriptor``, numbers, tuples of them.
         constexprs: the others, by name.
         seed: of the orders in which partitions go on and asynchronous operations take effect.
-        timeout: seconds that the launch may take.
+        timeout: seconds that the launch may compute.
         num_warps: of the kernel, as in a launch; of its own partition where it is specialised.
         assembly: Python twins of inline assembly, as :func:`twin_of` registers them, by its keys.
         strict: ask for what PTX asks for. Otherwise count on the barriers of a partition's threads
@@ -83,7 +83,7 @@ def run(
         name=kernel.fn.__name__,
         grid=grid,
         seed=seed,
-        deadline=time.monotonic() + timeout,
+        deadline=time.process_time() + timeout,
         num_warps=num_warps,
         strict=strict,
         twins=Twins(assembly, trees),

@@ -190,7 +190,7 @@ class Scheduler:
     def _check_time(self) -> None:
         if self.failure is not None:
             raise _Stopped
-        if time.monotonic() > self.settings.deadline:
+        if time.process_time() > self.settings.deadline:
             raise Deadlock(self._report("the time given is over"))
 
     def _hand_over(self) -> None:

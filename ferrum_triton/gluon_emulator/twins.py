@@ -26,8 +26,8 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 from ferrum_triton.gluon_emulator import language
 from ferrum_triton.gluon_emulator.clocks import here
 from ferrum_triton.gluon_emulator.errors import Misuse
-from ferrum_triton.gluon_emulator.hopper import emulated_name
-from ferrum_triton.gluon_emulator.language import EMULATED
+from ferrum_triton.gluon_emulator.hopper import EMULATED
+from ferrum_triton.gluon_emulator.language import emulated_name
 from ferrum_triton.gluon_emulator.memory import View
 from ferrum_triton.gluon_emulator.schedule import current
 from ferrum_triton.gluon_emulator.tensors import Descriptor
@@ -215,8 +215,8 @@ class Twins:
             if x not in self._classes:
                 self._classes[x] = self._aggregate(x)
             return self._classes[x]
-        if callable(x) and not isinstance(x, type) and _is_tritons(x):
-            return EMULATED.get(emulated_name(x)) or _refused(emulated_name(x))
+        if name := emulated_name(x):
+            return EMULATED.get(name) or _refused(name)
         return x
 
     def _aggregate(self, cls: Any) -> type:
@@ -264,13 +264,6 @@ class _Module:
         found = self._twins.translate(getattr(self._module, name))
         setattr(self, name, found)
         return found
-
-
-def _is_tritons(x: Any) -> bool:
-    module = getattr(x, "__module__", "") or ""
-    return getattr(x, "__triton_builtin__", False) or (
-        module.startswith("triton.language") and getattr(x, "__name__", "") in EMULATED
-    )
 
 
 def _refused(name: str) -> Callable:
