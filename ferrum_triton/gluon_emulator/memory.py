@@ -232,6 +232,8 @@ class View:
         who = write.who
         if clock.of(("fence", who)) >= write.epoch:
             return
+        if who is not access.who and write.known_to(access.who.known_at_fence):
+            return
         if who is access.who and who.fenced >= write.epoch:
             lacking = "the fence_async_shared between them needs a gl.thread_barrier after it"
         else:

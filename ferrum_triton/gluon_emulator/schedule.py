@@ -58,6 +58,8 @@ class Partition:
         self.groups: list[list[Operation]] = []
         # What a fence or a wait for stores did for one thread, until a barrier of all of them.
         self.fenced, self.half_done = 0, 0
+        # What was known at the last fence: of others' writes it was each thread that waited.
+        self.known_at_fence = Clock()
         self.waits_until: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] | None = None
         self.waits_at: Place | None = None
@@ -83,7 +85,7 @@ class Partition:
     def fence(self) -> None:
         """Writes so far become visible to asynchronous operations, after the threads' barrier."""
         self.fenced = self.clock.of(self)
-        self.publish()
+        self.known_at_fence = self.publish()
 
         if self.program.settings.triton_barriers:
             self.synchronise()
