@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.gluon import describe, gluon_kernel
+from ferrum_triton.kernels.hopper.gemm_config import ALIGNED, STEP_BYTES
 from ferrum_triton.kernels.hopper.gemm_tiles import (
     ROWS,
-    STEP_BYTES,
     TOKENS,
     BlockScales,
     Buffers,
@@ -101,7 +101,7 @@ def _pairs_of(of, block, first, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _gather(x, of, block, PART: gl.constexpr, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pointers to the rows of activations of a consumer's pairs, [TOKENS, 1], and which there are."""
+    """Pointers to activations of a consumer's pairs, [TOKENS, 1], and which there are."""
     pair, known = _pairs_of(of, block, PART * TOKENS, TOKENS, gl.SliceLayout(1, LAYOUT))
     row = pair // TOP_K * x.stride_token + pair % TOP_K * x.stride_slot
     return (x.a + row)[:, None], known[:, None]
@@ -148,7 +148,9 @@ def _produce(
             full = ring.full.index(stage)
             mbarrier.expect(full, NUM_BYTES)
             weights = buffers.weights
-            tma.async_copy_global_to_shared(left_desc, [left_row, k], full, weights.index(stage * 2))
+            tma.async_copy_global_to_shared(
+                left_desc, [left_row, k], full, weights.index(stage * 2)
+            )
             tma.async_copy_global_to_shared(
                 right_desc, [right_row, k], full, weights.index(stage * 2 + 1)
             )
@@ -402,18 +404,21 @@ def rows_of(weights: Tensor) -> Any:
     """A map of the matrices [num_experts, n, k] as rows of k, ROWS of a step at a time."""
     num_experts, num_rows, num_cols = weights.shape
     shape = (rows_apart(weights) * (num_experts - 1) + num_rows, num_cols)
-    step = STEP_BYTES.value // weights.element_size()
+    step = STEP_BYTES // weights.element_size()
     return describe(weights, (ROWS.value, step), shape, weights.stride()[1:])
 
 
-def takes(a: Tensor, *stacks: Tensor) -> bool:
-    """Whether rows of activations can be gathered, and every stack of weights described."""
-    steps = (*a.stride()[:-1], a.shape[-1])
-    is_gathered = a.stride(-1) == 1 and a.data_ptr() % 16 == 0
-    return (
-        is_gathered
-        and all(step % 16 == 0 for step in steps)
-        and all(mappable(stack[0]) and rows_apart(stack) is not None for stack in stacks)
+def gathers(a: Tensor) -> bool:
+    """Whether rows of activations can be gathered, 16 bytes a thread."""
+    apart = all(step % ALIGNED == 0 for step in a.stride()[:-1])
+    return a.stride(-1) == 1 and a.data_ptr() % 16 == 0 and apart
+
+
+def maps(*stacks: Tensor) -> bool:
+    """Whether stacks of weights can be described to TMA, and rows be taken in whole words."""
+    return all(
+        stack.shape[2] % ALIGNED == 0 and rows_apart(stack) is not None and mappable(stack[0])
+        for stack in stacks
     )
 
 

@@ -18,12 +18,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ferrum_triton.kernels.gluon import describe, gluon_kernel
+from ferrum_triton.kernels.hopper.gemm_config import ALIGNED
 from ferrum_triton.kernels.hopper.gemm_tiles import (
     GROUP,
     ROWS,
     TOKENS,
     BlockScales,
     Buffers,
+    mappable,
     scaled_sums,
 )
 from ferrum_triton.kernels.hopper.rings import new_ring, to_fill
@@ -167,6 +169,11 @@ def _fp8_gemm_kernel(
         [4, 1],
         [240, 24],
     )
+
+
+def takes(y: Tensor, weight: Tensor) -> bool:
+    """Whether TMA can write y, and read weights and the codes beside them."""
+    return mappable(y) and mappable(weight) and weight.shape[1] % ALIGNED == 0
 
 
 def gemm_fp8(

@@ -21,12 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ferrum_triton.kernels.hopper import gemm_config
 from ferrum_triton.kernels.hopper.rings import to_use
 
-# Tokens of a consumer, rows of weights of a half, and bytes of a step.
-TOKENS, ROWS, STEP_BYTES = gl.constexpr(64), gl.constexpr(128), gl.constexpr(128)
-# Columns that have one scale, of FP8: those of a step.
-GROUP = STEP_BYTES
+# Tokens of a consumer, rows of weights of a half, and columns in FP8 that have one scale: a step.
+TOKENS = gl.constexpr(gemm_config.TOKENS)
+ROWS = gl.constexpr(gemm_config.ROWS)
+GROUP = gl.constexpr(gemm_config.STEP_BYTES)
 
 
 class Buffers(NamedTuple):
@@ -131,16 +132,10 @@ def plain_sums(ring, buffers, i, num_steps, PART: gl.constexpr, GATHERED: gl.con
 
 
 def mappable(x: Tensor) -> bool:
-    """Whether rows of x can be described to TMA: they begin and are apart by 16 bytes' multiples."""
+    """Whether rows of x can be described to TMA, which wants them at multiples of 16 bytes."""
     apart = [step * x.element_size() for step in x.stride()[:-1]]
     return (
         x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
         and all(0 < step < 1 << 40 and step % 16 == 0 for step in apart)
     )
-
-
-def stage_bytes(is_scaled: bool) -> int:
-    """What a stage of the ring takes of shared memory."""
-    rows = 2 * TOKENS.value + 2 * ROWS.value
-    return rows * STEP_BYTES.value + (2 * TOKENS.value * 4 if is_scaled else 0)
