@@ -3,7 +3,6 @@
 import re
 import subprocess
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,7 +148,7 @@ def test_the_plain_kernel_serves_what_tma_cannot_take(op):
     weights = arguments[name]
     raw = weights if op == "gemm_moe_id" else weights.view(torch.uint8)
     padded = torch.nn.functional.pad(raw, (0, 1))[..., :-1]
-    arguments[name] = padded.view(weights.dtype) if raw is weights else padded.view(weights.dtype)
+    arguments[name] = padded.view(weights.dtype)
     with CHOICES[op].forced(CONFIGS[op]), note_launches(runs=True) as launches:
         y = getattr(INTERPRET, op)(**arguments)
     assert_close(y, want)
@@ -198,3 +197,65 @@ def test_each_synchronisation_is_needed():
                 if failure(launch, y, want, seed, mine[name]):
                     left.pop(name)
     assert not left
+
+
+def assembler_warnings(ptx, folder):
+    """What the assembler says of products that it makes wait for one another."""
+    file = folder / "kernel.ptx"
+    file.write_text(ptx)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    command = [tool, "-v", "--gpu-name=sm_90a", file, "-o", folder / "kernel.o"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return [line for line in said.splitlines() if re.search(r"C75\d\d|serializ", line)]
+
+
+# Products of 64 x 128 by 32 bytes that the machine code has: four a step, of consumers alike; in
+# FP8 a step is a turn of one half, in 16 bits two halves.
+PRODUCTS = {
+    "gemm_fp8_128x128": ("QGMMA", 8),
+    "gemm_moe_id": ("HGMMA", 16),
+    "gemm_moe_id_gate_up": ("HGMMA", 16),
+    "gemm_moe_id_fp8_128x128": ("QGMMA", 8),
+    "gemm_moe_id_gate_up_fp8_128x128": ("QGMMA", 8),
+}
+
+
+@pytest.mark.parametrize("op", CHOICES)
+def test_machine_code(op, tmp_path):
+    """Nothing is spilled, products overlap, and registers go from the producer to consumers."""
+    case = next(case for case in OPS[op].bench if case.id.endswith("m4096"))
+    sample = OPS[op].make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
+    config = dense(16, 4, 1) if op == "gemm_fp8_128x128" else experts(4)
+    with CHOICES[op].forced(config), record_launches((9, 0)) as launches:
+        OPS[op].impls["triton"](**sample)
+    (launch,) = [launch for launch in launches if launch.kernel.name in KERNELS]
+    resources = compiled(launch)
+    assert resources.spilled == 0
+    assert not assembler_warnings(resources.asm["ptx"], tmp_path)
+    code = parse(cuobjdump(resources.asm["cubin"], "-sass"))
+    assert not overwritten_operands(code)
+    names = Counter(instruction.name.split(".")[0] for instruction in code)
+    name, count = PRODUCTS[op]
+    assert names[name] == count
+    given = {i.operands[-1] for i in code if i.name.startswith("USETMAXREG.TRY_ALLOC")}
+    assert hex(240 if op == "gemm_fp8_128x128" else 216) in given
+    if op != "gemm_fp8_128x128":  # rows are gathered 16 bytes a thread
+        gathered = [i for i in code if i.name == "LDGSTS.E.BYPASS.128"]
+        assert len(gathered) == 8
+
+
+@pytest.mark.parametrize("op", CHOICES)
+def test_a_row_of_a_table_alone_asks_for_hopper(op):
+    """And for a GPU that runs such kernels alone."""
+    tunable, config = CHOICES[op], CONFIGS[op]
+    sizes = {"native": True, "num_tokens": 4096, "num_pairs": 32768, "num_experts": 128}
+    sizes |= {"num_rows": 2048, "num_cols": 768, "element_size": 2}
+    shape = [sizes[name] for name in tunable.dims]
+    hopper, other = gpu_of_arch("sm_90"), gpu_of_arch("sm_100")
+    assert config in tunable.candidates(hopper, *shape)
+    assert not tunable.refusal(hopper, config, *shape)
+    assert tunable.heuristic(hopper, *shape)["path"] != "hopper"
+    assert not any(c["path"] == "hopper" for c in tunable.candidates(other, *shape))
+    assert "not for sm_100" in tunable.refusal(other, config, *shape)
+    odd = [sizes[name] + (name == "num_cols") for name in tunable.dims]
+    assert "multiples of 16" in tunable.refusal(hopper, config, *odd)

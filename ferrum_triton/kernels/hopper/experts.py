@@ -46,6 +46,9 @@ from ferrum_triton.kernels.rows import cdiv
 
 # Pairs of a tile, and threads of the producer, each of which arrives at a stage's barrier.
 PAIRS, FILLERS = gl.constexpr(2 * TOKENS.value), gl.constexpr(128)
+# A pair a thread, and rows as they are written to y: 16 bytes a thread.
+ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 class Sorted(NamedTuple):
@@ -91,20 +94,41 @@ class Stacks(NamedTuple):
     stride_bias_expert: Any
 
 
-@gluon.jit
-def _pairs_of(of, block, first, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Some entries of a block as pairs, int64, and which of them are padding's."""
-    entry = block.to(gl.int64) * PAIRS + first + gl.arange(0, SIZE, LAYOUT)
-    pair = gl.load(of.pairs + entry).to(gl.int64)
-    return pair, pair < of.num_pairs
+class Ids(NamedTuple):
+    """The pairs' experts as they were given."""
+
+    ids: Any
+    stride_token: Any
+    num_experts: Any
+
+
+class Gate(NamedTuple):
+    """Parameters of the function that gate and up go through."""
+
+    alpha: Any
+    limit: Any
 
 
 @gluon.jit
-def _gather(x, of, block, PART: gl.constexpr, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pointers to activations of a consumer's pairs, [TOKENS, 1], and which there are."""
-    pair, known = _pairs_of(of, block, PART * TOKENS, TOKENS, gl.SliceLayout(1, LAYOUT))
-    row = pair // TOP_K * x.stride_token + pair % TOP_K * x.stride_slot
-    return (x.a + row)[:, None], known[:, None]
+def _entries(of, block, first, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """SIZE entries of a block: pairs, or their number for padding."""
+    return gl.load(of.pairs + block.to(gl.int64) * PAIRS + first + gl.arange(0, SIZE, LAYOUT))
+
+
+@gluon.jit
+def _rows(of, entries, stride_token, stride_slot, TOP_K: gl.constexpr):
+    """Where pairs' rows begin [TOKENS, 1], of one's token and slot; and which entries are pairs."""
+    pair = entries.to(gl.int64)
+    row = pair // TOP_K * stride_token + pair % TOP_K * stride_slot
+    return row[:, None], (entries < of.num_pairs)[:, None]
+
+
+@gluon.jit
+def _gathered(x, of, block, PART: gl.constexpr, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pointers to activations of a consumer's pairs, and which there are."""
+    entries = _entries(of, block, PART * TOKENS, TOKENS, gl.SliceLayout(1, LAYOUT))
+    row, known = _rows(of, entries, x.stride_token, x.stride_slot, TOP_K)
+    return x.a + row, known
 
 
 @gluon.jit
@@ -126,7 +150,6 @@ def _produce(
     STEP: gl.constexpr = buffers.a.shape[2]
     # 16 bytes a thread, eight threads a row.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, STEP // 8], [4, 8], [4, 1], [1, 0])
-    ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     SCALED: gl.constexpr = buffers.steps is not None
     NUM_BYTES: gl.constexpr = left_desc.block_type.nbytes + right_desc.block_type.nbytes
     tiles_n = gl.cdiv(result.num_rows, BLOCK_N)
@@ -137,10 +160,11 @@ def _produce(
         expert = gl.load(of.experts + block)
         left_row = expert * stacks.rows_apart + first_row
         right_row = expert * stacks.up_rows_apart + first_row + stacks.right
-        rows, known = _gather(x, of, block, 0, TOP_K, LAYOUT)
-        later_rows, later_known = _gather(x, of, block, 1, TOP_K, LAYOUT)
+        rows, known = _gathered(x, of, block, 0, TOP_K, LAYOUT)
+        later_rows, later_known = _gathered(x, of, block, 1, TOP_K, LAYOUT)
         if SCALED:
-            pair, has_step = _pairs_of(of, block, 0, PAIRS, ONE_EACH)
+            pair = _entries(of, block, 0, PAIRS, ONE_EACH)
+            has_step = pair < of.num_pairs
             num_steps = of.num_pairs if PER_SLOT else of.num_pairs // TOP_K
             step_at = x.steps + (pair if PER_SLOT else pair // TOP_K)
         for k in range(0, x.num_cols, STEP):
@@ -173,38 +197,67 @@ def _produce(
 
 
 @gluon.jit
+def _lost(ids, pair, num_pairs, TOP_K: gl.constexpr):
+    """Which of some pairs, int64, have no expert."""
+    named = ids.ids + pair // TOP_K * ids.stride_token + pair % TOP_K
+    expert = gl.load(named, mask=pair < num_pairs, other=0)
+    return (expert < 0) | (expert >= ids.num_experts)
+
+
+@gluon.jit
 def _clear_lost(result, ids, num_pairs, TOP_K: gl.constexpr):
     """Fill y's rows of pairs without an expert with zeros, of this program's share of pairs."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    entry = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
-    zeros = gl.zeros([TOKENS, ROWS], result.y.dtype.element_ty, LAYOUT)
-    for first in range(gl.program_id(0) * TOKENS, num_pairs, gl.num_programs(0) * TOKENS):
-        pair = (first + entry).to(gl.int64)
-        token, slot = pair // TOP_K, pair % TOP_K
-        is_pair = pair < num_pairs
-        expert = gl.load(ids.ids + token * ids.stride_token + slot, mask=is_pair, other=0)
-        lost = is_pair & ((expert < 0) | (expert >= ids.num_experts))
-        if gl.max(lost.to(gl.int32), 0) > 0:
-            at = (result.y + token * result.stride_token + slot * result.stride_slot)[:, None]
-            for n in range(0, result.num_rows, ROWS):
-                mask = lost[:, None] & (n + column < result.num_rows)
-                gl.store(at + (n + column), zeros, mask=mask)
+    SOME: gl.constexpr = 16  # rows at a time: what more take of registers would be spilled
+    # Every warp has all of them, so that none asks another.
+    each = gl.arange(0, PAIRS, gl.BlockedLayout([4], [32], [4], [0])).to(gl.int64)
+    row = gl.arange(0, SOME, gl.SliceLayout(1, STORED)).to(gl.int64)
+    column = gl.arange(0, ROWS, gl.SliceLayout(0, STORED))[None, :]
+    zeros = gl.zeros([SOME, ROWS], result.y.dtype.element_ty, STORED)
+    for first in range(gl.program_id(0) * PAIRS, num_pairs, gl.num_programs(0) * PAIRS):
+        if gl.max(_lost(ids, first + each, num_pairs, TOP_K).to(gl.int32), 0) > 0:
+            for begin in range(first, first + PAIRS, SOME):
+                pair = begin + row
+                lost = _lost(ids, pair, num_pairs, TOP_K)[:, None]
+                at = pair // TOP_K * result.stride_token + pair % TOP_K * result.stride_slot
+                for n in range(0, result.num_rows, ROWS):
+                    mask = lost & (n + column < result.num_rows)
+                    gl.store((result.y + at)[:, None] + (n + column), zeros, mask=mask)
 
 
-class Ids(NamedTuple):
-    """The pairs' experts as they were given."""
+@gluon.jit
+def _fetched(of, tile, tiles_n, PART: gl.constexpr):
+    """A tile's expert, int64, and a consumer's first entry; of a tile past the last any."""
+    block = gl.maximum(gl.minimum(tile, of.num_tiles - 1), 0) // tiles_n
+    entry = gl.load(of.pairs + block.to(gl.int64) * PAIRS + PART * TOKENS)
+    return gl.load(of.experts + block).to(gl.int64), entry
 
-    ids: Any
-    stride_token: Any
-    num_experts: Any
+
+@gluon.jit
+def _scales(stacks, expert, row_block, up_block):
+    """Pointers to the scales of an expert's blocks of rows."""
+    left = expert * stacks.stride_scales_expert + row_block * stacks.stride_scales_row
+    right = expert * stacks.stride_up_scales_expert + up_block * stacks.stride_up_scales_row
+    return BlockScales(stacks.scales + left, stacks.up_scales + right)
 
 
-class Gate(NamedTuple):
-    """Parameters of the function that gate and up go through."""
+@gluon.jit
+def _biased(left, right, stacks, expert, first_row, num_rows, GATED: gl.constexpr):
+    """Sums plus the bias of their rows."""
+    n = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, sums_layout(16)))
+    left_row = gl.minimum(n, num_rows - 1)
+    right_row = left_row + num_rows if GATED else gl.minimum(n + ROWS, num_rows - 1)
+    bias = stacks.bias + expert * stacks.stride_bias_expert
+    left += gl.load(bias + left_row).to(gl.float32)[None, :]
+    right += gl.load(bias + right_row).to(gl.float32)[None, :]
+    return left, right
 
-    alpha: Any
-    limit: Any
+
+@gluon.jit
+def _store(result, sums, at, known, first_row):
+    """Write sums [TOKENS, ROWS] to rows, 16 bytes a thread."""
+    y = gl.convert_layout(sums.to(result.y.dtype.element_ty), STORED)
+    n = (first_row + gl.arange(0, ROWS, gl.SliceLayout(0, STORED)))[None, :]
+    gl.store(at + n, y, mask=known & (n < result.num_rows))
 
 
 @gluon.jit
@@ -222,69 +275,46 @@ def _consume(
     PART: gl.constexpr,
 ):
     """Multiply, add and store the PART-th pairs of this program's tiles."""
-    SCALED: gl.constexpr = buffers.steps is not None
-    BITS: gl.constexpr = 8 if SCALED else 16
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, sums_layout(BITS))
     tiles_n = gl.cdiv(result.num_rows, BLOCK_N)
     num_steps = gl.cdiv(num_cols, buffers.a.shape[2])
     last_block = gl.cdiv(result.num_rows, ROWS) - 1
     i = 0
+    expert, entry = _fetched(of, gl.program_id(0), tiles_n, PART)
     for tile in range(gl.program_id(0), of.num_tiles, gl.num_programs(0)):
+        # Asked for a tile ahead, so that no product waits for what it is of.
+        later_expert, later_entry = _fetched(of, tile + gl.num_programs(0), tiles_n, PART)
         block, first_row = tile // tiles_n, tile % tiles_n * BLOCK_N
         # An expert's entries come before its padding.
-        is_used = gl.load(of.pairs + block.to(gl.int64) * PAIRS + PART * TOKENS) < of.num_pairs
-        if is_used:
-            expert = gl.load(of.experts + block).to(gl.int64)
-            if SCALED:
-                row_block = first_row // ROWS
+        if entry < of.num_pairs:
+            entries = _entries(of, block, PART * TOKENS, TOKENS, gl.SliceLayout(1, STORED))
+            if buffers.steps is not None:
                 # A block past the last row reads the last one's scales, and is not stored.
+                row_block = first_row // ROWS
                 up_block = gl.minimum(row_block + (BLOCK_N // ROWS - 1), last_block)
-                scales = BlockScales(
-                    stacks.scales
-                    + expert * stacks.stride_scales_expert
-                    + row_block.to(gl.int64) * stacks.stride_scales_row,
-                    stacks.up_scales
-                    + expert * stacks.stride_up_scales_expert
-                    + up_block.to(gl.int64) * stacks.stride_up_scales_row,
-                )
+                scales = _scales(stacks, expert, row_block.to(gl.int64), up_block.to(gl.int64))
                 left, right = scaled_sums(ring, buffers, i, num_steps, scales, PART, True)
             else:
                 left, right = plain_sums(ring, buffers, i, num_steps, PART, True)
-            n = first_row + gl.arange(0, ROWS, COLUMNS)
             if stacks.bias is not None:
-                bias = stacks.bias + expert * stacks.stride_bias_expert
-                left_row = gl.minimum(n, result.num_rows - 1)
-                right_row = n + ROWS if ACTIVATION == "" else left_row + result.num_rows
-                if ACTIVATION == "":
-                    right_row = gl.minimum(right_row, result.num_rows - 1)
-                left += gl.load(bias + left_row).to(gl.float32)[None, :]
-                right += gl.load(bias + right_row).to(gl.float32)[None, :]
+                left, right = _biased(
+                    left, right, stacks, expert, first_row, result.num_rows, ACTIVATION != ""
+                )
+            row, known = _rows(of, entries, result.stride_token, result.stride_slot, TOP_K)
+            at = result.y + row
             if ACTIVATION == "":
-                _store(result, left, of, block, first_row, PART, TOP_K)
-                _store(result, right, of, block, first_row + ROWS, PART, TOP_K)
+                _store(result, left, at, known, first_row)
+                _store(result, right, at, known, first_row + ROWS)
+            elif ACTIVATION == "clamped_swiglu":
+                y = clamped_swiglu(left, right, gate.alpha, gate.limit)
+                _store(result, y, at, known, first_row)
             else:
-                if ACTIVATION == "clamped_swiglu":
-                    y = clamped_swiglu(left, right, gate.alpha, gate.limit)
-                else:
-                    y = activated(left, ACTIVATION) * right
-                _store(result, y, of, block, first_row, PART, TOP_K)
+                _store(result, activated(left, ACTIVATION) * right, at, known, first_row)
         else:
             for step in range(num_steps):
                 stage = to_use(ring, i + step)
                 mbarrier.arrive(ring.empty.index(stage), count=1)
         i += num_steps
-
-
-@gluon.jit
-def _store(result, sums, of, block, first_row, PART: gl.constexpr, TOP_K: gl.constexpr):
-    """Write sums [TOKENS, ROWS] to the rows of their pairs, 16 bytes a thread."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    y = gl.convert_layout(sums.to(result.y.dtype.element_ty), LAYOUT)
-    pair, known = _pairs_of(of, block, PART * TOKENS, TOKENS, gl.SliceLayout(1, LAYOUT))
-    row = pair // TOP_K * result.stride_token + pair % TOP_K * result.stride_slot
-    n = (first_row + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)))[None, :]
-    mask = known[:, None] & (n < result.num_rows)
-    gl.store((result.y + row)[:, None] + n, y, mask=mask)
+        expert, entry = later_expert, later_entry
 
 
 @gluon_kernel(dynamic=("num_pairs", "alpha", "limit"))
