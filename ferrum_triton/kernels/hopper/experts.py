@@ -23,6 +23,19 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.gluon import describe, gluon_kernel
+from ferrum_triton.kernels.hopper.experts_pairs import (
+    FILLERS,
+    ONE_EACH,
+    PAIRS,
+    STORED,
+    Ids,
+    Sorted,
+    begins,
+    clear_lost,
+    expert_of,
+    pairs_of,
+    store,
+)
 from ferrum_triton.kernels.hopper.gemm_config import ALIGNED, STEP_BYTES
 from ferrum_triton.kernels.hopper.gemm_tiles import (
     ROWS,
@@ -43,21 +56,6 @@ from ferrum_triton.kernels.moe.prepare import Result
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
-
-# Pairs of a tile, and threads of the producer, each of which arrives at a stage's barrier.
-PAIRS, FILLERS = gl.constexpr(2 * TOKENS.value), gl.constexpr(128)
-# A pair a thread, and rows as they are written to y: 16 bytes a thread.
-ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-
-
-class Sorted(NamedTuple):
-    """Pairs by expert: pointers to entries and to blocks' experts; how many tiles and pairs."""
-
-    pairs: Any
-    experts: Any
-    num_tiles: Any
-    num_pairs: Any
 
 
 class Activations(NamedTuple):
@@ -94,14 +92,6 @@ class Stacks(NamedTuple):
     stride_bias_expert: Any
 
 
-class Ids(NamedTuple):
-    """The pairs' experts as they were given."""
-
-    ids: Any
-    stride_token: Any
-    num_experts: Any
-
-
 class Gate(NamedTuple):
     """Parameters of the function that gate and up go through."""
 
@@ -110,24 +100,10 @@ class Gate(NamedTuple):
 
 
 @gluon.jit
-def _entries(of, block, first, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """SIZE entries of a block: pairs, or their number for padding."""
-    return gl.load(of.pairs + block.to(gl.int64) * PAIRS + first + gl.arange(0, SIZE, LAYOUT))
-
-
-@gluon.jit
-def _rows(of, entries, stride_token, stride_slot, TOP_K: gl.constexpr):
-    """Where pairs' rows begin [TOKENS, 1], of one's token and slot; and which entries are pairs."""
-    pair = entries.to(gl.int64)
-    row = pair // TOP_K * stride_token + pair % TOP_K * stride_slot
-    return row[:, None], (entries < of.num_pairs)[:, None]
-
-
-@gluon.jit
 def _gathered(x, of, block, PART: gl.constexpr, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
     """Pointers to activations of a consumer's pairs, and which there are."""
-    entries = _entries(of, block, PART * TOKENS, TOKENS, gl.SliceLayout(1, LAYOUT))
-    row, known = _rows(of, entries, x.stride_token, x.stride_slot, TOP_K)
+    pairs = pairs_of(of, block, PART * TOKENS, TOKENS, gl.SliceLayout(1, LAYOUT))
+    row, known = begins(of, pairs, x.stride_token, x.stride_slot, TOP_K)
     return x.a + row, known
 
 
@@ -160,10 +136,10 @@ def _produce(
         expert = gl.load(of.experts + block)
         left_row = expert * stacks.rows_apart + first_row
         right_row = expert * stacks.up_rows_apart + first_row + stacks.right
-        rows, known = _gathered(x, of, block, 0, TOP_K, LAYOUT)
-        later_rows, later_known = _gathered(x, of, block, 1, TOP_K, LAYOUT)
+        first, in_first = _gathered(x, of, block, 0, TOP_K, LAYOUT)
+        second, in_second = _gathered(x, of, block, 1, TOP_K, LAYOUT)
         if SCALED:
-            pair = _entries(of, block, 0, PAIRS, ONE_EACH)
+            pair = pairs_of(of, block, 0, PAIRS, ONE_EACH)
             has_step = pair < of.num_pairs
             num_steps = of.num_pairs if PER_SLOT else of.num_pairs // TOP_K
             step_at = x.steps + (pair if PER_SLOT else pair // TOP_K)
@@ -181,10 +157,10 @@ def _produce(
             inside = k + column < x.num_cols
             a = buffers.a
             async_copy.async_copy_global_to_shared(
-                a.index(stage * 2), rows + (k + column), mask=known & inside
+                a.index(stage * 2), first + (k + column), mask=in_first & inside
             )
             async_copy.async_copy_global_to_shared(
-                a.index(stage * 2 + 1), later_rows + (k + column), mask=later_known & inside
+                a.index(stage * 2 + 1), second + (k + column), mask=in_second & inside
             )
             if SCALED:
                 async_copy.async_copy_global_to_shared(
@@ -193,43 +169,7 @@ def _produce(
                 step_at += num_steps
             async_copy.mbarrier_arrive(full, increment_count=False)
             i += 1
-    _clear_lost(result, ids, of.num_pairs, TOP_K)
-
-
-@gluon.jit
-def _lost(ids, pair, num_pairs, TOP_K: gl.constexpr):
-    """Which of some pairs, int64, have no expert."""
-    named = ids.ids + pair // TOP_K * ids.stride_token + pair % TOP_K
-    expert = gl.load(named, mask=pair < num_pairs, other=0)
-    return (expert < 0) | (expert >= ids.num_experts)
-
-
-@gluon.jit
-def _clear_lost(result, ids, num_pairs, TOP_K: gl.constexpr):
-    """Fill y's rows of pairs without an expert with zeros, of this program's share of pairs."""
-    SOME: gl.constexpr = 16  # rows at a time: what more take of registers would be spilled
-    # Every warp has all of them, so that none asks another.
-    each = gl.arange(0, PAIRS, gl.BlockedLayout([4], [32], [4], [0])).to(gl.int64)
-    row = gl.arange(0, SOME, gl.SliceLayout(1, STORED)).to(gl.int64)
-    column = gl.arange(0, ROWS, gl.SliceLayout(0, STORED))[None, :]
-    zeros = gl.zeros([SOME, ROWS], result.y.dtype.element_ty, STORED)
-    for first in range(gl.program_id(0) * PAIRS, num_pairs, gl.num_programs(0) * PAIRS):
-        if gl.max(_lost(ids, first + each, num_pairs, TOP_K).to(gl.int32), 0) > 0:
-            for begin in range(first, first + PAIRS, SOME):
-                pair = begin + row
-                lost = _lost(ids, pair, num_pairs, TOP_K)[:, None]
-                at = pair // TOP_K * result.stride_token + pair % TOP_K * result.stride_slot
-                for n in range(0, result.num_rows, ROWS):
-                    mask = lost & (n + column < result.num_rows)
-                    gl.store((result.y + at)[:, None] + (n + column), zeros, mask=mask)
-
-
-@gluon.jit
-def _fetched(of, tile, tiles_n, PART: gl.constexpr):
-    """A tile's expert, int64, and a consumer's first entry; of a tile past the last any."""
-    block = gl.maximum(gl.minimum(tile, of.num_tiles - 1), 0) // tiles_n
-    entry = gl.load(of.pairs + block.to(gl.int64) * PAIRS + PART * TOKENS)
-    return gl.load(of.experts + block).to(gl.int64), entry
+    clear_lost(result, ids, of.num_pairs, TOP_K)
 
 
 @gluon.jit
@@ -253,14 +193,6 @@ def _biased(left, right, stacks, expert, first_row, num_rows, GATED: gl.constexp
 
 
 @gluon.jit
-def _store(result, sums, at, known, first_row):
-    """Write sums [TOKENS, ROWS] to rows, 16 bytes a thread."""
-    y = gl.convert_layout(sums.to(result.y.dtype.element_ty), STORED)
-    n = (first_row + gl.arange(0, ROWS, gl.SliceLayout(0, STORED)))[None, :]
-    gl.store(at + n, y, mask=known & (n < result.num_rows))
-
-
-@gluon.jit
 def _consume(
     ring,
     buffers,
@@ -279,14 +211,14 @@ def _consume(
     num_steps = gl.cdiv(num_cols, buffers.a.shape[2])
     last_block = gl.cdiv(result.num_rows, ROWS) - 1
     i = 0
-    expert, entry = _fetched(of, gl.program_id(0), tiles_n, PART)
+    expert, entry = expert_of(of, gl.program_id(0), tiles_n, PART)
     for tile in range(gl.program_id(0), of.num_tiles, gl.num_programs(0)):
         # Asked for a tile ahead, so that no product waits for what it is of.
-        later_expert, later_entry = _fetched(of, tile + gl.num_programs(0), tiles_n, PART)
+        later_expert, later_entry = expert_of(of, tile + gl.num_programs(0), tiles_n, PART)
         block, first_row = tile // tiles_n, tile % tiles_n * BLOCK_N
-        # An expert's entries come before its padding.
+        # Padding comes after an expert's pairs.
         if entry < of.num_pairs:
-            entries = _entries(of, block, PART * TOKENS, TOKENS, gl.SliceLayout(1, STORED))
+            pairs = pairs_of(of, block, PART * TOKENS, TOKENS, gl.SliceLayout(1, STORED))
             if buffers.steps is not None:
                 # A block past the last row reads the last one's scales, and is not stored.
                 row_block = first_row // ROWS
@@ -299,16 +231,16 @@ def _consume(
                 left, right = _biased(
                     left, right, stacks, expert, first_row, result.num_rows, ACTIVATION != ""
                 )
-            row, known = _rows(of, entries, result.stride_token, result.stride_slot, TOP_K)
+            row, known = begins(of, pairs, result.stride_token, result.stride_slot, TOP_K)
             at = result.y + row
             if ACTIVATION == "":
-                _store(result, left, at, known, first_row)
-                _store(result, right, at, known, first_row + ROWS)
+                store(result, left, at, known, first_row)
+                store(result, right, at, known, first_row + ROWS)
             elif ACTIVATION == "clamped_swiglu":
                 y = clamped_swiglu(left, right, gate.alpha, gate.limit)
-                _store(result, y, at, known, first_row)
+                store(result, y, at, known, first_row)
             else:
-                _store(result, activated(left, ACTIVATION) * right, at, known, first_row)
+                store(result, activated(left, ACTIVATION) * right, at, known, first_row)
         else:
             for step in range(num_steps):
                 stage = to_use(ring, i + step)
