@@ -322,6 +322,8 @@ def _experts_kernel(
     )
     result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
     ids, gate = Ids(ids_ptr, stride_ids_token, num_experts), Gate(alpha, limit)
+    # Of 504 registers for three warps; what is left to the producer it does not spill either.
+    CONSUMER: gl.constexpr = 216 if steps_ptr is None else 224
     # Arguments stand in line: constants in a variable would become numbers of the device's.
     gl.warp_specialize(
         [
@@ -352,7 +354,7 @@ def _experts_kernel(
             ),
         ],
         [4, 4],
-        [216, 72],
+        [CONSUMER, 504 - 2 * CONSUMER],
     )
 
 

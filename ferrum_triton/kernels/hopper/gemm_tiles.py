@@ -73,6 +73,7 @@ def scaled_sums(ring, buffers, i, num_steps, scales, PART: gl.constexpr, GATHERE
         GATHERED: whether activations came by cp.async, whose writes tensor cores see by a fence.
     """
     LAYOUT: gl.constexpr = sums_layout(8)
+    OF_TOKENS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     left = gl.zeros([TOKENS, ROWS], gl.float32, LAYOUT)
     right = gl.zeros([TOKENS, ROWS], gl.float32, LAYOUT)
     scale = gl.load(scales.left)
@@ -81,11 +82,11 @@ def scaled_sums(ring, buffers, i, num_steps, scales, PART: gl.constexpr, GATHERE
         # Asked for a turn ahead, so that no sum waits for its scale.
         later = gl.minimum((turn + 1) // 2, num_steps - 1)
         scale_later = gl.load((scales.right if half == 0 else scales.left) + later)
-        stage = to_use(ring, i + turn // 2)
+        stage = to_use(ring, i + turn // 2, half == 0)
         if GATHERED:
-            fence_async_shared()
-        step = buffers.steps.index(stage).slice(PART * TOKENS, TOKENS)
-        step = step.load(gl.SliceLayout(1, LAYOUT))
+            if half == 0:
+                fence_async_shared()
+        step = buffers.steps.index(stage).slice(PART * TOKENS, TOKENS).load(OF_TOKENS)
         sums = warpgroup_mma(
             buffers.a.index(stage * 2 + PART),
             buffers.weights.index(stage * 2 + half).permute((1, 0)),

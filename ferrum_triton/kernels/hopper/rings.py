@@ -42,9 +42,9 @@ def to_fill(ring, i):
 
 
 @gluon.jit
-def to_use(ring, i):
-    """The stage of step i, once it is full."""
+def to_use(ring, i, is_new=True):
+    """The stage of step i, once it is full; of one that is not new, at once."""
     STAGES: gl.constexpr = ring.full.shape[0]
     stage = i % STAGES
-    mbarrier.wait(ring.full.index(stage), i // STAGES & 1)
+    mbarrier.wait(ring.full.index(stage), i // STAGES & 1, pred=is_new)
     return stage
