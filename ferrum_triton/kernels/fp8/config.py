@@ -4,6 +4,7 @@ The functions are pure: they take a GPU's facts and a product's sizes, and ask n
 """
 
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
+from ferrum_triton.kernels.hopper import gemm_config as hopper
 from ferrum_triton.kernels.parameters import (
     Config,
     integer,
@@ -157,6 +158,7 @@ def candidates(
             )
             for stages in (3, 4, 5)
         ]
+        found += hopper.dense_candidates()
     shape = (native, num_tokens, num_rows, num_cols)
     return [config for config in found if not fits(gpu, config, *shape)]
 
@@ -167,6 +169,10 @@ def fits(
     """Why a launch cannot take a shape; "" if it can."""
     if config.get("path") == "gemv":
         return gemv_refusal(gpu, config, 1)
+    if config.get("path") == "hopper":
+        if not native:
+            return "products of codes are another GPU's, or for activations of 16 bits"
+        return hopper.dense_refusal(gpu, config, num_rows, num_cols)
     if config["SPLITS"] > (steps := num_blocks(num_cols)):
         return f"SPLITS is {config['SPLITS']}, of {steps} steps"
     shared = shared_bytes(config, native) + 1024  # barriers take a few bytes
@@ -189,8 +195,9 @@ TILES = Tunable(
     heuristic,
     candidates,
     fits,
-    parameters={
-        "path": one_of("gemv", "tiles"),
+    parameters=hopper.PARAMETERS
+    | {
+        "path": one_of("gemv", "tiles", "hopper"),
         "BLOCK_K": power_of_two(BLOCK, 1 << 12),
         "BLOCK_M": power_of_two(LEAST_TOKENS, 256),
         "BLOCK_N": power_of_two(1, BLOCK),  # the rows of a tile share a block's scale

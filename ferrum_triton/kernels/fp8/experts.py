@@ -14,12 +14,14 @@ from ferrum_triton.kernels.fp8.codes import BLOCK, multiplies_codes, operands_of
 from ferrum_triton.kernels.fp8.experts_config import GATE_UP_TILES, TILES
 from ferrum_triton.kernels.fp8.gemv import gemv, stack_strides
 from ferrum_triton.kernels.fp8.product import group_sums, load_group, of_rows, of_tokens
+from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.dense import blocks_of, clear_pairs
 from ferrum_triton.kernels.moe.prepare import Result
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops.fp8 import experts as ops
 from ferrum_triton.quant import fp8
 
@@ -149,12 +151,42 @@ def _fp8_experts_kernel(
     tl.store(y_row + n, acc.to(y_ptr.dtype.element_ty), mask=known & (n < num_rows))
 
 
-def _launch(
+def _by_hopper(
     y: Tensor,
     a: Tensor,
     stacks: tuple[Tensor, ...],
     ids: Tensor,
     config: Config,
+    activation: str,
+) -> bool:
+    """y ← as of :func:`_launch` by the kernel in Gluon, where it can take them; whether it can."""
+    from ferrum_triton.kernels.hopper import experts
+
+    if not experts.maps(*stacks[::2]):
+        return False
+    codes, steps = quantised(a)
+    codes, *weights = operands_of(True, codes, *stacks[::2])
+    more = {"up": weights[1], "up_scales": stacks[3]} if activation else {}
+    experts.multiply_pairs(
+        y,
+        codes.view(a.shape),
+        ids,
+        weights[0],
+        config,
+        steps=steps,
+        scales=stacks[1],
+        activation=activation,
+        **more,
+    )
+    return True
+
+
+def _launch(
+    y: Tensor,
+    a: Tensor,
+    stacks: tuple[Tensor, ...],
+    ids: Tensor,
+    tunable: Tunable,
     activation: str = "",
 ) -> Tensor:
     """y ← the products of pairs with their experts, or what ``activation`` makes of gate and up.
@@ -162,13 +194,19 @@ def _launch(
     Args:
         stacks: weights and scales; with ``activation`` those of gate and then of up.
     """
+    num_pairs, num_rows, num_cols = ids.numel(), y.shape[2], a.shape[-1]
+    weights, scales, up, up_scales = stacks if activation else (*stacks, *stacks)
+    native = multiplies_codes(a)
+    shape = (native, num_pairs, len(weights), num_rows, num_cols)
+    config = tunable.pick(a.device, *shape)
+    if config["path"] == "hopper":
+        if _by_hopper(y, a, stacks, ids, config, activation):
+            return y
+        config = tunable.heuristic(gpu_of(a.device), *shape)
     if config["path"] == "gemv":
         gemv(y, a, stacks, config, ids, activation)
         return y
-    num_pairs, num_rows, num_cols = ids.numel(), y.shape[2], a.shape[-1]
-    weights, scales, up, up_scales = stacks if activation else (*stacks, *stacks)
     options = {name: value for name, value in config.items() if name != "path"}
-    native = multiplies_codes(a)
     codes, steps = quantised(a)
     codes, of_first, of_up = operands_of(native, codes, weights, up)
     blocks = blocks_of(ids, weights.shape[0], config)
@@ -209,14 +247,13 @@ def _launch(
 def gemm_moe_id_fp8_128x128(
     a: Tensor, weights: Tensor, scales: Tensor, ids: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    num_experts, num_rows, num_cols = weights.shape
+    _, num_rows, num_cols = weights.shape
     y = a.new_empty((*ids.shape, num_rows)) if out is None else out
     if y.numel() == 0:
         return y
     if num_cols == 0:
         return y.zero_()
-    shape = (multiplies_codes(a), ids.numel(), num_experts, num_rows, num_cols)
-    return _launch(y, a, (weights, scales), ids, TILES.pick(a.device, *shape))
+    return _launch(y, a, (weights, scales), ids, TILES)
 
 
 @ops.gemm_moe_id_gate_up_fp8_128x128.impl("triton")
@@ -231,12 +268,11 @@ def gemm_moe_id_gate_up_fp8_128x128(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    num_experts, num_rows, num_cols = gate_weights.shape
+    _, num_rows, num_cols = gate_weights.shape
     y = a.new_empty((*ids.shape, num_rows)) if out is None else out
     if y.numel() == 0:
         return y
     if num_cols == 0:
         return y.zero_()
-    shape = (multiplies_codes(a), ids.numel(), num_experts, num_rows, num_cols)
     stacks = (gate_weights, gate_scales, up_weights, up_scales)
-    return _launch(y, a, stacks, ids, GATE_UP_TILES.pick(a.device, *shape), activation)
+    return _launch(y, a, stacks, ids, GATE_UP_TILES, activation)

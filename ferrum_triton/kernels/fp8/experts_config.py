@@ -7,6 +7,7 @@ from functools import partial
 
 from ferrum_triton.kernels.fp8.config import MOST_NARROW, gemv, gemv_refusal, shared_bytes
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
+from ferrum_triton.kernels.hopper import gemm_config as hopper
 from ferrum_triton.kernels.moe.dense_config import FEW_PAIRS, LEAST_PAIRS
 from ferrum_triton.kernels.parameters import (
     Config,
@@ -89,6 +90,7 @@ def candidates(
         for stages in (3, 4)
         if num_experts <= MAX_EXPERTS
     ]
+    found += hopper.experts_candidates(num_pairs, num_experts)
     shape = (native, num_pairs, num_experts, num_rows, num_cols)
     return [config for config in found if not fits(gpu, config, *shape, is_gated=is_gated)]
 
@@ -105,6 +107,10 @@ def fits(
     is_gated: bool,
 ) -> str:
     """Why a launch cannot take a shape; "" if it can."""
+    if config.get("path") == "hopper":
+        if not native:
+            return "products of codes are another GPU's, or for activations of 16 bits"
+        return hopper.experts_refusal(gpu, config, num_experts, num_cols, 8)
     if config.get("path") == "sorted" and num_experts > MAX_EXPERTS:
         return f"pairs of {MAX_EXPERTS} experts at most are sorted"
     return _refusal(gpu, config, native, is_gated)
@@ -127,8 +133,9 @@ def _tunable(op: str, is_gated: bool) -> Tunable:
         partial(heuristic, is_gated=is_gated),
         partial(candidates, is_gated=is_gated),
         partial(fits, is_gated=is_gated),
-        parameters={
-            "path": one_of("gemv", "sorted"),
+        parameters=hopper.PARAMETERS
+        | {
+            "path": one_of("gemv", "sorted", "hopper"),
             "BLOCK_K": power_of_two(BLOCK, 1 << 12),
             "LINES": one_of(0),
             "BLOCK_M": power_of_two(LEAST_PAIRS, 128),

@@ -18,7 +18,9 @@ from ferrum_triton.kernels.attention.mla_tiles import widen_e4m3
 from ferrum_triton.kernels.fp8.codes import BLOCK, multiplies_codes, operands_of, quantised
 from ferrum_triton.kernels.fp8.config import TILES
 from ferrum_triton.kernels.fp8.gemv import LINE, gemv
+from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import can_overlap, kernel
+from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.rows import cdiv
@@ -158,6 +160,18 @@ def _fp8_tiles_kernel(
     tl.store(y_at + token * stride_y_token + n, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+def _by_hopper(y: Tensor, a: Tensor, weight: Tensor, scales: Tensor, config: Config) -> bool:
+    """y ← the product by the kernel in Gluon, where TMA can take its tensors; whether it can."""
+    from ferrum_triton.kernels.hopper import gemm_fp8
+
+    if not gemm_fp8.takes(y, weight):
+        return False
+    codes, steps = quantised(a)
+    codes, of_weight = operands_of(True, codes, weight)
+    gemm_fp8.gemm_fp8(y, codes, steps, of_weight, scales, config)
+    return True
+
+
 @ops.gemm_fp8_128x128.impl("triton")
 def gemm_fp8_128x128(
     a: Tensor, weight: Tensor, scales: Tensor, *, out: Tensor | None = None
@@ -170,7 +184,12 @@ def gemm_fp8_128x128(
         return y.zero_()
     groups = fp8.num_blocks(num_cols)
     native = multiplies_codes(a)
-    config = TILES.pick(a.device, native, num_tokens, num_rows, num_cols)
+    shape = (native, num_tokens, num_rows, num_cols)
+    config = TILES.pick(a.device, *shape)
+    if config["path"] == "hopper":
+        if _by_hopper(y, a, weight, scales, config):
+            return y
+        config = TILES.heuristic(gpu_of(a.device), *shape)
     if config["path"] == "gemv":
         gemv(y, a, (weight, scales), config)
         return y

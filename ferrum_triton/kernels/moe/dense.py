@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import activated
+from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.activation import clamped_swiglu
 from ferrum_triton.kernels.moe.dense_config import GATE_UP_TILES, TILES
@@ -24,6 +25,7 @@ from ferrum_triton.kernels.moe.prepare import Result, clear_rows
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops.moe import dense as ops
 
 # Pairs that a program looks at whose rows may have to be cleared.
@@ -186,7 +188,7 @@ def _launch(
     weights: Tensor,
     ids: Tensor,
     bias: Tensor | None,
-    config: Config,
+    tunable: Tunable,
     *,
     activation: str = "",
     alpha: float = 0.0,
@@ -194,6 +196,16 @@ def _launch(
 ) -> Tensor:
     """y ← the products of pairs with their experts, or what ``activation`` makes of gate and up."""
     num_pairs, num_rows, num_cols = ids.numel(), y.shape[2], a.shape[-1]
+    shape = (num_pairs, len(weights), num_rows, num_cols, a.element_size())
+    config = tunable.pick(a.device, *shape)
+    if config["path"] == "hopper":
+        from ferrum_triton.kernels.hopper import experts
+
+        if experts.gathers(a) and experts.maps(weights):
+            gate = {"activation": activation, "alpha": alpha, "limit": limit}
+            experts.multiply_pairs(y, a, ids, weights, config, bias=bias, **gate)
+            return y
+        config = tunable.heuristic(gpu_of(a.device), *shape)
     options = {name: value for name, value in config.items() if name != "path"}
     blocks = blocks_of(ids, weights.shape[0], config)
     _expert_tiles_kernel.launch(
@@ -237,12 +249,11 @@ def gemm_moe_id(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    num_experts, num_rows, num_cols = weights.shape
+    num_rows = weights.shape[1]
     y = a.new_empty(*ids.shape, num_rows) if out is None else out
     if y.numel() == 0:
         return y
-    shape = (ids.numel(), num_experts, num_rows, num_cols, a.element_size())
-    return _launch(y, a, weights, ids, bias, TILES.pick(a.device, *shape))
+    return _launch(y, a, weights, ids, bias, TILES)
 
 
 @ops.gemm_moe_id_gate_up.impl("triton")
@@ -257,11 +268,9 @@ def gemm_moe_id_gate_up(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    num_experts, num_rows, num_cols = weights.shape[0], weights.shape[1] // 2, weights.shape[2]
+    num_rows = weights.shape[1] // 2
     y = a.new_empty(*ids.shape, num_rows) if out is None else out
     if y.numel() == 0:
         return y
-    shape = (ids.numel(), num_experts, num_rows, num_cols, a.element_size())
-    config = GATE_UP_TILES.pick(a.device, *shape)
     gate = {"activation": activation, "alpha": float(alpha), "limit": float(limit)}
-    return _launch(y, a, weights, ids, bias, config, **gate)
+    return _launch(y, a, weights, ids, bias, GATE_UP_TILES, **gate)

@@ -6,6 +6,7 @@ The functions are pure: they take a GPU's facts and a product's sizes, and ask n
 from functools import partial
 
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
+from ferrum_triton.kernels.hopper import gemm_config as hopper
 from ferrum_triton.kernels.parameters import (
     Config,
     one_of,
@@ -111,6 +112,7 @@ def candidates(
         for columns, stages in ((64, 3), (64, 4), (128, 3))
         if num_experts <= MAX_EXPERTS
     ]
+    found += hopper.experts_candidates(num_pairs, num_experts)
     shape = (num_pairs, num_experts, num_rows, num_cols, element_size)
     return [config for config in found if not fits(gpu, config, *shape, is_gated=is_gated)]
 
@@ -127,6 +129,8 @@ def fits(
     is_gated: bool,
 ) -> str:
     """Why a launch cannot take a shape; "" if it can."""
+    if config.get("path") == "hopper":
+        return hopper.experts_refusal(gpu, config, num_experts, num_cols, 8 * element_size)
     if config.get("path") == "sorted" and num_experts > MAX_EXPERTS:
         return f"pairs of {MAX_EXPERTS} experts at most are sorted"
     if config.get("path") == "per_pair" and config["BLOCK_M"] != LEAST_PAIRS:
@@ -148,8 +152,9 @@ def _tunable(op: str, is_gated: bool) -> Tunable:
         partial(candidates, is_gated=is_gated),
         partial(fits, is_gated=is_gated),
         within={"element_size": 1},
-        parameters={
-            "path": one_of("per_pair", "sorted"),
+        parameters=hopper.PARAMETERS
+        | {
+            "path": one_of("per_pair", "sorted", "hopper"),
             "BLOCK_M": power_of_two(LEAST_PAIRS, MOST_PAIRS),
             "BLOCK_N": power_of_two(16, 256),
             "BLOCK_K": power_of_two(16, 256),
