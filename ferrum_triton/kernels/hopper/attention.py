@@ -1,0 +1,383 @@
+"""Flash attention on Hopper: the softmax of one tile beside the products of its neighbours.
+
+A program has one producer warp and two or three consumer warpgroups, and takes blocks of queries in
+turn. The producer loads a block's queries, then its keys and values tile by tile. Each consumer owns
+64 queries and does, for every tile n:
+
+1. begin the scores S(n) = Q K(n)ᵀ and, right behind, O += P(n-1) V(n-1);
+2. wait for S(n) alone, and let K(n) go;
+3. P(n) = softmax of S(n), by threads, while tensor cores still add to O;
+4. wait for O, let V(n-1) go, and bring O to the new maximum.
+
+So tensor cores and threads work at once within a warpgroup, and the other warpgroup fills what gaps
+are left.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ferrum_triton.kernels.gluon import gluon_kernel
+from ferrum_triton.kernels.hopper.attention_tiles import (
+    ROWS,
+    Call,
+    Softmax,
+    block_of_turn,
+    finish,
+    first_state,
+    number_of_turns,
+    scale_rows,
+    weigh,
+    whole_tiles,
+)
+from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers, release, wait_full
+
+
+class Stream(NamedTuple):
+    """A tensor on its way through shared memory, in blocks [1, 1, rows, columns].
+
+    Attributes:
+        desc: its first columns.
+        rest_desc: its other columns, or None.
+        ring: buffers of the first columns.
+        rest: buffers of the others, which come and go with those.
+    """
+
+    desc: Any
+    rest_desc: Any
+    ring: Any
+    rest: Any
+
+
+class Streams(NamedTuple):
+    """What goes through a program's shared memory.
+
+    Attributes:
+        q: queries, a buffer for each consumer.
+        k: tiles of keys.
+        v: tiles of values.
+        out_desc: the results.
+        outs: a buffer for each consumer's.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out_desc: Any
+    outs: Any
+
+
+class Outputs(NamedTuple):
+    """Where the logarithms of sums go, and what sinks they begin with; None for neither."""
+
+    lse_ptr: Any
+    sinks_ptr: Any
+    stride_batch: Any
+    stride_head: Any
+    stride_token: Any
+
+
+@gluon.jit
+def allocate(desc, NUMBER: gl.constexpr):
+    """Room for a number of blocks."""
+    return gl.allocate_shared_memory(desc.dtype, [NUMBER] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Buffers of blocks that a number of consumers let go of together."""
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)
+    return Ring(allocate(desc, STAGES), full, empty)
+
+
+@gluon.jit
+def ask(stream, step, batch, head, row, STAGES: gl.constexpr):
+    """Ask for the block from a row on, once there is room for it."""
+    num_bytes: gl.constexpr = stream.desc.block_type.nbytes
+    if stream.rest_desc is not None:
+        num_bytes: gl.constexpr = num_bytes + stream.rest_desc.block_type.nbytes
+    stage, full = acquire(stream.ring, step, num_bytes, STAGES)
+    at = [batch, head, row, 0]
+    tma.async_copy_global_to_shared(stream.desc, at, full, stream.ring.buffers.index(stage))
+    if stream.rest_desc is not None:
+        tma.async_copy_global_to_shared(stream.rest_desc, at, full, stream.rest.index(stage))
+
+
+@gluon.jit
+def produce(streams, call, VARIANT: gl.constexpr):
+    """Ask for all that the consumers take, in their order."""
+    STAGES: gl.constexpr = VARIANT.stages
+    CONSUMERS: gl.constexpr = VARIANT.consumers
+    done = 0  # tiles of the blocks before
+    for turn in range(number_of_turns(call, VARIANT)):
+        block = block_of_turn(turn, call, VARIANT)
+        batch, kv_head = block.batch, block.head // VARIANT.group
+        for c in gl.static_range(CONSUMERS):
+            row = block.first_row + c * ROWS
+            ask(streams.q, turn * CONSUMERS + c, batch, block.head, row, CONSUMERS)
+        key = block.end - VARIANT.block_n
+        ask(streams.k, done, batch, kv_head, key, STAGES)
+        for n in range(1, block.tiles):
+            ask(streams.k, done + n, batch, kv_head, key - VARIANT.block_n, STAGES)
+            ask(streams.v, done + n - 1, batch, kv_head, key, STAGES)
+            key -= VARIANT.block_n
+        done += block.tiles
+        ask(streams.v, done - 1, batch, kv_head, key, STAGES)
+
+
+@gluon.jit
+def tile_of(buffers, stage):
+    """A buffer as a matrix."""
+    buffer = buffers.index(stage)
+    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+
+
+@gluon.jit
+def begin_scores(streams, step, own, VARIANT: gl.constexpr):
+    """Begin the product of a consumer's queries with the keys of a step."""
+    stage = wait_full(streams.k.ring, step, VARIANT.stages)
+    scores = gl.full([ROWS, VARIANT.block_n], 0.0, gl.float32, VARIANT.scores)
+    q = tile_of(streams.q.ring.buffers, own)
+    k = tile_of(streams.k.ring.buffers, stage)
+    scores = warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=False, is_async=True)
+    if streams.q.rest is not None:
+        q, k = tile_of(streams.q.rest, own), tile_of(streams.k.rest, stage)
+        scores = warpgroup_mma(q, k.permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def begin_sum(streams, step, weights, acc, VARIANT: gl.constexpr):
+    """Begin to add the values of a step, weighted; (sum, the weights it reads from registers)."""
+    operand = weights.to(streams.v.desc.dtype)
+    operand = gl.convert_layout(operand, VARIANT.weights, assert_trivial=True)
+    stage = wait_full(streams.v.ring, step, VARIANT.stages)
+    v = tile_of(streams.v.ring.buffers, stage)
+    return warpgroup_mma(operand, v, acc, is_async=True), operand
+
+
+class Tile(NamedTuple):
+    """A tile of a consumer's block.
+
+    Attributes:
+        weights: those of the tile before, [rows, keys].
+        step: of the keys' ring.
+        first_key: its first key.
+        position: of the consumer's queries, [rows].
+        turn: of the queries' ring.
+    """
+
+    weights: Any
+    step: Any
+    first_key: Any
+    position: Any
+    turn: Any
+
+
+@gluon.jit
+def fold_tile(
+    state,
+    weights,
+    n,
+    done,
+    turn,
+    block,
+    position,
+    streams,
+    call,
+    OWN: gl.constexpr,
+    MASKED: gl.constexpr,
+    VARIANT: gl.constexpr,
+):
+    """Fold tile n of a block into the softmax, and the values of tile n - 1, whose weights are given.
+
+    Returns the state but for the values of tile n, and the weights of those.
+    """
+    STAGES: gl.constexpr = VARIANT.stages
+    scores = begin_scores(streams, done + n, OWN, VARIANT)
+    acc, operand = begin_sum(streams, done + n - 1, weights, state.acc, VARIANT)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    release(streams.k.ring, done + n, STAGES)
+    first_key = block.end - (n + 1) * VARIANT.block_n
+    weights, rescale, row_max, row_sum = weigh(
+        scores, first_key, state, position, call, MASKED, VARIANT
+    )
+    # Long over. ptxas moves the wait for tensor cores above the softmax where nothing stands
+    # between the two; a loop, which this is, it leaves in its place.
+    wait_full(streams.q.ring, turn * VARIANT.consumers + OWN, VARIANT.consumers)
+    acc, _ = warpgroup_mma_wait(0, deps=(acc, operand))
+    release(streams.v.ring, done + n - 1, STAGES)
+    return Softmax(scale_rows(acc, rescale, VARIANT), row_max, row_sum), weights
+
+
+@gluon.jit
+def fold_tiles(
+    state,
+    weights,
+    begin,
+    end,
+    done,
+    turn,
+    block,
+    position,
+    streams,
+    call,
+    OWN: gl.constexpr,
+    MASKED: gl.constexpr,
+    VARIANT: gl.constexpr,
+):
+    """Fold the tiles [begin, end) of a block, all masked or none."""
+    for n in range(begin, end):
+        state, weights = fold_tile(
+            state, weights, n, done, turn, block, position, streams, call, OWN, MASKED, VARIANT
+        )
+    return state, weights
+
+
+@gluon.jit
+def store_block(state, block, first_row, streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
+    """Store a consumer's rows of the result and their logarithms, those of them that exist."""
+    result, lse = finish(state, VARIANT)
+    if outputs.lse_ptr is not None:
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, VARIANT.scores))
+        at = outputs.lse_ptr + block.batch.to(gl.int64) * outputs.stride_batch
+        at += block.head.to(gl.int64) * outputs.stride_head
+        gl.store(at + row.to(gl.int64) * outputs.stride_token, lse, mask=row < call.q_len)
+    out = streams.outs.index(OWN)
+    tma.store_wait(0)  # what left through the buffer before
+    gl.thread_barrier()
+    tile_of(streams.outs, OWN).store(result.to(streams.out_desc.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(streams.out_desc, [block.batch, block.head, first_row, 0], out)
+
+
+@gluon.jit
+def consume(streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
+    """The part of a consumer: 64 rows of each of the program's blocks."""
+    STAGES: gl.constexpr = VARIANT.stages
+    CONSUMERS: gl.constexpr = VARIANT.consumers
+    done = 0  # tiles of the blocks before
+    for turn in range(number_of_turns(call, VARIANT)):
+        block = block_of_turn(turn, call, VARIANT)
+        first_row = block.first_row + OWN * ROWS
+        position = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, VARIANT.scores))
+        position += block.position
+        state = first_state(outputs.sinks_ptr, block.head, VARIANT)
+
+        wait_full(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
+        scores = begin_scores(streams, done, OWN, VARIANT)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        release(streams.k.ring, done, STAGES)
+        first_key = block.end - VARIANT.block_n
+        weights, _, row_max, row_sum = weigh(
+            scores, first_key, state, position, call, True, VARIANT
+        )
+        state = Softmax(state.acc, row_max, row_sum)
+
+        begin, end = whole_tiles(first_row, block, call, VARIANT)
+        state, weights = fold_tiles(
+            state, weights, 1, begin, done, turn, block, position, streams, call, OWN, True, VARIANT
+        )
+        state, weights = fold_tiles(
+            state, weights, begin, end, done, turn, block, position, streams, call, OWN, False, VARIANT
+        )
+        state, weights = fold_tiles(
+            state, weights, end, block.tiles, done, turn, block, position, streams, call, OWN, True, VARIANT
+        )
+        done += block.tiles
+        if VARIANT.own_out:
+            release(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
+        acc, operand = begin_sum(streams, done - 1, weights, state.acc, VARIANT)
+        acc, _ = warpgroup_mma_wait(0, deps=(acc, operand))
+        release(streams.v.ring, done - 1, STAGES)
+        state = Softmax(acc, state.row_max, state.row_sum)
+        store_block(state, block, first_row, streams, outputs, call, OWN, VARIANT)
+        if not VARIANT.own_out:
+            tma.store_wait(0)
+            release(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
+    tma.store_wait(0)
+
+
+@gluon_kernel(dynamic=("pairs", "q_len", "kv_len", "pos_offset", "scale_log2", "softcap_log2"))
+def _hopper_attention_kernel(
+    out_ptr,  # [batch, num_heads, q_len, value_dim], stored through its map
+    lse_ptr,  # [batch, num_heads, q_len] or None
+    sinks_ptr,  # [num_heads] or None
+    kv_lens_ptr,  # [batch] or None
+    q_desc,  # q in blocks of [1, 1, 64, block_d]
+    q_rest_desc,  # the columns of q and k from block_d on, block_e wide, or None
+    k_desc,  # k and v in blocks of [1, 1, block_n, block_d or block_v]
+    k_rest_desc,
+    v_desc,
+    out_desc,  # out in blocks of [1, 1, 64, block_v]
+    stride_lse_batch,
+    stride_lse_head,
+    stride_lse_token,
+    num_heads,
+    sliding_window,
+    heads_at_once,
+    pairs,
+    q_len,
+    kv_len,
+    pos_offset,
+    scale_log2,
+    softcap_log2,
+    VARIANT: gl.constexpr,
+):
+    """out = softmax(scale · q kᵀ + mask) v, a persistent program on each SM."""
+    CONSUMERS: gl.constexpr = VARIANT.consumers
+    STAGES: gl.constexpr = VARIANT.stages
+    q_rest, k_rest = None, None
+    if q_rest_desc is not None:
+        q_rest, k_rest = allocate(q_rest_desc, CONSUMERS), allocate(k_rest_desc, STAGES)
+    q = Stream(q_desc, q_rest_desc, make_ring(q_desc, CONSUMERS, 1), q_rest)
+    k = Stream(k_desc, k_rest_desc, make_ring(k_desc, STAGES, CONSUMERS), k_rest)
+    v = Stream(v_desc, None, make_ring(v_desc, STAGES, CONSUMERS), None)
+    outs = q.ring.buffers
+    if VARIANT.own_out:
+        outs = allocate(out_desc, CONSUMERS)
+    fence_async_shared()
+    streams = Streams(q, k, v, out_desc, outs)
+    outputs = Outputs(lse_ptr, sinks_ptr, stride_lse_batch, stride_lse_head, stride_lse_token)
+    call = Call(
+        kv_lens_ptr,
+        pairs,
+        heads_at_once,
+        num_heads,
+        q_len,
+        kv_len,
+        pos_offset,
+        sliding_window,
+        scale_log2,
+        softcap_log2,
+    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (streams, outputs, call, 0, VARIANT)),
+                (consume, (streams, outputs, call, 1, VARIANT)),
+                (produce, (streams, call, VARIANT)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (streams, outputs, call, 0, VARIANT)),
+                (consume, (streams, outputs, call, 1, VARIANT)),
+                (consume, (streams, outputs, call, 2, VARIANT)),
+                (produce, (streams, call, VARIANT)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
