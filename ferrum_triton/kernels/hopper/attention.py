@@ -30,10 +30,10 @@ from ferrum_triton.kernels.hopper.attention_tiles import (
     ROWS,
     Call,
     Softmax,
-    block_of_turn,
+    block_of_rank,
     finish,
     first_state,
-    number_of_turns,
+    rank_of_turn,
     scale_rows,
     weigh,
     whole_tiles,
@@ -101,9 +101,8 @@ def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 @gluon.jit
 def ask(stream, step, batch, head, row, STAGES: gl.constexpr):
     """Ask for the block from a row on, once there is room for it."""
-    num_bytes: gl.constexpr = stream.desc.block_type.nbytes
-    if stream.rest_desc is not None:
-        num_bytes: gl.constexpr = num_bytes + stream.rest_desc.block_type.nbytes
+    others: gl.constexpr = 0 if stream.rest_desc is None else stream.rest_desc.block_type.nbytes
+    num_bytes: gl.constexpr = stream.desc.block_type.nbytes + others
     stage, full = acquire(stream.ring, step, num_bytes, STAGES)
     at = [batch, head, row, 0]
     tma.async_copy_global_to_shared(stream.desc, at, full, stream.ring.buffers.index(stage))
@@ -117,8 +116,10 @@ def produce(streams, call, VARIANT: gl.constexpr):
     STAGES: gl.constexpr = VARIANT.stages
     CONSUMERS: gl.constexpr = VARIANT.consumers
     done = 0  # tiles of the blocks before
-    for turn in range(number_of_turns(call, VARIANT)):
-        block = block_of_turn(turn, call, VARIANT)
+    turn = 0
+    rank = rank_of_turn(0)
+    while rank < call.blocks:
+        block = block_of_rank(rank, call, VARIANT)
         batch, kv_head = block.batch, block.head // VARIANT.group
         for c in gl.static_range(CONSUMERS):
             row = block.first_row + c * ROWS
@@ -131,6 +132,8 @@ def produce(streams, call, VARIANT: gl.constexpr):
             key -= VARIANT.block_n
         done += block.tiles
         ask(streams.v, done - 1, batch, kv_head, key, STAGES)
+        turn += 1
+        rank = rank_of_turn(turn)
 
 
 @gluon.jit
@@ -188,9 +191,9 @@ def fold_tile(
     weights,
     n,
     done,
-    turn,
     block,
     position,
+    crossed,
     streams,
     call,
     OWN: gl.constexpr,
@@ -208,11 +211,11 @@ def fold_tile(
     release(streams.k.ring, done + n, STAGES)
     first_key = block.end - (n + 1) * VARIANT.block_n
     weights, rescale, row_max, row_sum = weigh(
-        scores, first_key, state, position, call, MASKED, VARIANT
+        scores, first_key, state, position, call, crossed, VARIANT
     )
-    # Long over. ptxas moves the wait for tensor cores above the softmax where nothing stands
-    # between the two; a loop, which this is, it leaves in its place.
-    wait_full(streams.q.ring, turn * VARIANT.consumers + OWN, VARIANT.consumers)
+    # Long over, since these values are held. ptxas moves the wait for tensor cores above the
+    # softmax where nothing stands between the two; a loop, which this is, it leaves in its place.
+    wait_full(streams.v.ring, done + n - 1, STAGES)
     acc, _ = warpgroup_mma_wait(0, deps=(acc, operand))
     release(streams.v.ring, done + n - 1, STAGES)
     return Softmax(scale_rows(acc, rescale, VARIANT), row_max, row_sum), weights
@@ -225,7 +228,6 @@ def fold_tiles(
     begin,
     end,
     done,
-    turn,
     block,
     position,
     streams,
@@ -235,26 +237,28 @@ def fold_tiles(
     VARIANT: gl.constexpr,
 ):
     """Fold the tiles [begin, end) of a block, all masked or none."""
-    for n in range(begin, end):
+    for n in range(1, block.tiles):
+        crossed = (n < begin) | (n >= end)
         state, weights = fold_tile(
-            state, weights, n, done, turn, block, position, streams, call, OWN, MASKED, VARIANT
+            state, weights, n, done, block, position, crossed, streams, call, OWN, MASKED, VARIANT
         )
     return state, weights
 
 
 @gluon.jit
-def store_block(state, block, first_row, streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
+def store_block(state, block, first_row, position, streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
     """Store a consumer's rows of the result and their logarithms, those of them that exist."""
     result, lse = finish(state, VARIANT)
     if outputs.lse_ptr is not None:
-        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, VARIANT.scores))
+        row = position - block.position
         at = outputs.lse_ptr + block.batch.to(gl.int64) * outputs.stride_batch
         at += block.head.to(gl.int64) * outputs.stride_head
         gl.store(at + row.to(gl.int64) * outputs.stride_token, lse, mask=row < call.q_len)
-    out = streams.outs.index(OWN)
+    own = OWN + (block.head >> 31)
+    out = streams.outs.index(own)
     tma.store_wait(0)  # what left through the buffer before
     gl.thread_barrier()
-    tile_of(streams.outs, OWN).store(result.to(streams.out_desc.dtype))
+    tile_of(streams.outs, own).store(result.to(streams.out_desc.dtype))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(streams.out_desc, [block.batch, block.head, first_row, 0], out)
@@ -266,8 +270,10 @@ def consume(streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
     STAGES: gl.constexpr = VARIANT.stages
     CONSUMERS: gl.constexpr = VARIANT.consumers
     done = 0  # tiles of the blocks before
-    for turn in range(number_of_turns(call, VARIANT)):
-        block = block_of_turn(turn, call, VARIANT)
+    turn = 0
+    rank = rank_of_turn(0)
+    while rank < call.blocks:
+        block = block_of_rank(rank, call, VARIANT)
         first_row = block.first_row + OWN * ROWS
         position = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, VARIANT.scores))
         position += block.position
@@ -285,13 +291,7 @@ def consume(streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
 
         begin, end = whole_tiles(first_row, block, call, VARIANT)
         state, weights = fold_tiles(
-            state, weights, 1, begin, done, turn, block, position, streams, call, OWN, True, VARIANT
-        )
-        state, weights = fold_tiles(
-            state, weights, begin, end, done, turn, block, position, streams, call, OWN, False, VARIANT
-        )
-        state, weights = fold_tiles(
-            state, weights, end, block.tiles, done, turn, block, position, streams, call, OWN, True, VARIANT
+            state, weights, begin, end, done, block, position, streams, call, OWN, 2, VARIANT
         )
         done += block.tiles
         if VARIANT.own_out:
@@ -300,14 +300,16 @@ def consume(streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
         acc, _ = warpgroup_mma_wait(0, deps=(acc, operand))
         release(streams.v.ring, done - 1, STAGES)
         state = Softmax(acc, state.row_max, state.row_sum)
-        store_block(state, block, first_row, streams, outputs, call, OWN, VARIANT)
+        store_block(state, block, first_row, position, streams, outputs, call, OWN, VARIANT)
         if not VARIANT.own_out:
             tma.store_wait(0)
             release(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
+        turn += 1
+        rank = rank_of_turn(turn)
     tma.store_wait(0)
 
 
-@gluon_kernel(dynamic=("pairs", "q_len", "kv_len", "pos_offset", "scale_log2", "softcap_log2"))
+@gluon_kernel(dynamic=("blocks", "blocks_at_once", "last_row", "q_len", "kv_len", "pos_offset", "scale_log2", "softcap_log2"))
 def _hopper_attention_kernel(
     out_ptr,  # [batch, num_heads, q_len, value_dim], stored through its map
     lse_ptr,  # [batch, num_heads, q_len] or None
@@ -325,7 +327,9 @@ def _hopper_attention_kernel(
     num_heads,
     sliding_window,
     heads_at_once,
-    pairs,
+    blocks,
+    blocks_at_once,
+    last_row,
     q_len,
     kv_len,
     pos_offset,
@@ -350,8 +354,10 @@ def _hopper_attention_kernel(
     outputs = Outputs(lse_ptr, sinks_ptr, stride_lse_batch, stride_lse_head, stride_lse_token)
     call = Call(
         kv_lens_ptr,
-        pairs,
+        blocks,
+        blocks_at_once,
         heads_at_once,
+        last_row,
         num_heads,
         q_len,
         kv_len,

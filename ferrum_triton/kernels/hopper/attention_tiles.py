@@ -82,8 +82,10 @@ class Call(NamedTuple):
 
     Attributes:
         kv_lens_ptr: [batch] valid keys on the device, or None.
-        pairs: (sequence, head).
-        heads_at_once: of them, those whose blocks run side by side; divides pairs.
+        blocks: of queries, of all heads of all sequences.
+        blocks_at_once: those of the heads that run side by side.
+        heads_at_once: these heads; divides the number of all.
+        last_row: where a head's last block begins.
         num_heads: of a sequence.
         q_len: queries.
         kv_len: valid keys, or the capacity where the device knows the lengths.
@@ -94,8 +96,10 @@ class Call(NamedTuple):
     """
 
     kv_lens_ptr: Any
-    pairs: Any
+    blocks: Any
+    blocks_at_once: Any
     heads_at_once: Any
+    last_row: Any
     num_heads: Any
     q_len: Any
     kv_len: Any
@@ -138,34 +142,25 @@ class Softmax(NamedTuple):
 
 
 @gluon.jit
-def number_of_turns(call, VARIANT: gl.constexpr):
-    """Blocks that this program takes."""
-    programs = gl.num_programs(0)
-    blocks = gl.cdiv(call.q_len, VARIANT.block_m) * call.pairs
-    whole = blocks // programs
-    return whole + (_place(whole) < blocks - whole * programs).to(gl.int32)
+def rank_of_turn(turn):
+    """The rank of the block that this program takes in a turn: every other turn runs backwards.
+
+    A program that had the longest block of one turn has the shortest of the next.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return turn * programs + program + (turn & 1) * (programs - 1 - 2 * program)
 
 
 @gluon.jit
-def _place(turn):
-    """This program's place among those of a turn: every other turn runs backwards."""
-    program = gl.program_id(0)
-    return program + (turn & 1) * (gl.num_programs(0) - 1 - 2 * program)
-
-
-@gluon.jit
-def block_of_turn(turn, call, VARIANT: gl.constexpr):
-    """The block a program takes in its n-th turn.
+def block_of_rank(rank, call, VARIANT: gl.constexpr):
+    """A block by its rank.
 
     The last blocks see the most keys when causal: they come first, those of all heads (as many as
-    have room in the cache) side by side, a KV head's own next to each other. A program that had
-    the longest block of one turn has the shortest of the next.
+    have room in the cache) side by side, a KV head's own next to each other.
     """
-    rank = turn * gl.num_programs(0) + _place(turn)
-    num_blocks = gl.cdiv(call.q_len, VARIANT.block_m)
-    section = rank // (num_blocks * call.heads_at_once)
-    inside = rank - section * (num_blocks * call.heads_at_once)
-    first_row = (num_blocks - 1 - inside // call.heads_at_once) * VARIANT.block_m
+    section = rank // call.blocks_at_once
+    inside = rank - section * call.blocks_at_once
+    first_row = call.last_row - inside // call.heads_at_once * VARIANT.block_m
     pair = section * call.heads_at_once + inside % call.heads_at_once
     batch = pair // call.num_heads
 
@@ -205,12 +200,17 @@ def whole_tiles(first_row, block, call, VARIANT: gl.constexpr):
 @gluon.jit
 def hide(scores, first_key, position, call, VARIANT: gl.constexpr):
     """-inf where a row at a position does not see a key of the tile from ``first_key`` on."""
-    key = first_key + gl.arange(0, VARIANT.block_n, gl.SliceLayout(0, VARIANT.scores))
-    visible = (key >= 0)[None, :]
+    # A thread holds pairs of columns eight apart. Compared by eights, which are constants, with
+    # bounds that only its place among its eights changes, they take no registers: 32 columns, kept
+    # through the loop, would push what the products need to memory.
+    column = gl.arange(0, VARIANT.block_n, gl.SliceLayout(0, VARIANT.scores))
+    eights = (column & (VARIANT.block_n - 8))[None, :]
+    first = (first_key + (column & 7))[None, :]
+    visible = eights >= -first
     if VARIANT.is_causal:
-        visible = visible & (key[None, :] <= position[:, None])
+        visible = visible & (eights <= position[:, None] - first)
         if VARIANT.has_window:
-            visible = visible & (key[None, :] > (position - call.sliding_window)[:, None])
+            visible = visible & (eights > (position - call.sliding_window)[:, None] - first)
     return gl.where(visible, scores, float("-inf"))
 
 
@@ -229,7 +229,7 @@ def first_state(sinks_ptr, head, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def weigh(scores, first_key, state, position, call, MASKED: gl.constexpr, VARIANT: gl.constexpr):
+def weigh(scores, first_key, state, position, call, MASKED, VARIANT: gl.constexpr):
     """A tile's weights, the factor of what was summed before, and the new maximum and sum.
 
     A hidden score is -inf, and the maximum never is, so that no guard against NaN is needed: see
