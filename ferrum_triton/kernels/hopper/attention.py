@@ -33,7 +33,7 @@ from ferrum_triton.kernels.hopper.attention_tiles import (
     block_of_rank,
     finish,
     first_state,
-    rank_of_turn,
+    next_rank,
     scale_rows,
     weigh,
     whole_tiles,
@@ -117,7 +117,7 @@ def produce(streams, call, VARIANT: gl.constexpr):
     CONSUMERS: gl.constexpr = VARIANT.consumers
     done = 0  # tiles of the blocks before
     turn = 0
-    rank = rank_of_turn(0)
+    rank = gl.program_id(0)
     while rank < call.blocks:
         block = block_of_rank(rank, call, VARIANT)
         batch, kv_head = block.batch, block.head // VARIANT.group
@@ -133,7 +133,7 @@ def produce(streams, call, VARIANT: gl.constexpr):
         done += block.tiles
         ask(streams.v, done - 1, batch, kv_head, key, STAGES)
         turn += 1
-        rank = rank_of_turn(turn)
+        rank = next_rank(rank, turn)
 
 
 @gluon.jit
@@ -271,7 +271,7 @@ def consume(streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
     CONSUMERS: gl.constexpr = VARIANT.consumers
     done = 0  # tiles of the blocks before
     turn = 0
-    rank = rank_of_turn(0)
+    rank = gl.program_id(0)
     while rank < call.blocks:
         block = block_of_rank(rank, call, VARIANT)
         first_row = block.first_row + OWN * ROWS
@@ -305,7 +305,7 @@ def consume(streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
             tma.store_wait(0)
             release(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
         turn += 1
-        rank = rank_of_turn(turn)
+        rank = next_rank(rank, turn)
     tma.store_wait(0)
 
 

@@ -35,6 +35,7 @@ class Variant:
             which then come in later.
         group: query heads per KV head.
         negate: the softmax scale is negative.
+        newest: the queries are the newest of what only the device knows the length of.
     """
 
     consumers: int
@@ -49,7 +50,7 @@ class Variant:
     is_causal: bool
     has_window: bool
     has_softcap: bool
-    has_pos_offset: bool
+    newest: bool
 
     @property
     def block_m(self) -> int:
@@ -89,7 +90,7 @@ class Call(NamedTuple):
         num_heads: of a sequence.
         q_len: queries.
         kv_len: valid keys, or the capacity where the device knows the lengths.
-        pos_offset: position of query 0, read if has_pos_offset.
+        pos_offset: position of query 0, unless the queries are the newest.
         sliding_window: keys a query sees, with a window.
         scale_log2: factor of scores; with a cap, of what the cap takes.
         softcap_log2: cap times log2(e).
@@ -142,13 +143,13 @@ class Softmax(NamedTuple):
 
 
 @gluon.jit
-def rank_of_turn(turn):
-    """The rank of the block that this program takes in a turn: every other turn runs backwards.
+def next_rank(rank, turn):
+    """The rank of the block that this program takes in a turn after that of the one before.
 
-    A program that had the longest block of one turn has the shortest of the next.
+    Every other turn goes through the programs backwards: the one that had the longest block of a
+    turn has the shortest of the next.
     """
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    return turn * programs + program + (turn & 1) * (programs - 1 - 2 * program)
+    return 2 * turn * gl.num_programs(0) - 1 - rank
 
 
 @gluon.jit
@@ -168,9 +169,9 @@ def block_of_rank(rank, call, VARIANT: gl.constexpr):
     if call.kv_lens_ptr is not None:
         kv_len = gl.minimum(gl.maximum(gl.load(call.kv_lens_ptr + batch), 0), kv_len)
         kv_len = kv_len.to(gl.int32)
-    position = kv_len - call.q_len
-    if VARIANT.has_pos_offset:
-        position = call.pos_offset
+    position = call.pos_offset
+    if VARIANT.newest:
+        position = kv_len - call.q_len
     start, end = 0, kv_len
     if VARIANT.is_causal:
         newest = gl.minimum(first_row + VARIANT.block_m, call.q_len) - 1 + position
