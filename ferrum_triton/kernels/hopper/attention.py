@@ -115,9 +115,8 @@ def produce(streams, call, VARIANT: gl.constexpr):
     """Ask for all that the consumers take, in their order."""
     STAGES: gl.constexpr = VARIANT.stages
     CONSUMERS: gl.constexpr = VARIANT.consumers
-    done = 0  # tiles of the blocks before
-    turn = 0
     rank = gl.program_id(0)
+    turn, done = 0, 0  # blocks and tiles before
     while rank < call.blocks:
         block = block_of_rank(rank, call, VARIANT)
         batch, kv_head = block.batch, block.head // VARIANT.group
@@ -167,22 +166,20 @@ def begin_sum(streams, step, weights, acc, VARIANT: gl.constexpr):
     return warpgroup_mma(operand, v, acc, is_async=True), operand
 
 
-class Tile(NamedTuple):
-    """A tile of a consumer's block.
+class Rows(NamedTuple):
+    """A consumer's rows of a block.
 
     Attributes:
-        weights: those of the tile before, [rows, keys].
-        step: of the keys' ring.
-        first_key: its first key.
-        position: of the consumer's queries, [rows].
-        turn: of the queries' ring.
+        first: the first of them.
+        position: of each, [rows].
+        whole_begin: the tiles [whole_begin, whole_end) are seen whole by all of them.
+        whole_end: see there.
     """
 
-    weights: Any
-    step: Any
-    first_key: Any
+    first: Any
     position: Any
-    turn: Any
+    whole_begin: Any
+    whole_end: Any
 
 
 @gluon.jit
@@ -192,118 +189,114 @@ def fold_tile(
     n,
     done,
     block,
-    position,
-    crossed,
+    rows,
     streams,
     call,
     OWN: gl.constexpr,
-    MASKED: gl.constexpr,
     VARIANT: gl.constexpr,
 ):
-    """Fold tile n of a block into the softmax, and the values of tile n - 1, whose weights are given.
+    """Fold tile n of a block into the softmax, and add the values of tile n - 1.
 
-    Returns the state but for the values of tile n, and the weights of those.
+    Args:
+        state: without the values of tile n - 1.
+        weights: of the values of tile n - 1, in float32: carried as 16 bits they would be unpacked
+            and packed again at every turn of the loop.
+        done: tiles of the blocks before, which count the steps of the rings.
+
+    Returns:
+        The state without the values of tile n, and their weights.
     """
     STAGES: gl.constexpr = VARIANT.stages
-    scores = begin_scores(streams, done + n, OWN, VARIANT)
-    acc, operand = begin_sum(streams, done + n - 1, weights, state.acc, VARIANT)
+    step = done + n
+    scores = begin_scores(streams, step, OWN, VARIANT)
+    acc, operand = begin_sum(streams, step - 1, weights, state.acc, VARIANT)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    release(streams.k.ring, done + n, STAGES)
+    release(streams.k.ring, step, STAGES)
+
+    crossed = (n < rows.whole_begin) | (n >= rows.whole_end)
     first_key = block.end - (n + 1) * VARIANT.block_n
     weights, rescale, row_max, row_sum = weigh(
-        scores, first_key, state, position, call, crossed, VARIANT
+        scores, first_key, crossed, state, rows.position, call, VARIANT
     )
     # Long over, since these values are held. ptxas moves the wait for tensor cores above the
     # softmax where nothing stands between the two; a loop, which this is, it leaves in its place.
-    wait_full(streams.v.ring, done + n - 1, STAGES)
+    wait_full(streams.v.ring, step - 1, STAGES)
     acc, _ = warpgroup_mma_wait(0, deps=(acc, operand))
-    release(streams.v.ring, done + n - 1, STAGES)
+    release(streams.v.ring, step - 1, STAGES)
     return Softmax(scale_rows(acc, rescale, VARIANT), row_max, row_sum), weights
 
 
 @gluon.jit
-def fold_tiles(
-    state,
-    weights,
-    begin,
-    end,
-    done,
-    block,
-    position,
-    streams,
-    call,
-    OWN: gl.constexpr,
-    MASKED: gl.constexpr,
-    VARIANT: gl.constexpr,
+def attend(
+    block, rows, done, turn, streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr
 ):
-    """Fold the tiles [begin, end) of a block, all masked or none."""
+    """The softmax of a consumer's rows over all keys of a block."""
+    STAGES: gl.constexpr = VARIANT.stages
+    CONSUMERS: gl.constexpr = VARIANT.consumers
+    state = first_state(outputs.sinks_ptr, block.head, VARIANT)
+    wait_full(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
+    scores = begin_scores(streams, done, OWN, VARIANT)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    release(streams.k.ring, done, STAGES)
+    first_key = block.end - VARIANT.block_n
+    weights, _, row_max, row_sum = weigh(
+        scores, first_key, True, state, rows.position, call, VARIANT
+    )
+    state = Softmax(state.acc, row_max, row_sum)
     for n in range(1, block.tiles):
-        crossed = (n < begin) | (n >= end)
         state, weights = fold_tile(
-            state, weights, n, done, block, position, crossed, streams, call, OWN, MASKED, VARIANT
+            state, weights, n, done, block, rows, streams, call, OWN, VARIANT
         )
-    return state, weights
+    if VARIANT.own_out:
+        release(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
+    last = done + block.tiles - 1
+    acc, operand = begin_sum(streams, last, weights, state.acc, VARIANT)
+    acc, _ = warpgroup_mma_wait(0, deps=(acc, operand))
+    release(streams.v.ring, last, STAGES)
+    return Softmax(acc, state.row_max, state.row_sum)
 
 
 @gluon.jit
-def store_block(state, block, first_row, position, streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
+def store_rows(
+    state, block, rows, turn, streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr
+):
     """Store a consumer's rows of the result and their logarithms, those of them that exist."""
+    CONSUMERS: gl.constexpr = VARIANT.consumers
     result, lse = finish(state, VARIANT)
     if outputs.lse_ptr is not None:
-        row = position - block.position
+        row = rows.position - block.position
         at = outputs.lse_ptr + block.batch.to(gl.int64) * outputs.stride_batch
         at += block.head.to(gl.int64) * outputs.stride_head
         gl.store(at + row.to(gl.int64) * outputs.stride_token, lse, mask=row < call.q_len)
+    # The consumer's own: 0 is added, which compilers cannot tell. They compute the addresses of a
+    # known place before the first block, and keep them in registers that the products need.
     own = OWN + (block.head >> 31)
-    out = streams.outs.index(own)
     tma.store_wait(0)  # what left through the buffer before
     gl.thread_barrier()
     tile_of(streams.outs, own).store(result.to(streams.out_desc.dtype))
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(streams.out_desc, [block.batch, block.head, first_row, 0], out)
+    at = [block.batch, block.head, rows.first, 0]
+    tma.async_copy_shared_to_global(streams.out_desc, at, streams.outs.index(own))
+    if not VARIANT.own_out:
+        tma.store_wait(0)
+        release(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
 
 
 @gluon.jit
 def consume(streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
     """The part of a consumer: 64 rows of each of the program's blocks."""
-    STAGES: gl.constexpr = VARIANT.stages
-    CONSUMERS: gl.constexpr = VARIANT.consumers
-    done = 0  # tiles of the blocks before
-    turn = 0
     rank = gl.program_id(0)
+    turn, done = 0, 0
     while rank < call.blocks:
         block = block_of_rank(rank, call, VARIANT)
-        first_row = block.first_row + OWN * ROWS
-        position = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, VARIANT.scores))
-        position += block.position
-        state = first_state(outputs.sinks_ptr, block.head, VARIANT)
-
-        wait_full(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
-        scores = begin_scores(streams, done, OWN, VARIANT)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        release(streams.k.ring, done, STAGES)
-        first_key = block.end - VARIANT.block_n
-        weights, _, row_max, row_sum = weigh(
-            scores, first_key, state, position, call, True, VARIANT
-        )
-        state = Softmax(state.acc, row_max, row_sum)
-
-        begin, end = whole_tiles(first_row, block, call, VARIANT)
-        state, weights = fold_tiles(
-            state, weights, begin, end, done, block, position, streams, call, OWN, 2, VARIANT
-        )
+        first = block.first_row + OWN * ROWS
+        row = first + gl.arange(0, ROWS, gl.SliceLayout(1, VARIANT.scores))
+        whole_begin, whole_end = whole_tiles(first, block, call, VARIANT)
+        rows = Rows(first, row + block.position, whole_begin, whole_end)
+        state = attend(block, rows, done, turn, streams, outputs, call, OWN, VARIANT)
+        store_rows(state, block, rows, turn, streams, outputs, call, OWN, VARIANT)
         done += block.tiles
-        if VARIANT.own_out:
-            release(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
-        acc, operand = begin_sum(streams, done - 1, weights, state.acc, VARIANT)
-        acc, _ = warpgroup_mma_wait(0, deps=(acc, operand))
-        release(streams.v.ring, done - 1, STAGES)
-        state = Softmax(acc, state.row_max, state.row_sum)
-        store_block(state, block, first_row, position, streams, outputs, call, OWN, VARIANT)
-        if not VARIANT.own_out:
-            tma.store_wait(0)
-            release(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
         turn += 1
         rank = next_rank(rank, turn)
     tma.store_wait(0)

@@ -230,7 +230,7 @@ def first_state(sinks_ptr, head, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def weigh(scores, first_key, state, position, call, MASKED, VARIANT: gl.constexpr):
+def weigh(scores, first_key, crossed, state, position, call, VARIANT: gl.constexpr):
     """A tile's weights, the factor of what was summed before, and the new maximum and sum.
 
     A hidden score is -inf, and the maximum never is, so that no guard against NaN is needed: see
@@ -244,7 +244,7 @@ def weigh(scores, first_key, state, position, call, MASKED, VARIANT: gl.constexp
         tanh = 2.0 / (1.0 + gl.exp2(-scores * call.scale_log2)) - 1.0
         scores = call.softcap_log2 * tanh
         factor = 1.0
-    if MASKED:
+    if crossed:
         scores = hide(scores, first_key, position, call, VARIANT)
     row_max = gl.maximum(state.row_max, gl.max(scores, 1) * factor)
     weights = gl.exp2(scores * factor - row_max[:, None])
