@@ -26,6 +26,7 @@ class Variant:
 
     Attributes:
         consumers: warpgroups of 64 queries each.
+        registers: of a consumer's thread.
         block_n: keys of a tile.
         stages: tiles of keys, and of values, in flight.
         block_d: columns of q and k a product takes at once, a power of two.
@@ -39,6 +40,7 @@ class Variant:
     """
 
     consumers: int
+    registers: int
     block_n: int
     stages: int
     block_d: int

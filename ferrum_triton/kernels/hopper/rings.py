@@ -2,8 +2,8 @@
 
 Each buffer has two barriers. ``full`` completes when the bytes that were asked for have landed;
 ``empty`` completes when every consumer has let go. A barrier's completions alternate between the
-phases 0 and 1, and a wait names the phase that has to be over: step i of a ring is the
-``i // stages``-th use of its buffer. No buffer has been let go before its first use, so the producer
+phases 0 and 1, and a wait names the phase that has to be over: step i of a ring is the use
+i // stages of its buffer. Before its first use no consumer has let a buffer go, so the producer
 waits for phase 1 there, which a new barrier takes to be over.
 """
 
