@@ -1,6 +1,6 @@
 """The roles of Hopper's attention: one warp that asks for tiles, warpgroups that take them.
 
-The producer loads a block's queries, then its keys and values tile by tile. A consumer owns 64
+The producer asks for a block's queries, and its keys and values tile by tile. A consumer owns 64
 queries and does, for every tile n:
 
 1. begin the scores S(n) = Q K(n)ᵀ and, right behind, O += P(n-1) V(n-1);
@@ -101,7 +101,9 @@ def ask(stream, step, batch, head, row, STAGES: gl.constexpr):
     """Ask for the block from a row on, once there is room for it."""
     others: gl.constexpr = 0 if stream.rest_desc is None else stream.rest_desc.block_type.nbytes
     num_bytes: gl.constexpr = stream.desc.block_type.nbytes + others
-    stage, full = acquire(stream.ring, step, num_bytes, STAGES)
+    acquire(stream.ring, step, num_bytes, STAGES)
+    stage = step % STAGES
+    full = stream.ring.full.index(stage)
     at = [batch, head, row, 0]
     tma.async_copy_global_to_shared(stream.desc, at, full, stream.ring.buffers.index(stage))
     if stream.rest_desc is not None:
@@ -118,11 +120,12 @@ def produce(streams, call, VARIANT: gl.constexpr):
     while rank < call.blocks:
         block = block_of_rank(rank, call, VARIANT)
         batch, kv_head = block.batch, block.head // VARIANT.group
+        # Keys first: there is room for them before the consumers are done with the last queries.
+        key = block.end - VARIANT.block_n
+        ask(streams.k, done, batch, kv_head, key, STAGES)
         for c in gl.static_range(CONSUMERS):
             row = block.first_row + c * ROWS
             ask(streams.q, turn * CONSUMERS + c, batch, block.head, row, CONSUMERS)
-        key = block.end - VARIANT.block_n
-        ask(streams.k, done, batch, kv_head, key, STAGES)
         for n in range(1, block.tiles):
             ask(streams.k, done + n, batch, kv_head, key - VARIANT.block_n, STAGES)
             ask(streams.v, done + n - 1, batch, kv_head, key, STAGES)
@@ -143,7 +146,8 @@ def tile_of(buffers, stage):
 @gluon.jit
 def begin_scores(streams, step, own, VARIANT: gl.constexpr):
     """Begin the product of a consumer's queries with the keys of a step."""
-    stage = wait_full(streams.k.ring, step, VARIANT.stages)
+    wait_full(streams.k.ring, step, VARIANT.stages)
+    stage = step % VARIANT.stages
     scores = gl.full([ROWS, VARIANT.block_n], 0.0, gl.float32, VARIANT.scores)
     q = tile_of(streams.q.ring.buffers, own)
     k = tile_of(streams.k.ring.buffers, stage)
@@ -159,8 +163,8 @@ def begin_sum(streams, step, weights, acc, VARIANT: gl.constexpr):
     """Begin to add the values of a step, weighted; (sum, the weights it reads from registers)."""
     operand = weights.to(streams.v.desc.dtype)
     operand = gl.convert_layout(operand, VARIANT.weights, assert_trivial=True)
-    stage = wait_full(streams.v.ring, step, VARIANT.stages)
-    v = tile_of(streams.v.ring.buffers, stage)
+    wait_full(streams.v.ring, step, VARIANT.stages)
+    v = tile_of(streams.v.ring.buffers, step % VARIANT.stages)
     return warpgroup_mma(operand, v, acc, is_async=True), operand
 
 
@@ -216,8 +220,8 @@ def fold_tile(
     weights, rescale, row_max, row_sum = weigh(
         scores, first_key, crossed, state, rows.position, call, VARIANT
     )
-    # Long over, since these values are held. ptxas moves the wait for tensor cores above the
-    # softmax where nothing stands between the two; a loop, which this is, it leaves in its place.
+    # redundant: long over, since these values are held. ptxas moves the wait for tensor cores above
+    # the softmax where nothing stands between the two; a loop, which this is, it leaves in place.
     wait_full(streams.v.ring, step - 1, STAGES)
     acc, _ = warpgroup_mma_wait(0, deps=(acc, operand))
     release(streams.v.ring, step - 1, STAGES)
@@ -278,6 +282,7 @@ def store_rows(
     tma.async_copy_shared_to_global(streams.out_desc, at, streams.outs.index(own))
     if not VARIANT.own_out:
         tma.store_wait(0)
+        gl.thread_barrier()
         release(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
 
 

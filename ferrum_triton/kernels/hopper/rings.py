@@ -3,7 +3,7 @@
 Each buffer has two barriers. ``full`` completes when the bytes that were asked for have landed;
 ``empty`` completes when every consumer has let go. A barrier's completions alternate between the
 phases 0 and 1, and a wait names the phase that has to be over: step i of a ring is the use
-i // stages of its buffer. Before its first use no consumer has let a buffer go, so the producer
+i // stages of buffer i % stages. Before its first use no consumer has let a buffer go, so the producer
 waits for phase 1 there, which a new barrier takes to be over.
 """
 
@@ -39,20 +39,16 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def acquire(ring, step, num_bytes: gl.constexpr, STAGES: gl.constexpr):
-    """The producer's buffer of a step, once it is empty, and the barrier that its bytes go to."""
+    """The producer's wait for the buffer of a step, which that many bytes are about to go to."""
     stage = step % STAGES
     mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    full = ring.full.index(stage)
-    mbarrier.expect(full, num_bytes)
-    return stage, full
+    mbarrier.expect(ring.full.index(stage), num_bytes)
 
 
 @gluon.jit
 def wait_full(ring, step, STAGES: gl.constexpr):
-    """A consumer's wait for the bytes of a step; the buffer's place."""
-    stage = step % STAGES
-    mbarrier.wait(ring.full.index(stage), (step // STAGES) & 1)
-    return stage
+    """A consumer's wait for the bytes of a step."""
+    mbarrier.wait(ring.full.index(step % STAGES), (step // STAGES) & 1)
 
 
 @gluon.jit
