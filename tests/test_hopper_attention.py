@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from ferrum_triton import get_backend
 from ferrum_triton.gluon_emulator import EmulationError, run
 from ferrum_triton.gluon_emulator.mutants import Mutant, mutants, reached
 from ferrum_triton.gluon_emulator.twins import tree_of
+from ferrum_triton.kernels import gluon
 from ferrum_triton.kernels.attention.flash_plan import flash_config, hopper_tile
+from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper import rings
 from ferrum_triton.kernels.jit import OPTIONS, record_launches
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
@@ -208,12 +211,12 @@ def is_noticed(launch, out, mutant):
 
 def without_a_ring(kernel):
     """The kernel without one of the uses that its roles make of rings."""
-    names = {rings.acquire.fn.__name__, rings.wait_full.fn.__name__, rings.release.fn.__name__}
+    names = {each.fn.__name__ for each in (rings.acquire, rings.wait_full, rings.release)}
     for function in reached(kernel):
         for node in ast.walk(tree_of(function)):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                if getattr(node.value.func, "id", "") in names:
-                    yield without(function, node)
+            called = getattr(node, "value", None) if isinstance(node, ast.Expr) else None
+            if isinstance(called, ast.Call) and getattr(called.func, "id", "") in names:
+                yield without(function, node)
 
 
 def without(function, node):
@@ -249,15 +252,10 @@ def test_machine_code(case):
     variant = launch.meta["VARIANT"]
     # For two consumers: scores and values, of the first or last tile and of the loop.
     steps = (variant.block_d + variant.block_e + variant.block_n) // 16
-    pieces = cdiv_of(variant.block_v, 256)
-    assert sum("HGMMA" in name for name in names) == 4 * steps * pieces
+    assert sum("HGMMA" in name for name in names) == 4 * steps
     assert sum(name.startswith("USETMAXREG") for name in names) >= 3
     assert not any(name.startswith("PRMT") for name in names)
     assert softmax_runs_beside(code)
-
-
-def cdiv_of(a, b):
-    return -(-a // b)
 
 
 def softmax_runs_beside(code):
@@ -274,3 +272,96 @@ def warnings_of(ptx):
     command = [tool, "-v", "--gpu-name=sm_90a", "-", "-o", "/dev/null"]
     said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
     return [line for line in said.splitlines() if re.search(r"C75\d\d|serializ|warning", line)]
+
+
+def tensors(q_len, head_dim=64, dtype=torch.float16, heads=264, device="meta"):
+    """q, k and v whose blocks fill a GPU."""
+    shapes = [(1, n, q_len, head_dim) for n in (heads, heads // 2, heads // 2)]
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def kernels_of(q, k, v, config=WIDE, capability=(9, 0), **arguments):
+    with flash_config.forced(config), record_launches(capability) as launches:
+        OP.impls["triton"](q, k, v, **arguments)
+    return [launch.kernel.name for launch in launches]
+
+
+def test_the_plain_kernel_serves_what_this_one_cannot():
+    q, k, v = tensors(256)
+    assert kernels_of(q, k, v) == [KERNEL]
+    off = torch.empty(k.numel() + 1, dtype=k.dtype, device="meta")[1:].view(k.shape)
+    narrow = torch.empty(*v.shape[:3], 68, dtype=v.dtype, device="meta")[..., :64]
+    calls = {
+        "an address off the grid": ((q, off, v), {}),
+        "rows off the grid": ((q, k, narrow), {}),
+        "a result off the grid": ((q, k, v), {"out": torch.empty_like(narrow[:, :1]).expand_as(q)}),
+        "one key for all": ((q, k[:, :, :1].expand_as(k), v), {}),
+        "float32": (tensors(256, dtype=torch.float32), {}),
+        "queries of a group as rows": (tensors(127), {}),
+        "blocks for less than half the GPU": (tensors(256, heads=32), {}),
+        "no key": ((q, k, v), {"kv_len": 0}),
+    }
+    for name, (call, more) in calls.items():
+        plain = kernels_of(*call, **more)
+        assert plain and KERNEL not in plain, name
+
+
+def test_it_is_chosen_by_a_measured_row_alone():
+    """Of a GPU that it serves, with a Triton that it was tested on."""
+    shape = (4096, 128, 128, False, True, False)
+    hopper, other = gpu_of_arch("sm_90"), gpu_of_arch("sm_100")
+    assert "path" not in flash_config.heuristic(hopper, *shape)
+    assert WIDE in flash_config.candidates(hopper, *shape)
+    assert WIDE not in flash_config.candidates(other, *shape)
+    assert not flash_config.refusal(hopper, WIDE, *shape)
+    assert "not for sm_100" in flash_config.refusal(other, WIDE, *shape)
+    for change, reason in (
+        ((100, 128, 128, False), "128 queries"),
+        ((4096, 128, 128, True), "16 bits"),
+        ((4096, 256, 256, False), "registers"),
+        ((4096, 256, 128, False), "shared memory"),
+    ):
+        assert reason in flash_config.refusal(hopper, WIDE, *change, True, False)
+
+
+def test_other_versions_of_triton_never_see_it(monkeypatch):
+    monkeypatch.setattr(gluon, "TESTED", False)
+    shape, hopper = (4096, 128, 128, False, True, False), gpu_of_arch("sm_90")
+    assert not any("path" in config for config in flash_config.candidates(hopper, *shape))
+    assert "version of Triton" in flash_config.refusal(hopper, WIDE, *shape)
+    script = "import sys, ferrum_triton.kernels.attention; print(*sys.modules)"
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert "ferrum_triton.kernels.attention" in told.stdout
+    assert "ferrum_triton.kernels.hopper" not in told.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [128, 130, 1000, 2048, 8192])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+def test_long_calls_repeat_bit_for_bit(q_len, head_dim, value_dim, causal):
+    """With every configuration that is timed; some of their rows are held to the reference."""
+    backend = get_backend("cuda")
+    axes = {"head_dim": head_dim, "value_dim": value_dim, "num_kv_heads": 4, "group_size": 4}
+    batch = 8 if q_len <= 1000 else 1
+    arguments = sample(backend, torch.bfloat16, q_len=q_len, kv_len=q_len, batch=batch, **axes)
+    arguments["causal"] = causal
+    shape = (q_len, head_dim, value_dim, False, True, False)
+    rows = torch.cat((torch.randint(0, q_len, (64,)), torch.tensor([0, 1, 63, 64, 127, -1])))
+    want = {
+        row: OP.reference(**one_row(arguments, row)) for row in (rows % q_len).unique().tolist()
+    }
+    for config in flash_config.candidates(gpu_of_arch("sm_90"), *shape):
+        if "path" in config:
+            first = attend(backend, arguments, config)
+            assert all(torch.equal(attend(backend, arguments, config), first) for _ in range(3))
+            for row, exact in want.items():
+                assert_close(first[:, :, row : row + 1], exact, name=f"{config}, row {row}")
+
+
+def one_row(arguments, row):
+    wide = {name: arguments[name].double() for name in "qkv"}
+    wide["q"] = wide["q"][:, :, row : row + 1]
+    return arguments | wide | {"pos_offset": row}
