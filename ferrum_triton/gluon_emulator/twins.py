@@ -293,10 +293,13 @@ def _check_constant(function: JITFunction, name: str, is_constexpr: bool, arg: A
         )
 
 
+def _plain(x: Any) -> Any:
+    return x.data if isinstance(x, Value) else x
+
+
 def _through_tensors(twin: Callable, args: tuple, options: dict[str, Any]) -> Any:
     """Call a twin that takes and gives torch tensors."""
-    plain = [arg.data if isinstance(arg, Value) else arg for arg in args]
-    results = twin(*plain, **{k: getattr(v, "data", v) for k, v in options.items()})
+    results = twin(*map(_plain, args), **{name: _plain(arg) for name, arg in options.items()})
     layout = next((arg.layout for arg in args if isinstance(arg, Value)), None)
 
     def wrapped(result: Any) -> Value:
