@@ -218,7 +218,7 @@ def fold_tile(
     crossed = (n < rows.whole_begin) | (n >= rows.whole_end)
     first_key = block.end - (n + 1) * VARIANT.block_n
     weights, rescale, row_max, row_sum = weigh(
-        scores, first_key, crossed, state, rows.position, call, VARIANT
+        scores, first_key, crossed, state, block, rows.position, call, VARIANT
     )
     # redundant: long over, since these values are held. ptxas moves the wait for tensor cores above
     # the softmax where nothing stands between the two; a loop, which this is, it leaves in place.
@@ -242,7 +242,7 @@ def attend(
     release(streams.k.ring, done, STAGES)
     first_key = block.end - VARIANT.block_n
     weights, _, row_max, row_sum = weigh(
-        scores, first_key, True, state, rows.position, call, VARIANT
+        scores, first_key, True, state, block, rows.position, call, VARIANT
     )
     state = Softmax(state.acc, row_max, row_sum)
     for n in range(1, block.tiles):
@@ -295,7 +295,9 @@ def consume(streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
         block = block_of_rank(rank, call, VARIANT)
         first = block.first_row + OWN * ROWS
         row = first + gl.arange(0, ROWS, gl.SliceLayout(1, VARIANT.scores))
-        whole_begin, whole_end = whole_tiles(first, block, call, VARIANT)
+        newest = gl.minimum(first + ROWS, call.q_len) - 1 + block.position
+        oldest = first + block.position
+        whole_begin, whole_end = whole_tiles(oldest, newest, block, call, VARIANT)
         rows = Rows(first, row + block.position, whole_begin, whole_end)
         state = attend(block, rows, done, turn, streams, outputs, call, OWN, VARIANT)
         store_rows(state, block, rows, turn, streams, outputs, call, OWN, VARIANT)

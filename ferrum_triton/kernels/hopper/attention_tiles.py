@@ -37,6 +37,7 @@ class Variant:
         group: query heads per KV head.
         negate: the softmax scale is negative.
         newest: the queries are the newest of what only the device knows the length of.
+        piece: keys of a page, or of a part of it, that lie together in a tile; 0 without pages.
     """
 
     consumers: int
@@ -53,6 +54,7 @@ class Variant:
     has_window: bool
     has_softcap: bool
     newest: bool
+    piece: int = 0
 
     @property
     def block_m(self) -> int:
@@ -120,6 +122,8 @@ class Block(NamedTuple):
         position: of query 0.
         end: one past the last key that a query of the block sees.
         tiles: of keys up to there, at least 1.
+        edge: with pages, the first key of one that is not full, which lie at its end.
+        shift: by as many places.
     """
 
     batch: Any
@@ -128,6 +132,8 @@ class Block(NamedTuple):
     position: Any
     end: Any
     tiles: Any
+    edge: Any
+    shift: Any
 
 
 class Softmax(NamedTuple):
@@ -182,18 +188,22 @@ def block_of_rank(rank, call, VARIANT: gl.constexpr):
             start = gl.maximum(first_row + position + 1 - call.sliding_window, 0).to(gl.int32)
     # A block that sees nothing takes a tile too, and hides all of it.
     tiles = gl.maximum(gl.cdiv(end - start, VARIANT.block_n), 1)
-    return Block(batch, pair - batch * call.num_heads, first_row, position, end, tiles)
+    head = pair - batch * call.num_heads
+    return Block(batch, head, first_row, position, end, tiles, 0, 0)
 
 
 @gluon.jit
-def whole_tiles(first_row, block, call, VARIANT: gl.constexpr):
-    """The tiles [begin, end) behind the first that 64 rows see whole, every one of them."""
+def whole_tiles(oldest, newest, block, call, VARIANT: gl.constexpr):
+    """The tiles [begin, end) behind the first that queries see whole, every one of them.
+
+    Args:
+        oldest: the first query's position.
+        newest: the last one's.
+    """
     begin, low = 1, 0
     if VARIANT.is_causal:
-        oldest = first_row + block.position
         begin = gl.maximum(gl.cdiv(block.end - 1 - oldest, VARIANT.block_n), 1)
         if VARIANT.has_window:
-            newest = gl.minimum(first_row + ROWS, call.q_len) - 1 + block.position
             low = gl.maximum(newest + 1 - call.sliding_window, 0)
     begin = gl.minimum(begin, block.tiles)
     end = gl.minimum((block.end - low) // VARIANT.block_n, block.tiles)
@@ -201,25 +211,43 @@ def whole_tiles(first_row, block, call, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def hide(scores, first_key, position, call, VARIANT: gl.constexpr):
+def hide(scores, first_key, block, position, call, VARIANT: gl.constexpr):
     """-inf where a row at a position does not see a key of the tile from ``first_key`` on."""
-    # A thread holds pairs of columns eight apart. Compared by eights, which are constants, with
-    # bounds that only its place among its eights changes, they take no registers: 32 columns, kept
-    # through the loop, would push what the products need to memory.
-    column = gl.arange(0, VARIANT.block_n, gl.SliceLayout(0, VARIANT.scores))
-    eights = (column & (VARIANT.block_n - 8))[None, :]
-    first = (first_key + (column & 7))[None, :]
-    visible = eights >= -first
-    if VARIANT.is_causal:
-        visible = visible & (eights <= position[:, None] - first)
-        if VARIANT.has_window:
-            visible = visible & (eights > (position - call.sliding_window)[:, None] - first)
+    visible = is_seen(first_key, 0, position, call, VARIANT)
+    if VARIANT.piece > 0:
+        eights, first = keys_by_eights(first_key, VARIANT)
+        shifted = is_seen(first_key - block.shift, block.edge, position, call, VARIANT)
+        visible = visible & (eights < block.edge - first) | shifted
     return gl.where(visible, scores, float("-inf"))
 
 
 @gluon.jit
+def is_seen(first_key, least, position, call, VARIANT: gl.constexpr):
+    """Whether rows see the keys of a tile from ``first_key`` on, of those from ``least`` on."""
+    eights, first = keys_by_eights(first_key, VARIANT)
+    visible = eights >= least - first
+    if VARIANT.is_causal:
+        visible = visible & (eights <= position[:, None] - first)
+        if VARIANT.has_window:
+            visible = visible & (eights > (position - call.sliding_window)[:, None] - first)
+    return visible
+
+
+@gluon.jit
+def keys_by_eights(first_key, VARIANT: gl.constexpr):
+    """A tile's keys as sums of two parts, [1, keys] each.
+
+    A thread holds pairs of columns eight apart. Compared by eights, which are constants, with
+    bounds that only its place among its eights changes, they take no registers: 32 columns, kept
+    through the loop, would push what the products need to memory.
+    """
+    column = gl.arange(0, VARIANT.block_n, gl.SliceLayout(0, VARIANT.scores))
+    return (column & (VARIANT.block_n - 8))[None, :], (first_key + (column & 7))[None, :]
+
+
+@gluon.jit
 def first_state(sinks_ptr, head, VARIANT: gl.constexpr):
-    """The softmax before any key: of nothing, or of the head's sink."""
+    """The softmax before any key: of nothing, or of the sink of the head, or of the rows' heads."""
     row_layout: gl.constexpr = gl.SliceLayout(1, VARIANT.scores)
     row_max = gl.full([ROWS], LOWEST, gl.float32, row_layout)
     row_sum = gl.full([ROWS], 0.0, gl.float32, row_layout)
@@ -232,7 +260,7 @@ def first_state(sinks_ptr, head, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def weigh(scores, first_key, crossed, state, position, call, VARIANT: gl.constexpr):
+def weigh(scores, first_key, crossed, state, block, position, call, VARIANT: gl.constexpr):
     """A tile's weights, the factor of what was summed before, and the new maximum and sum.
 
     A hidden score is -inf, and the maximum never is, so that no guard against NaN is needed: see
@@ -247,7 +275,7 @@ def weigh(scores, first_key, crossed, state, position, call, VARIANT: gl.constex
         scores = call.softcap_log2 * tanh
         factor = 1.0
     if crossed:
-        scores = hide(scores, first_key, position, call, VARIANT)
+        scores = hide(scores, first_key, block, position, call, VARIANT)
     row_max = gl.maximum(state.row_max, gl.max(scores, 1) * factor)
     weights = gl.exp2(scores * factor - row_max[:, None])
     rescale = gl.exp2(state.row_max - row_max)
