@@ -85,7 +85,7 @@ class Outputs(NamedTuple):
 def allocate(desc, NUMBER: gl.constexpr):
     """Room for a number of blocks."""
     block: gl.constexpr = desc.block_type.shape
-    shape: gl.constexpr = [NUMBER, 1, 1, block[2], block[3]]
+    shape: gl.constexpr = [NUMBER, 1, block[1], block[2], block[3]]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
@@ -140,7 +140,7 @@ def produce(streams, call, VARIANT: gl.constexpr):
 def tile_of(buffers, stage):
     """A buffer as a matrix."""
     buffer = buffers.index(stage)
-    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+    return buffer.reshape([buffer.shape[1] * buffer.shape[2], buffer.shape[3]])
 
 
 @gluon.jit
@@ -173,12 +173,14 @@ class Rows(NamedTuple):
 
     Attributes:
         first: the first of them.
+        head: the query head of all, or of each, [rows].
         position: of each, [rows].
         whole_begin: the tiles [whole_begin, whole_end) are seen whole by all of them.
         whole_end: see there.
     """
 
     first: Any
+    head: Any
     position: Any
     whole_begin: Any
     whole_end: Any
@@ -235,7 +237,7 @@ def attend(
     """The softmax of a consumer's rows over all keys of a block."""
     STAGES: gl.constexpr = VARIANT.stages
     CONSUMERS: gl.constexpr = VARIANT.consumers
-    state = first_state(outputs.sinks_ptr, block.head, VARIANT)
+    state = first_state(outputs.sinks_ptr, rows.head, VARIANT)
     wait_full(streams.q.ring, turn * CONSUMERS + OWN, CONSUMERS)
     scores = begin_scores(streams, done, OWN, VARIANT)
     scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -298,7 +300,7 @@ def consume(streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
         newest = gl.minimum(first + ROWS, call.q_len) - 1 + block.position
         oldest = first + block.position
         whole_begin, whole_end = whole_tiles(oldest, newest, block, call, VARIANT)
-        rows = Rows(first, row + block.position, whole_begin, whole_end)
+        rows = Rows(first, block.head, row + block.position, whole_begin, whole_end)
         state = attend(block, rows, done, turn, streams, outputs, call, OWN, VARIANT)
         store_rows(state, block, rows, turn, streams, outputs, call, OWN, VARIANT)
         done += block.tiles

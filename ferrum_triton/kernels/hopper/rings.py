@@ -2,9 +2,9 @@
 
 Each buffer has two barriers. ``full`` completes when the bytes that were asked for have landed;
 ``empty`` completes when every consumer has let go. A barrier's completions alternate between the
-phases 0 and 1, and a wait names the phase that has to be over: step i of a ring is the use
-i // stages of buffer i % stages. Before its first use no consumer has let a buffer go, so the producer
-waits for phase 1 there, which a new barrier takes to be over.
+phases 0 and 1, and a wait names the phase that has to be over. Step i of a ring is the use
+i // stages of buffer i % stages. Before its first use no consumer has let a buffer go, so there the
+producer waits for phase 1, which a new barrier takes to be over.
 """
 
 from typing import Any, NamedTuple

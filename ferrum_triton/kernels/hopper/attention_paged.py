@@ -1,0 +1,389 @@
+"""Prefill over paged pools on Hopper: a producer gathers pages, consumers are flash attention's.
+
+A sequence's tiles are counted backwards from that of the last key which a block sees, and begin at
+multiples of their size, so that a page, or a part of it, is one box of a tensor map. The page of a
+sequence's last keys may be full of stale ones: its box begins before the page, where a map reads
+zeros, and ends with the last key. So its keys lie at the end of their places (``Block.shift``), and
+what is stale gets near no product.
+
+Sequences differ in length and lie in device memory. Every warp walks through them from the last to
+the first, in step with the blocks that its program takes.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ferrum_triton.kernels.gluon import gluon_kernel
+from ferrum_triton.kernels.hopper.attention_roles import (
+    Rows,
+    Stream,
+    Streams,
+    allocate,
+    ask,
+    attend,
+    make_ring,
+)
+from ferrum_triton.kernels.hopper.attention_tiles import (
+    ROWS,
+    Block,
+    Variant,
+    finish,
+    next_rank,
+    whole_tiles,
+)
+from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers
+
+
+@dataclass(frozen=True)
+class PagedVariant(Variant):
+    """What the kernel specialises on beside flash attention's.
+
+    Attributes:
+        heads: a power of two >= group, the rows of one query.
+        block_size: keys of a page.
+        few: queries up to which a sequence is another launch's.
+        value_dim: columns of the result.
+    """
+
+    heads: int = 1
+    block_size: int = 0
+    few: int = 0
+    value_dim: int = 0
+
+    @property
+    def queries(self) -> int:
+        """Queries of a consumer."""
+        return ROWS.value // self.heads
+
+    @property
+    def pieces(self) -> int:
+        """Boxes of a tile."""
+        return self.block_n // self.piece
+
+    @property
+    def stored(self) -> gl.BlockedLayout:
+        """How a warpgroup holds its result to store it: whole vectors of 16 bytes."""
+        across = min(self.block_v // 8, 32)
+        return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+class Batch(NamedTuple):
+    """The sequences of a call, and what all warps know beside them.
+
+    Attributes:
+        tables_ptr: blocks of each sequence, [num_seqs, max_blocks].
+        pos_offsets_ptr: position of each sequence's first query, [num_seqs].
+        cu_seqlens_q_ptr: where each sequence's queries begin, [num_seqs + 1].
+        capacity: keys a block table can hold.
+        num_blocks: of the pool.
+    """
+
+    tables_ptr: Any
+    pos_offsets_ptr: Any
+    cu_seqlens_q_ptr: Any
+    stride_table: Any
+    num_seqs: Any
+    num_kv_heads: Any
+    capacity: Any
+    num_blocks: Any
+    sliding_window: Any
+    scale_log2: Any
+    softcap_log2: Any
+
+
+class Walk(NamedTuple):
+    """Where a warp is on its way through the sequences.
+
+    Attributes:
+        seq: the sequence.
+        before: blocks of those after it, which come first.
+        blocks: its own.
+    """
+
+    seq: Any
+    before: Any
+    blocks: Any
+
+
+class Part(NamedTuple):
+    """A block of queries of a sequence.
+
+    Attributes:
+        block: as flash attention takes it; its rows are queries of the sequence.
+        token: the sequence's first query, among all.
+        num_queries: of the sequence.
+        keys: of the sequence.
+    """
+
+    block: Any
+    token: Any
+    num_queries: Any
+    keys: Any
+
+
+@gluon.jit
+def blocks_of(seq, batch, VARIANT: gl.constexpr):
+    """Blocks of queries of a sequence: none if it is another launch's."""
+    starts = batch.cu_seqlens_q_ptr + seq
+    queries = (gl.load(starts + 1) - gl.load(starts)).to(gl.int32)
+    blocks = gl.cdiv(queries, VARIANT.consumers * VARIANT.queries)
+    return gl.where(queries > VARIANT.few, blocks, 0)
+
+
+@gluon.jit
+def first_walk(batch, VARIANT: gl.constexpr):
+    seq = batch.num_seqs - 1
+    return Walk(seq, 0, blocks_of(seq, batch, VARIANT))
+
+
+@gluon.jit
+def walk_to(walk, index, batch, VARIANT: gl.constexpr):
+    """Go on to the sequence of a block, or to the first one."""
+    seq, before, blocks = walk.seq, walk.before, walk.blocks
+    while (index >= before + blocks) & (seq > 0):
+        before += blocks
+        seq -= 1
+        blocks = blocks_of(seq, batch, VARIANT)
+    return Walk(seq, before, blocks)
+
+
+@gluon.jit
+def part_of(walk, rank, batch, VARIANT: gl.constexpr):
+    """The block of queries of a rank; a sequence's last ones see the most keys and come first."""
+    starts = batch.cu_seqlens_q_ptr + walk.seq
+    token = gl.load(starts)
+    num_queries = (gl.load(starts + 1) - token).to(gl.int32)
+    keys = gl.load(batch.pos_offsets_ptr + walk.seq) + num_queries
+    keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
+    index = rank // batch.num_kv_heads
+    step: gl.constexpr = VARIANT.consumers * VARIANT.queries
+    first_query = (walk.blocks - 1 - (index - walk.before)) * step
+    position = keys - num_queries
+    seen = gl.minimum(gl.minimum(first_query + step, num_queries) + position, keys)
+    end = gl.maximum(gl.cdiv(seen, VARIANT.block_n), 1) * VARIANT.block_n
+    start = 0
+    if VARIANT.has_window:
+        start = gl.maximum(first_query + position + 1 - batch.sliding_window, 0)
+        start = gl.minimum(start // VARIANT.block_n * VARIANT.block_n, end)
+    tiles = gl.maximum((end - start) // VARIANT.block_n, 1)
+    edge = keys // VARIANT.piece * VARIANT.piece
+    shift = (VARIANT.piece - (keys - edge)) % VARIANT.piece
+    kv_head = rank - index * batch.num_kv_heads
+    block = Block(walk.seq, kv_head, first_query, position, end, tiles, edge, shift)
+    return Part(block, token.to(gl.int32), num_queries, keys)
+
+
+@gluon.jit
+def ask_pages(stream, step, first_key, part, batch, VARIANT: gl.constexpr):
+    """Ask for the keys or values of a tile, page by page."""
+    PIECE: gl.constexpr = VARIANT.piece
+    PIECES: gl.constexpr = VARIANT.pieces
+    others: gl.constexpr = 0 if stream.rest_desc is None else stream.rest_desc.block_type.nbytes
+    num_bytes: gl.constexpr = (stream.desc.block_type.nbytes + others) * PIECES
+    acquire(stream.ring, step, num_bytes, VARIANT.stages)
+    stage = step % VARIANT.stages
+    full = stream.ring.full.index(stage)
+    buffer = stream.ring.buffers.index(stage)
+    table = batch.tables_ptr + part.block.batch.to(gl.int64) * batch.stride_table
+    for i in gl.static_range(PIECES):
+        key = first_key + i * PIECE
+        valid = gl.minimum(gl.maximum(part.keys - key, 0), PIECE)
+        page = gl.load(table + key // VARIANT.block_size, mask=valid > 0, other=0).to(gl.uint32)
+        page = gl.minimum(page, (batch.num_blocks - 1).to(gl.uint32)).to(gl.int32)
+        row = gl.where(valid > 0, key % VARIANT.block_size + valid - PIECE, -PIECE)
+        at = [page, part.block.head, row, 0]
+        place = buffer.slice(i * PIECE, PIECE, 2)
+        tma.async_copy_global_to_shared(stream.desc, at, full, place)
+        if stream.rest_desc is not None:
+            place = stream.rest.index(stage).slice(i * PIECE, PIECE, 2)
+            tma.async_copy_global_to_shared(stream.rest_desc, at, full, place)
+
+
+@gluon.jit
+def produce_pages(streams, batch, VARIANT: gl.constexpr):
+    """Ask for all that the consumers take, in their order."""
+    CONSUMERS: gl.constexpr = VARIANT.consumers
+    BLOCK_N: gl.constexpr = VARIANT.block_n
+    rank = gl.program_id(0)
+    turn, done = 0, 0  # blocks and tiles before
+    walk = walk_to(first_walk(batch, VARIANT), rank // batch.num_kv_heads, batch, VARIANT)
+    while rank // batch.num_kv_heads < walk.before + walk.blocks:
+        part = part_of(walk, rank, batch, VARIANT)
+        block = part.block
+        key = block.end - BLOCK_N
+        ask_pages(streams.k, done, key, part, batch, VARIANT)
+        for c in gl.static_range(CONSUMERS):
+            token = part.token + block.first_row + c * VARIANT.queries
+            ask(streams.q, turn * CONSUMERS + c, block.head, token, 0, CONSUMERS)
+        for n in range(1, block.tiles):
+            ask_pages(streams.k, done + n, key - BLOCK_N, part, batch, VARIANT)
+            ask_pages(streams.v, done + n - 1, key, part, batch, VARIANT)
+            key -= BLOCK_N
+        done += block.tiles
+        ask_pages(streams.v, done - 1, key, part, batch, VARIANT)
+        turn += 1
+        rank = next_rank(rank, turn)
+        walk = walk_to(walk, rank // batch.num_kv_heads, batch, VARIANT)
+
+
+@gluon.jit
+def rows_of(part, batch, OWN: gl.constexpr, VARIANT: gl.constexpr):
+    """A consumer's rows: (query, head of the group)."""
+    first = part.block.first_row + OWN * VARIANT.queries
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, VARIANT.scores))
+    position = first + row // VARIANT.heads + part.block.position
+    head = part.block.head * VARIANT.group + gl.minimum(row % VARIANT.heads, VARIANT.group - 1)
+    oldest = first + part.block.position
+    newest = gl.minimum(first + VARIANT.queries, part.num_queries) - 1 + part.block.position
+    whole_begin, whole_end = whole_tiles(oldest, newest, part.block, batch, VARIANT)
+    return Rows(first, head, position, whole_begin, whole_end)
+
+
+class Targets(NamedTuple):
+    """Where results and the logarithms of sums go, and what sinks these begin with."""
+
+    out_ptr: Any
+    lse_ptr: Any
+    sinks_ptr: Any
+    stride_out_token: Any
+    stride_out_head: Any
+    stride_lse_token: Any
+    stride_lse_head: Any
+
+
+@gluon.jit
+def consume_pages(streams, targets, batch, OWN: gl.constexpr, VARIANT: gl.constexpr):
+    """The part of a consumer: 64 rows of each of the program's blocks."""
+    rank = gl.program_id(0)
+    turn, done = 0, 0  # blocks and tiles before
+    walk = walk_to(first_walk(batch, VARIANT), rank // batch.num_kv_heads, batch, VARIANT)
+    while rank // batch.num_kv_heads < walk.before + walk.blocks:
+        part = part_of(walk, rank, batch, VARIANT)
+        rows = rows_of(part, batch, OWN, VARIANT)
+        state = attend(part.block, rows, done, turn, streams, targets, batch, OWN, VARIANT)
+        store_part(state, part, rows, targets, VARIANT)
+        done += part.block.tiles
+        turn += 1
+        rank = next_rank(rank, turn)
+        walk = walk_to(walk, rank // batch.num_kv_heads, batch, VARIANT)
+
+
+@gluon.jit
+def store_part(state, part, rows, targets, VARIANT: gl.constexpr):
+    """Store those of a consumer's rows that exist: what follows is another sequence's."""
+    result, lse = finish(state, VARIANT)
+    first = part.token.to(gl.int64) + rows.first
+    head = part.block.head.to(gl.int64) * VARIANT.group
+    queries = part.num_queries - rows.first
+    if targets.lse_ptr is not None:
+        at = targets.lse_ptr + first * targets.stride_lse_token + head * targets.stride_lse_head
+        query, member, exists = members(queries, gl.SliceLayout(1, VARIANT.scores), VARIANT)
+        at += query * targets.stride_lse_token
+        gl.store(at + member * targets.stride_lse_head, lse, mask=exists)
+    at = targets.out_ptr + first * targets.stride_out_token + head * targets.stride_out_head
+    query, member, exists = members(queries, gl.SliceLayout(1, VARIANT.stored), VARIANT)
+    at += query * targets.stride_out_token + member * targets.stride_out_head
+    column = gl.arange(0, VARIANT.block_v, gl.SliceLayout(0, VARIANT.stored))[None, :]
+    result = result.to(targets.out_ptr.dtype.element_ty)
+    mask = exists[:, None] & (column < VARIANT.value_dim)
+    gl.store(at[:, None] + column, gl.convert_layout(result, VARIANT.stored), mask=mask)
+
+
+@gluon.jit
+def members(queries, LAYOUT: gl.constexpr, VARIANT: gl.constexpr):
+    """Query and member of the group of a consumer's rows, and which of the rows exist."""
+    row = gl.arange(0, ROWS, LAYOUT)
+    query, member = row // VARIANT.heads, row % VARIANT.heads
+    exists = (query < queries) & (member < VARIANT.group)
+    return query.to(gl.int64), member.to(gl.int64), exists
+
+
+@gluon_kernel(dynamic="num_seqs capacity num_blocks sliding_window scale_log2 softcap_log2".split())
+def _hopper_paged_kernel(
+    out_ptr,  # [num_tokens, num_heads, head_dim]
+    lse_ptr,  # [num_tokens, num_heads] or None
+    sinks_ptr,  # [num_heads] or None
+    block_tables_ptr,  # [num_seqs, max_blocks]
+    pos_offsets_ptr,  # [num_seqs]
+    cu_seqlens_q_ptr,  # [num_seqs + 1]
+    q_desc,  # q as [num_kv_heads, num_tokens, group, head_dim], in blocks of 64 rows
+    q_rest_desc,  # the columns of q and k from block_d on, block_e wide, or None
+    k_desc,  # pools as [num_blocks, num_kv_heads, block_size, head_dim], in blocks of a piece
+    k_rest_desc,
+    v_desc,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    stride_lse_head,
+    stride_table,
+    num_kv_heads,
+    num_seqs,
+    capacity,
+    num_blocks,
+    sliding_window,
+    scale_log2,
+    softcap_log2,
+    VARIANT: gl.constexpr,
+):
+    """out = softmax(scale · q kᵀ + mask) v of the sequences of many queries."""
+    CONSUMERS: gl.constexpr = VARIANT.consumers
+    STAGES: gl.constexpr = VARIANT.stages
+    q_rest, k_rest = None, None
+    if q_rest_desc is not None:
+        q_rest = allocate(q_rest_desc, CONSUMERS)
+        k_rest = allocate_tiles(k_rest_desc, STAGES, VARIANT)
+    q = Stream(q_desc, q_rest_desc, make_ring(q_desc, CONSUMERS, 1), q_rest)
+    k = Stream(k_desc, k_rest_desc, make_tiles(k_desc, VARIANT), k_rest)
+    v = Stream(v_desc, None, make_tiles(v_desc, VARIANT), None)
+    fence_async_shared()
+    streams = Streams(q, k, v, None, None)
+    targets = Targets(
+        out_ptr,
+        lse_ptr,
+        sinks_ptr,
+        stride_out_token,
+        stride_out_head,
+        stride_lse_token,
+        stride_lse_head,
+    )
+    batch = Batch(
+        block_tables_ptr,
+        pos_offsets_ptr,
+        cu_seqlens_q_ptr,
+        stride_table,
+        num_seqs,
+        num_kv_heads,
+        capacity,
+        num_blocks,
+        sliding_window,
+        scale_log2,
+        softcap_log2,
+    )
+    gl.warp_specialize(
+        [
+            (consume_pages, (streams, targets, batch, 0, VARIANT)),
+            (consume_pages, (streams, targets, batch, 1, VARIANT)),
+            (produce_pages, (streams, batch, VARIANT)),
+        ],
+        [4, 1],
+        [VARIANT.registers, 24],
+    )
+
+
+@gluon.jit
+def make_tiles(desc, VARIANT: gl.constexpr):
+    """Buffers of tiles that are gathered from a map's blocks."""
+    full = make_barriers(VARIANT.stages, 1)
+    empty = make_barriers(VARIANT.stages, VARIANT.consumers)
+    return Ring(allocate_tiles(desc, VARIANT.stages, VARIANT), full, empty)
+
+
+@gluon.jit
+def allocate_tiles(desc, STAGES: gl.constexpr, VARIANT: gl.constexpr):
+    """Room for tiles that are gathered from a map's blocks."""
+    shape: gl.constexpr = [STAGES, 1, 1, VARIANT.block_n, desc.block_type.shape[3]]
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
