@@ -257,7 +257,7 @@ def flash_refusal(
     most = HOPPER_REGISTERS[block_m // 64] - 40
     if registers > most:
         return f"{registers} registers of a thread for products are more than {most}"
-    # Results leave through buffers of queries, of the same width, where there is room for no others.
+    # Where there is room for no others, results leave through buffers of queries, of their width.
     own_out = split_columns(head_dim)[0] != padded(value_dim)
     return shared_refusal(gpu, hopper_shared(config, head_dim, value_dim, own_out=own_out))
 

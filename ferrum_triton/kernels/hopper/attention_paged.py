@@ -10,14 +10,23 @@ Sequences differ in length and lie in device memory. Every warp walks through th
 the first, in step with the blocks that its program takes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ferrum_triton.kernels.gluon import gluon_kernel
+from ferrum_triton.kernels.attention.flash_plan import HOPPER_REGISTERS, padded, split_columns
+from ferrum_triton.kernels.attention.merge import strides_of
+from ferrum_triton.kernels.attention.paged_decode import Call
+from ferrum_triton.kernels.attention.softmax import LEAST_SCALE
+from ferrum_triton.kernels.attention.tensor_maps import MAX_MAP_STRIDE
+from ferrum_triton.kernels.gluon import TensorDescriptor, describe, gluon_kernel
+from ferrum_triton.kernels.gpu import gpu_of
+from ferrum_triton.kernels.hopper.attention import LAUNCH_REGISTERS
 from ferrum_triton.kernels.hopper.attention_roles import (
     Rows,
     Stream,
@@ -28,6 +37,7 @@ from ferrum_triton.kernels.hopper.attention_roles import (
     make_ring,
 )
 from ferrum_triton.kernels.hopper.attention_tiles import (
+    LOG2_E,
     ROWS,
     Block,
     Variant,
@@ -36,6 +46,11 @@ from ferrum_triton.kernels.hopper.attention_tiles import (
     whole_tiles,
 )
 from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers
+from ferrum_triton.kernels.rows import next_power_of_2
+from ferrum_triton.kernels.tuning import Config
+
+# Pages whose boxes are worth a copy, and that a tile or a part of one holds.
+BLOCK_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -387,3 +402,103 @@ def allocate_tiles(desc, STAGES: gl.constexpr, VARIANT: gl.constexpr):
     """Room for tiles that are gathered from a map's blocks."""
     shape: gl.constexpr = [STAGES, 1, 1, VARIANT.block_n, desc.block_type.shape[3]]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+def can_gather(call: Call) -> bool:
+    """Whether tensor maps can have a call's queries and the pages of its pool."""
+    layout = call.pool.layout
+    strides = [
+        step for steps in (layout.k, layout.v) for step in (steps.block, steps.head, steps.slot)
+    ]
+    strides += call.q.stride()[1:3]
+    tensors = (call.q, call.pool.k, call.pool.v)
+    size = call.q.element_size()
+    return (
+        not (layout.quantised or layout.k_piece or layout.v_piece)
+        and layout.block_size in BLOCK_SIZES
+        and call.group <= ROWS.value
+        and all(x.data_ptr() % 16 == 0 for x in tensors)
+        and call.q.shape[3] * size % 16 == 0
+        and all(0 < step * size < MAX_MAP_STRIDE and step * size % 16 == 0 for step in strides)
+    )
+
+
+def attend_pages(call: Call, few: int, config: Config) -> None:
+    """Attention of a varlen call's sequences of more than ``few`` queries."""
+    head_dim, group, pool = call.out.shape[3], call.group, call.pool
+    heads, (block_d, block_e) = next_power_of_2(group), split_columns(head_dim)
+    block_n, layout = config["BLOCK_N"], pool.layout
+    factor = abs(call.scale) * LOG2_E.value * (2.0 / call.softcap if call.softcap > 0 else 1.0)
+    variant = PagedVariant(
+        consumers=2,
+        registers=HOPPER_REGISTERS[2],
+        block_n=block_n,
+        stages=config["num_stages"],
+        block_d=block_d,
+        block_e=block_e,
+        block_v=padded(head_dim),
+        own_out=True,
+        group=group,
+        negate=call.scale < 0,
+        is_causal=True,
+        has_window=call.sliding_window > 0,
+        has_softcap=call.softcap > 0,
+        newest=True,
+        piece=min(layout.block_size, block_n),
+        heads=heads,
+        block_size=layout.block_size,
+        few=few,
+        value_dim=head_dim,
+    )
+    q, out = call.q[0], call.out[0]
+    # A sequence of these has more than `few` queries, so there are at most so many.
+    most_seqs = min(call.block_tables.shape[0], q.shape[0] // (few + 1))
+    most_blocks = q.shape[0] // (variant.consumers * variant.queries) + most_seqs
+    programs = min(most_blocks * pool.num_kv_heads, gpu_of(q.device).num_sms)
+    rows = ([pool.num_kv_heads, q.shape[0], group], [group * q.stride(1), q.stride(0), q.stride(1)])
+    pages = [pool.num_blocks, pool.num_kv_heads, layout.block_size]
+    k_steps, v_steps = ([s.block, s.head, s.slot] for s in (layout.k, layout.v))
+    of_q, of_page = (1, variant.queries, heads), (1, 1, variant.piece)
+    axes = ("token", "head")
+    _hopper_paged_kernel.launch(
+        (programs,),
+        out_ptr=out,
+        lse_ptr=call.lse,
+        sinks_ptr=call.sinks,
+        block_tables_ptr=call.block_tables,
+        pos_offsets_ptr=call.pos_offsets,
+        cu_seqlens_q_ptr=call.cu_seqlens_q,
+        q_desc=_columns(q, *rows, of_q, 0, block_d),
+        q_rest_desc=_columns(q, *rows, of_q, block_d, block_e),
+        k_desc=_columns(pool.k, pages, k_steps, of_page, 0, block_d),
+        k_rest_desc=_columns(pool.k, pages, k_steps, of_page, block_d, block_e),
+        v_desc=_columns(pool.v, pages, v_steps, of_page, 0, variant.block_v),
+        **strides_of("out", out, *axes),
+        **strides_of("lse", None if call.lse is None else call.lse[0], *axes),
+        stride_table=call.block_tables.stride(0),
+        num_kv_heads=pool.num_kv_heads,
+        num_seqs=call.block_tables.shape[0],
+        capacity=call.capacity,
+        num_blocks=pool.num_blocks,
+        sliding_window=call.sliding_window,
+        scale_log2=max(factor, LEAST_SCALE.value),
+        softcap_log2=call.softcap * LOG2_E.value,
+        VARIANT=variant,
+        num_warps=4,
+        maxnreg=LAUNCH_REGISTERS[2],
+    )
+
+
+def _columns(
+    x: Tensor,
+    sizes: Sequence[int],
+    steps: Sequence[int],
+    block: tuple[int, ...],
+    first: int,
+    width: int,
+) -> TensorDescriptor | None:
+    """A map of blocks of some of x's columns; None of none."""
+    if width == 0:
+        return None
+    shape = [*sizes, min(x.shape[-1] - first, width)]
+    return describe(x[..., first:], (*block, width), shape, [*steps, 1])
