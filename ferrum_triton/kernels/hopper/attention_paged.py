@@ -280,41 +280,41 @@ def consume_pages(streams, targets, batch, OWN: gl.constexpr, VARIANT: gl.conste
         part = part_of(walk, rank, batch, VARIANT)
         rows = rows_of(part, batch, OWN, VARIANT)
         state = attend(part.block, rows, done, turn, streams, targets, batch, OWN, VARIANT)
-        store_part(state, part, rows, targets, VARIANT)
         done += part.block.tiles
+        # Found anew, which costs less than registers that the products need.
+        store_part(state, part_of(walk, rank, batch, VARIANT), targets, OWN, VARIANT)
         turn += 1
         rank = next_rank(rank, turn)
         walk = walk_to(walk, rank // batch.num_kv_heads, batch, VARIANT)
 
 
 @gluon.jit
-def store_part(state, part, rows, targets, VARIANT: gl.constexpr):
+def store_part(state, part, targets, OWN: gl.constexpr, VARIANT: gl.constexpr):
     """Store those of a consumer's rows that exist: what follows is another sequence's."""
     result, lse = finish(state, VARIANT)
-    first = part.token.to(gl.int64) + rows.first
-    head = part.block.head.to(gl.int64) * VARIANT.group
-    queries = part.num_queries - rows.first
     if targets.lse_ptr is not None:
-        at = targets.lse_ptr + first * targets.stride_lse_token + head * targets.stride_lse_head
-        query, member, exists = members(queries, gl.SliceLayout(1, VARIANT.scores), VARIANT)
-        at += query * targets.stride_lse_token
-        gl.store(at + member * targets.stride_lse_head, lse, mask=exists)
-    at = targets.out_ptr + first * targets.stride_out_token + head * targets.stride_out_head
-    query, member, exists = members(queries, gl.SliceLayout(1, VARIANT.stored), VARIANT)
-    at += query * targets.stride_out_token + member * targets.stride_out_head
+        query, head, exists = members(part, OWN, gl.SliceLayout(1, VARIANT.scores), VARIANT)
+        at = query * targets.stride_lse_token + head * targets.stride_lse_head
+        gl.store(targets.lse_ptr + at, lse, mask=exists)
+    query, head, exists = members(part, OWN, gl.SliceLayout(1, VARIANT.stored), VARIANT)
+    at = query * targets.stride_out_token + head * targets.stride_out_head
     column = gl.arange(0, VARIANT.block_v, gl.SliceLayout(0, VARIANT.stored))[None, :]
     result = result.to(targets.out_ptr.dtype.element_ty)
     mask = exists[:, None] & (column < VARIANT.value_dim)
-    gl.store(at[:, None] + column, gl.convert_layout(result, VARIANT.stored), mask=mask)
+    result = gl.convert_layout(result, VARIANT.stored)
+    gl.store(targets.out_ptr + at[:, None] + column, result, mask=mask)
 
 
 @gluon.jit
-def members(queries, LAYOUT: gl.constexpr, VARIANT: gl.constexpr):
-    """Query and member of the group of a consumer's rows, and which of the rows exist."""
-    row = gl.arange(0, ROWS, LAYOUT)
-    query, member = row // VARIANT.heads, row % VARIANT.heads
-    exists = (query < queries) & (member < VARIANT.group)
-    return query.to(gl.int64), member.to(gl.int64), exists
+def members(part, OWN: gl.constexpr, LAYOUT: gl.constexpr, VARIANT: gl.constexpr):
+    """The token and the head of each of a consumer's rows, and which of the rows exist."""
+    # 0 is added, which compilers cannot tell: see attention_roles.store_rows.
+    row = gl.arange(0, ROWS, LAYOUT) + (part.block.head >> 31)
+    query = part.block.first_row + OWN * VARIANT.queries + row // VARIANT.heads
+    member = row % VARIANT.heads
+    exists = (query < part.num_queries) & (member < VARIANT.group)
+    head = part.block.head * VARIANT.group + member
+    return (part.token + query).to(gl.int64), head.to(gl.int64), exists
 
 
 @gluon_kernel(dynamic="num_seqs capacity num_blocks sliding_window scale_log2 softcap_log2".split())
