@@ -62,12 +62,18 @@ class PagedVariant(Variant):
         block_size: keys of a page.
         few: queries up to which a sequence is another launch's.
         value_dim: columns of the result.
+        num_kv_heads: of the pool.
+        token_step, head_step: strides of the result. Constants, as the pool's are to the plain
+            kernel, take no registers.
     """
 
     heads: int = 1
     block_size: int = 0
     few: int = 0
     value_dim: int = 0
+    num_kv_heads: int = 1
+    token_step: int = 0
+    head_step: int = 0
 
     @property
     def queries(self) -> int:
@@ -78,12 +84,6 @@ class PagedVariant(Variant):
     def pieces(self) -> int:
         """Boxes of a tile."""
         return self.block_n // self.piece
-
-    @property
-    def stored(self) -> gl.BlockedLayout:
-        """How a warpgroup holds its result to store it: whole vectors of 16 bytes."""
-        across = min(self.block_v // 8, 32)
-        return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
 class Batch(NamedTuple):
@@ -102,7 +102,6 @@ class Batch(NamedTuple):
     cu_seqlens_q_ptr: Any
     stride_table: Any
     num_seqs: Any
-    num_kv_heads: Any
     capacity: Any
     num_blocks: Any
     sliding_window: Any
@@ -111,7 +110,7 @@ class Batch(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Where a warp is on its way through the sequences.
+    """Where a warp is on its way through the sequences, which begins behind the last one.
 
     Attributes:
         seq: the sequence.
@@ -150,12 +149,6 @@ def blocks_of(seq, batch, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def first_walk(batch, VARIANT: gl.constexpr):
-    seq = batch.num_seqs - 1
-    return Walk(seq, 0, blocks_of(seq, batch, VARIANT))
-
-
-@gluon.jit
 def walk_to(walk, index, batch, VARIANT: gl.constexpr):
     """Go on to the sequence of a block, or to the first one."""
     seq, before, blocks = walk.seq, walk.before, walk.blocks
@@ -174,7 +167,7 @@ def part_of(walk, rank, batch, VARIANT: gl.constexpr):
     num_queries = (gl.load(starts + 1) - token).to(gl.int32)
     keys = gl.load(batch.pos_offsets_ptr + walk.seq) + num_queries
     keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
-    index = rank // batch.num_kv_heads
+    index = rank // VARIANT.num_kv_heads
     step: gl.constexpr = VARIANT.consumers * VARIANT.queries
     first_query = (walk.blocks - 1 - (index - walk.before)) * step
     position = keys - num_queries
@@ -187,7 +180,7 @@ def part_of(walk, rank, batch, VARIANT: gl.constexpr):
     tiles = gl.maximum((end - start) // VARIANT.block_n, 1)
     edge = keys // VARIANT.piece * VARIANT.piece
     shift = (VARIANT.piece - (keys - edge)) % VARIANT.piece
-    kv_head = rank - index * batch.num_kv_heads
+    kv_head = rank - index * VARIANT.num_kv_heads
     block = Block(walk.seq, kv_head, first_query, position, end, tiles, edge, shift)
     return Part(block, token.to(gl.int32), num_queries, keys)
 
@@ -225,8 +218,8 @@ def produce_pages(streams, batch, VARIANT: gl.constexpr):
     BLOCK_N: gl.constexpr = VARIANT.block_n
     rank = gl.program_id(0)
     turn, done = 0, 0  # blocks and tiles before
-    walk = walk_to(first_walk(batch, VARIANT), rank // batch.num_kv_heads, batch, VARIANT)
-    while rank // batch.num_kv_heads < walk.before + walk.blocks:
+    walk = walk_to(Walk(batch.num_seqs, 0, 0), rank // VARIANT.num_kv_heads, batch, VARIANT)
+    while rank // VARIANT.num_kv_heads < walk.before + walk.blocks:
         part = part_of(walk, rank, batch, VARIANT)
         block = part.block
         key = block.end - BLOCK_N
@@ -242,7 +235,7 @@ def produce_pages(streams, batch, VARIANT: gl.constexpr):
         ask_pages(streams.v, done - 1, key, part, batch, VARIANT)
         turn += 1
         rank = next_rank(rank, turn)
-        walk = walk_to(walk, rank // batch.num_kv_heads, batch, VARIANT)
+        walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
 
 
 @gluon.jit
@@ -264,8 +257,6 @@ class Targets(NamedTuple):
     out_ptr: Any
     lse_ptr: Any
     sinks_ptr: Any
-    stride_out_token: Any
-    stride_out_head: Any
     stride_lse_token: Any
     stride_lse_head: Any
 
@@ -275,8 +266,8 @@ def consume_pages(streams, targets, batch, OWN: gl.constexpr, VARIANT: gl.conste
     """The part of a consumer: 64 rows of each of the program's blocks."""
     rank = gl.program_id(0)
     turn, done = 0, 0  # blocks and tiles before
-    walk = walk_to(first_walk(batch, VARIANT), rank // batch.num_kv_heads, batch, VARIANT)
-    while rank // batch.num_kv_heads < walk.before + walk.blocks:
+    walk = walk_to(Walk(batch.num_seqs, 0, 0), rank // VARIANT.num_kv_heads, batch, VARIANT)
+    while rank // VARIANT.num_kv_heads < walk.before + walk.blocks:
         part = part_of(walk, rank, batch, VARIANT)
         rows = rows_of(part, batch, OWN, VARIANT)
         state = attend(part.block, rows, done, turn, streams, targets, batch, OWN, VARIANT)
@@ -285,7 +276,7 @@ def consume_pages(streams, targets, batch, OWN: gl.constexpr, VARIANT: gl.conste
         store_part(state, part_of(walk, rank, batch, VARIANT), targets, OWN, VARIANT)
         turn += 1
         rank = next_rank(rank, turn)
-        walk = walk_to(walk, rank // batch.num_kv_heads, batch, VARIANT)
+        walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
 
 
 @gluon.jit
@@ -296,12 +287,11 @@ def store_part(state, part, targets, OWN: gl.constexpr, VARIANT: gl.constexpr):
         query, head, exists = members(part, OWN, gl.SliceLayout(1, VARIANT.scores), VARIANT)
         at = query * targets.stride_lse_token + head * targets.stride_lse_head
         gl.store(targets.lse_ptr + at, lse, mask=exists)
-    query, head, exists = members(part, OWN, gl.SliceLayout(1, VARIANT.stored), VARIANT)
-    at = query * targets.stride_out_token + head * targets.stride_out_head
-    column = gl.arange(0, VARIANT.block_v, gl.SliceLayout(0, VARIANT.stored))[None, :]
+    query, head, exists = members(part, OWN, gl.SliceLayout(1, VARIANT.result), VARIANT)
+    at = query * VARIANT.token_step + head * VARIANT.head_step
+    column = gl.arange(0, VARIANT.block_v, gl.SliceLayout(0, VARIANT.result))[None, :]
     result = result.to(targets.out_ptr.dtype.element_ty)
     mask = exists[:, None] & (column < VARIANT.value_dim)
-    result = gl.convert_layout(result, VARIANT.stored)
     gl.store(targets.out_ptr + at[:, None] + column, result, mask=mask)
 
 
@@ -330,12 +320,9 @@ def _hopper_paged_kernel(
     k_desc,  # pools as [num_blocks, num_kv_heads, block_size, head_dim], in blocks of a piece
     k_rest_desc,
     v_desc,
-    stride_out_token,
-    stride_out_head,
     stride_lse_token,
     stride_lse_head,
     stride_table,
-    num_kv_heads,
     num_seqs,
     capacity,
     num_blocks,
@@ -360,8 +347,6 @@ def _hopper_paged_kernel(
         out_ptr,
         lse_ptr,
         sinks_ptr,
-        stride_out_token,
-        stride_out_head,
         stride_lse_token,
         stride_lse_head,
     )
@@ -371,7 +356,6 @@ def _hopper_paged_kernel(
         cu_seqlens_q_ptr,
         stride_table,
         num_seqs,
-        num_kv_heads,
         capacity,
         num_blocks,
         sliding_window,
@@ -428,6 +412,7 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
     head_dim, group, pool = call.out.shape[3], call.group, call.pool
     heads, (block_d, block_e) = next_power_of_2(group), split_columns(head_dim)
     block_n, layout = config["BLOCK_N"], pool.layout
+    q, out = call.q[0], call.out[0]
     factor = abs(call.scale) * LOG2_E.value * (2.0 / call.softcap if call.softcap > 0 else 1.0)
     variant = PagedVariant(
         consumers=2,
@@ -449,8 +434,10 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
         block_size=layout.block_size,
         few=few,
         value_dim=head_dim,
+        num_kv_heads=pool.num_kv_heads,
+        token_step=out.stride(0),
+        head_step=out.stride(1),
     )
-    q, out = call.q[0], call.out[0]
     # A sequence of these has more than `few` queries, so there are at most so many.
     most_seqs = min(call.block_tables.shape[0], q.shape[0] // (few + 1))
     most_blocks = q.shape[0] // (variant.consumers * variant.queries) + most_seqs
@@ -459,7 +446,6 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
     pages = [pool.num_blocks, pool.num_kv_heads, layout.block_size]
     k_steps, v_steps = ([s.block, s.head, s.slot] for s in (layout.k, layout.v))
     of_q, of_page = (1, variant.queries, heads), (1, 1, variant.piece)
-    axes = ("token", "head")
     _hopper_paged_kernel.launch(
         (programs,),
         out_ptr=out,
@@ -473,10 +459,8 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
         k_desc=_columns(pool.k, pages, k_steps, of_page, 0, block_d),
         k_rest_desc=_columns(pool.k, pages, k_steps, of_page, block_d, block_e),
         v_desc=_columns(pool.v, pages, v_steps, of_page, 0, variant.block_v),
-        **strides_of("out", out, *axes),
-        **strides_of("lse", None if call.lse is None else call.lse[0], *axes),
+        **strides_of("lse", None if call.lse is None else call.lse[0], "token", "head"),
         stride_table=call.block_tables.stride(0),
-        num_kv_heads=pool.num_kv_heads,
         num_seqs=call.block_tables.shape[0],
         capacity=call.capacity,
         num_blocks=pool.num_blocks,
