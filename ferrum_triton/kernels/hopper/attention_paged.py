@@ -149,6 +149,13 @@ def blocks_of(seq, batch, VARIANT: gl.constexpr):
 
 
 @gluon.jit
+def first_walk(batch):
+    """Behind the last sequence. What is added is 0: see attention_roles.store_rows."""
+    nothing = (gl.load(batch.cu_seqlens_q_ptr) >> 31).to(gl.int32)
+    return Walk(batch.num_seqs + nothing, 0, 0)
+
+
+@gluon.jit
 def walk_to(walk, index, batch, VARIANT: gl.constexpr):
     """Go on to the sequence of a block, or to the first one."""
     seq, before, blocks = walk.seq, walk.before, walk.blocks
@@ -218,7 +225,7 @@ def produce_pages(streams, batch, VARIANT: gl.constexpr):
     BLOCK_N: gl.constexpr = VARIANT.block_n
     rank = gl.program_id(0)
     turn, done = 0, 0  # blocks and tiles before
-    walk = walk_to(Walk(batch.num_seqs, 0, 0), rank // VARIANT.num_kv_heads, batch, VARIANT)
+    walk = walk_to(first_walk(batch), rank // VARIANT.num_kv_heads, batch, VARIANT)
     while rank // VARIANT.num_kv_heads < walk.before + walk.blocks:
         part = part_of(walk, rank, batch, VARIANT)
         block = part.block
@@ -266,7 +273,7 @@ def consume_pages(streams, targets, batch, OWN: gl.constexpr, VARIANT: gl.conste
     """The part of a consumer: 64 rows of each of the program's blocks."""
     rank = gl.program_id(0)
     turn, done = 0, 0  # blocks and tiles before
-    walk = walk_to(Walk(batch.num_seqs, 0, 0), rank // VARIANT.num_kv_heads, batch, VARIANT)
+    walk = walk_to(first_walk(batch), rank // VARIANT.num_kv_heads, batch, VARIANT)
     while rank // VARIANT.num_kv_heads < walk.before + walk.blocks:
         part = part_of(walk, rank, batch, VARIANT)
         rows = rows_of(part, batch, OWN, VARIANT)

@@ -29,8 +29,11 @@ from ferrum_triton.kernels.hopper.attention_tiles import (
     block_of_rank,
     finish,
     first_state,
+    hide,
+    hide_in_first,
     next_rank,
     scale_rows,
+    scale_scores,
     weigh,
     whole_tiles,
 )
@@ -217,11 +220,10 @@ def fold_tile(
     scores = warpgroup_mma_wait(1, deps=(scores,))
     release(streams.k.ring, step, STAGES)
 
-    crossed = (n < rows.whole_begin) | (n >= rows.whole_end)
-    first_key = block.end - (n + 1) * VARIANT.block_n
-    weights, rescale, row_max, row_sum = weigh(
-        scores, first_key, crossed, state, block, rows.position, call, VARIANT
-    )
+    scores, factor = scale_scores(scores, call, VARIANT)
+    if (n < rows.whole_begin) | (n >= rows.whole_end):
+        scores = hide(scores, n, block, rows.position, call, VARIANT)
+    weights, rescale, row_max, row_sum = weigh(scores, factor, state)
     # redundant: long over, since these values are held. ptxas moves the wait for tensor cores above
     # the softmax where nothing stands between the two; a loop, which this is, it leaves in place.
     wait_full(streams.v.ring, step - 1, STAGES)
@@ -242,10 +244,9 @@ def attend(
     scores = begin_scores(streams, done, OWN, VARIANT)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     release(streams.k.ring, done, STAGES)
-    first_key = block.end - VARIANT.block_n
-    weights, _, row_max, row_sum = weigh(
-        scores, first_key, True, state, block, rows.position, call, VARIANT
-    )
+    scores, factor = scale_scores(scores, call, VARIANT)
+    scores = hide_in_first(scores, block, rows.position, call, VARIANT)
+    weights, _, row_max, row_sum = weigh(scores, factor, state)
     state = Softmax(state.acc, row_max, row_sum)
     for n in range(1, block.tiles):
         state, weights = fold_tile(

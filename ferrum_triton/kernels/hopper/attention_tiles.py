@@ -211,14 +211,23 @@ def whole_tiles(oldest, newest, block, call, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def hide(scores, first_key, block, position, call, VARIANT: gl.constexpr):
-    """-inf where a row at a position does not see a key of the tile from ``first_key`` on."""
+def hide(scores, n, block, position, call, VARIANT: gl.constexpr):
+    """-inf where a row at a position does not see a key of tile n of a block."""
+    first_key = block.end - (n + 1) * VARIANT.block_n
     visible = is_seen(first_key, 0, position, call, VARIANT)
-    if VARIANT.piece > 0:
-        eights, first = keys_by_eights(first_key, VARIANT)
-        shifted = is_seen(first_key - block.shift, block.edge, position, call, VARIANT)
-        visible = visible & (eights < block.edge - first) | shifted
     return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def hide_in_first(scores, block, position, call, VARIANT: gl.constexpr):
+    """The same of a block's first tile, which alone may hold a page that is not full."""
+    if VARIANT.piece == 0:
+        return hide(scores, 0, block, position, call, VARIANT)
+    first_key = block.end - VARIANT.block_n
+    eights, first = keys_by_eights(first_key, VARIANT)
+    visible = is_seen(first_key, 0, position, call, VARIANT) & (eights < block.edge - first)
+    shifted = is_seen(first_key - block.shift, block.edge, position, call, VARIANT)
+    return gl.where(visible | shifted, scores, float("-inf"))
 
 
 @gluon.jit
@@ -260,12 +269,8 @@ def first_state(sinks_ptr, head, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def weigh(scores, first_key, crossed, state, block, position, call, VARIANT: gl.constexpr):
-    """A tile's weights, the factor of what was summed before, and the new maximum and sum.
-
-    A hidden score is -inf, and the maximum never is, so that no guard against NaN is needed: see
-    :mod:`ferrum_triton.kernels.attention.softmax`, which the arithmetic is of.
-    """
+def scale_scores(scores, call, VARIANT: gl.constexpr):
+    """Scores of the right sign, capped, and the factor > 0 that is left for the softmax."""
     if VARIANT.negate:
         scores = -scores
     factor = call.scale_log2
@@ -274,8 +279,16 @@ def weigh(scores, first_key, crossed, state, block, position, call, VARIANT: gl.
         tanh = 2.0 / (1.0 + gl.exp2(-scores * call.scale_log2)) - 1.0
         scores = call.softcap_log2 * tanh
         factor = 1.0
-    if crossed:
-        scores = hide(scores, first_key, block, position, call, VARIANT)
+    return scores, factor
+
+
+@gluon.jit
+def weigh(scores, factor, state):
+    """A tile's weights, the factor of what was summed before, and the new maximum and sum.
+
+    A hidden score is -inf, and the maximum never is, so that no guard against NaN is needed: see
+    :mod:`ferrum_triton.kernels.attention.softmax`, which the arithmetic is of.
+    """
     row_max = gl.maximum(state.row_max, gl.max(scores, 1) * factor)
     weights = gl.exp2(scores * factor - row_max[:, None])
     rescale = gl.exp2(state.row_max - row_max)
