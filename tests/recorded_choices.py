@@ -74,8 +74,8 @@ ASKED: dict[str, list[tuple]] = {
         ("Q4_K", STAR, (1, 2, 5, 64), 4096, STAR),
     ],
     "flash_attention": [
-        (STAR, (64, 128, 192, 256), BOOL, BOOL, BOOL),
-        ((16, 64, 4096), STAR, False, True, False),
+        (STAR, (64, 128, 192, 256), 128, BOOL, BOOL, BOOL),
+        ((16, 64, 4096), STAR, 128, False, True, False),
     ],
     "merge_attention_states": [(STAR, (2, 32), 128), ((1, 5000), STAR, 128), ((1, 5000), 8, STAR)],
     "mla_attention": [(STAR, (0, 16, 64), ("float32", "16 bits", "8 bits"), BOOL)],
@@ -124,7 +124,11 @@ TRIED: dict[str, list[tuple]] = {
         ("Q4_K", STAR, (5, 16, 64, 300), 4096, 128),
         (("Q3_K", "Q8_0"), STAR, (9, 300), 4096, 128),
     ],
-    "flash_attention": [((4, 16, 64, 4096), 128, False, False, False)],
+    "flash_attention": [
+        ((4, 16, 64, 4096), 128, 128, False, False, False),
+        (4096, 192, 128, False, True, False),
+        (4096, (64, 256), (64, 256), False, True, False),
+    ],
     "merge_attention_states": [(1, 4, (64, 128, 512))],
     "mla_attention": [(16, (0, 16, 64), "16 bits", BOOL)],
     "paged_decode_attention": [(1, 8, 4096, (512, 4096), 4, False, True)],

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ferrum_triton.kernels.attention.flash_plan import choose_plan
+from ferrum_triton.kernels.attention.flash_plan import choose_plan, padded, split_columns
 from ferrum_triton.kernels.attention.flash_tiles import (
     CROSSED,
     MIXED,
@@ -34,7 +34,7 @@ from ferrum_triton.kernels.attention.softmax import (
 from ferrum_triton.kernels.attention.tensor_maps import describe
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2
+from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops.attention import flash as ops
 
 
@@ -188,17 +188,6 @@ def _flash_attention_kernel(
         store_rows(out_rows, lse_rows, out, lse, in_queries, VALUE_DIM)
 
 
-def split_columns(head_dim: int) -> tuple[int, int]:
-    """Columns of the two products that make scores: 192 are 128 and 64, where 256 would be padded.
-
-    The second is 0 where it would save nothing.
-    """
-    whole = max(next_power_of_2(head_dim), 16)
-    first = whole // 2
-    second = max(next_power_of_2(head_dim - first), 16) if head_dim > first else 0
-    return (first, second) if first >= 16 and first + second < whole else (whole, 0)
-
-
 def describe_columns(
     x: Tensor, num_rows: int, block: int, block_d: int, block_e: int
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
@@ -234,10 +223,20 @@ def flash_attention(
     group = num_heads // num_kv_heads
     most_keys = capacity if kv_lens is not None or kv_len is None else kv_len
     has_window = causal and sliding_window > 0
-    plan = choose_plan(q, k, v, y, most_keys, kv_lens, sliding_window if has_window else 0)
+    window = sliding_window if has_window else 0
+    plan = choose_plan(q, k, v, y, most_keys, kv_lens, window)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    factor = abs(scale) * LOG2_E.value * (2.0 / softcap if softcap > 0 else 1.0)
+    factor = max(factor, LEAST_SCALE.value)
+    if "path" in plan.tile:
+        from ferrum_triton.kernels.hopper.attention import Masks, attend_prefill
+
+        masks = Masks(most_keys, kv_lens, pos_offset, causal, window)
+        attend_prefill(y, lse, q, k, v, sinks, masks, factor, softcap, plan, negate=scale < 0)
+        return y
     block_m, block_n = plan.tile["BLOCK_M"], plan.tile["BLOCK_N"]
     block_d, block_e = split_columns(head_dim)
-    block_v = max(next_power_of_2(value_dim), 16)
+    block_v = padded(value_dim)
     out_desc = q_desc = q_rest_desc = k_desc = k_rest_desc = v_desc = None
     if plan.use_tma:
         if not plan.packed and plan.splits == 1:
@@ -245,8 +244,6 @@ def flash_attention(
             out_desc = describe(y, q_len, block_m, block_v)
         k_desc, k_rest_desc = describe_columns(k, most_keys, block_n, block_d, block_e)
         v_desc = describe(v, most_keys, block_n, block_v)
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    factor = abs(scale) * LOG2_E.value * (2.0 / softcap if softcap > 0 else 1.0)
 
     target, sums = y, lse
     parts = part_lses = None
@@ -304,7 +301,7 @@ def flash_attention(
         q_len=q_len,
         kv_len=most_keys,
         pos_offset=0 if pos_offset is None else pos_offset,
-        scale_log2=max(factor, LEAST_SCALE.value),
+        scale_log2=factor,
         softcap_log2=softcap * LOG2_E.value,
         VARIANT=variant,
         num_warps=plan.tile["num_warps"],

@@ -1,4 +1,10 @@
-"""How flash attention is cut into programs: tiles, packing of heads, splits of the keys."""
+"""How flash attention is cut into programs: tiles, packing of heads, splits of the keys.
+
+There are two kernels. The plain one takes every call; Hopper's (``path: "hopper"``, see
+:mod:`ferrum_triton.kernels.hopper.attention`) those of many queries whose tensors have tensor maps,
+where a measured row asks for it. It packs no heads and splits no keys: with few queries, a call
+waits for memory, and with few blocks, for most of the GPU.
+"""
 
 from typing import NamedTuple
 
@@ -7,7 +13,8 @@ from torch import Tensor
 
 from ferrum_triton.kernels.attention.tensor_maps import LARGE, can_describe
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu, gpu_of
-from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.kernels.parameters import one_of, shared_refusal
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Dim, Tunable, cached_picks
 
 # Keys and values of the heads that run side by side should stay in the L2 cache (50 to 60 MB on
@@ -23,6 +30,11 @@ MIN_KEYS = 128
 # Queries from which on a block holds those of one head instead of a KV head's whole group.
 MANY_QUERIES = 128
 
+# Registers of a thread of Hopper's kernel by its consumers, and bytes of its barriers and of what
+# roles are told by.
+HOPPER_REGISTERS = {2: 240, 3: 160}
+HOPPER_BARRIERS = 1024
+
 # Rows up to which loads through pointers are as fast as through tensor maps.
 FEW_ROWS = 32
 
@@ -31,7 +43,7 @@ class FlashPlan(NamedTuple):
     """One launch.
 
     Attributes:
-        tile: BLOCK_M, BLOCK_N, num_warps and num_stages.
+        tile: BLOCK_M, BLOCK_N, num_warps and num_stages; with a path, that of Hopper's kernel.
         packed: rows of a block are (query, head of the group); else queries of one head.
         use_tma: keys and values come through tensor maps, and unless packed or split so do queries
             and outputs.
@@ -64,6 +76,7 @@ def choose_plan(
     """The plan for a call; of the sequences' lengths it knows only the bound ``most_keys``."""
     batch, num_heads, q_len, head_dim = q.shape
     num_kv_heads, capacity = k.shape[1], k.shape[2]
+    value_dim = v.shape[3]
     group = num_heads // num_kv_heads
     packed = is_packed(group, q_len)
     rows = q_len * group if packed else q_len
@@ -78,6 +91,7 @@ def choose_plan(
         1 if packed else group,
         rows,
         head_dim,
+        value_dim,
         min(capacity, window + q_len - 1) if window else capacity,
         min(most_keys, window + q_len - 1) if window else most_keys,
         window > 0,
@@ -101,6 +115,7 @@ def _plan(
     blocks_per_head: int,  # query heads that a KV head's programs take one by one
     rows: int,
     head_dim: int,
+    value_dim: int,
     capacity: int,  # of the cache, or what a window leaves of it
     most_keys: int,
     has_window: bool,
@@ -108,14 +123,18 @@ def _plan(
     use_tma: bool,
     one_loop: bool,
 ) -> FlashPlan:
-    picked = flash_config.pick(device, rows, head_dim, dtype == torch.float32, one_loop, has_window)
+    shape = (rows, head_dim, value_dim, dtype == torch.float32, one_loop, has_window)
+    picked = flash_config.pick(device, *shape)
+    programs = kv_heads * blocks_per_head * cdiv(rows, picked["BLOCK_M"])
+    if "path" in picked and (packed or not use_tma or 2 * programs < gpu.num_sms):
+        picked = flash_heuristic(gpu, *shape)
     block_m, block_n = picked["BLOCK_M"], picked["BLOCK_N"]
     programs = kv_heads * blocks_per_head * cdiv(rows, block_m)
 
     # Four programs on each SM where rows are few and memory is what counts; where a block fills
     # the tensor cores, one. Then as few as give each the same share of the keys. Their number
     # follows the cache's capacity: with its length, a generation would meet new kernels.
-    wanted = gpu.num_sms * (4 if block_m <= 32 else 1)
+    wanted = 0 if "path" in picked else gpu.num_sms * (4 if block_m <= 32 else 1)
     tiles = cdiv(capacity, block_n)
     min_tiles = max(cdiv(32 if gpu.arch == INTERPRETER else MIN_KEYS, block_n), 1)
     share = max(cdiv(tiles, max(min(wanted // programs, MAX_SPLITS), 1)), min_tiles)
@@ -134,7 +153,13 @@ def _plan(
 
 
 def flash_heuristic(
-    gpu: Gpu, rows: int, head_dim: int, is_float32: bool, one_loop: bool, has_window: bool
+    gpu: Gpu,
+    rows: int,
+    head_dim: int,
+    value_dim: int,
+    is_float32: bool,
+    one_loop: bool,
+    has_window: bool,
 ) -> Config:
     """Tiles that spill nowhere: large ones where tensor maps and 227 KB of shared memory are."""
     if gpu.arch == INTERPRETER:
@@ -182,10 +207,17 @@ def tile(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
     }
 
 
-def flash_candidates(gpu: Gpu, rows: int, *_: Dim) -> list[Config]:
-    """Blocks of up to 128 rows, on one warp for every 16 or 32 of them."""
+def hopper_tile(block_m: int, block_n: int, num_stages: int) -> Config:
+    """The configuration of Hopper's kernel with a consumer for every 64 rows of a block."""
+    return {"path": "hopper", "BLOCK_M": block_m, "BLOCK_N": block_n, "num_stages": num_stages}
+
+
+def flash_candidates(
+    gpu: Gpu, rows: int, head_dim: int, value_dim: int, is_float32: bool, *_: Dim
+) -> list[Config]:
+    """Blocks of up to 128 rows, on one warp for every 16 or 32 of them, and Hopper's."""
     blocks = (16,) if rows <= 16 else (32, 64) if rows <= 64 else (64, 128)
-    return [
+    plain = [
         tile(block_m, block_n, num_warps, num_stages)
         for block_m in blocks
         for block_n in (32, 64, 128)
@@ -193,11 +225,80 @@ def flash_candidates(gpu: Gpu, rows: int, *_: Dim) -> list[Config]:
         for num_stages in (2, 3, 4)
         if block_m < 128 or num_warps == 8 or block_n < 128
     ]
+    hopper = [
+        hopper_tile(block_m, block_n, num_stages)
+        for block_m in (128, 192)
+        for block_n in (64, 128)
+        for num_stages in (2, 3, 4)
+    ]
+    shape = (rows, head_dim, value_dim, is_float32)
+    return plain + [config for config in hopper if not flash_refusal(gpu, config, *shape)]
+
+
+def flash_refusal(
+    gpu: Gpu,
+    config: Config,
+    rows: int,
+    head_dim: int,
+    value_dim: int,
+    is_float32: bool,
+    *_: Dim,
+) -> str:
+    """Why a GPU cannot launch Hopper's kernel with a configuration, or ""."""
+    if "path" not in config:
+        return ""
+    if not _is_served(gpu):
+        return f"Hopper's kernel is not for {gpu.arch}, or not with this version of Triton"
+    if is_float32 or rows < MANY_QUERIES:
+        return f"Hopper's kernel takes 16 bits and {MANY_QUERIES} queries or more"
+    # What a thread holds of results, scores and weights, beside which it needs some forty more.
+    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    registers = padded(value_dim) // 2 + block_n * 3 // 4
+    most = HOPPER_REGISTERS[block_m // 64] - 40
+    if registers > most:
+        return f"{registers} registers of a thread for products are more than {most}"
+    # Where there is room for no others, results leave through buffers of queries, of their width.
+    own_out = split_columns(head_dim)[0] != padded(value_dim)
+    return shared_refusal(gpu, hopper_shared(config, head_dim, value_dim, own_out=own_out))
+
+
+def _is_served(gpu: Gpu) -> bool:
+    if gpu.capability != (9, 0):
+        return False
+    from ferrum_triton.kernels.gluon import serves  # what other versions of Triton may lack
+
+    return serves(gpu)
+
+
+def hopper_shared(config: Config, head_dim: int, value_dim: int, *, own_out: bool) -> int:
+    """Bytes of shared memory of Hopper's kernel, with or without buffers for its results."""
+    block_m, block_n, stages = config["BLOCK_M"], config["BLOCK_N"], config["num_stages"]
+    columns, values = sum(split_columns(head_dim)), padded(value_dim)
+    queries = block_m * (columns + values * own_out)
+    return 2 * (queries + stages * block_n * (columns + values)) + HOPPER_BARRIERS
+
+
+def padded(columns: int) -> int:
+    """Columns of a product that has at least some."""
+    return max(next_power_of_2(columns), 16)
+
+
+def split_columns(head_dim: int) -> tuple[int, int]:
+    """Columns of the two products that make scores: 192 are 128 and 64, where 256 would be padded.
+
+    The second is 0 where it would save nothing.
+    """
+    whole = padded(head_dim)
+    first = whole // 2
+    second = padded(head_dim - first) if head_dim > first else 0
+    return (first, second) if first >= 16 and first + second < whole else (whole, 0)
 
 
 flash_config = Tunable(
     "flash_attention",
-    ("rows", "head_dim", "is_float32", "one_loop", "has_window"),
+    ("rows", "head_dim", "value_dim", "is_float32", "one_loop", "has_window"),
     flash_heuristic,
     flash_candidates,
+    flash_refusal,
+    parameters={"path": one_of("hopper")},
 )

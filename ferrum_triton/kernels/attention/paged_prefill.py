@@ -15,7 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ferrum_triton.kernels.attention.flash_plan import tile
+from ferrum_triton.kernels.attention.flash_plan import (
+    MANY_QUERIES,
+    flash_refusal,
+    hopper_shared,
+    hopper_tile,
+    padded,
+    tile,
+)
 from ferrum_triton.kernels.attention.merge import strides_of
 from ferrum_triton.kernels.attention.paged_decode import Call
 from ferrum_triton.kernels.attention.pages import (
@@ -32,8 +39,9 @@ from ferrum_triton.kernels.attention.plan import Sequences, sequence_lengths
 from ferrum_triton.kernels.attention.prefill_tiles import attend_floats
 from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, finish, first_state, store_rows
 from ferrum_triton.kernels.attention.tensor_maps import LARGE
-from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.gpu import Gpu, gpu_of
 from ferrum_triton.kernels.jit import kernel, processors
+from ferrum_triton.kernels.parameters import one_of, shared_refusal
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Dim, Tunable
@@ -307,14 +315,30 @@ def prefill_heuristic(gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool
     return tile(128, block_n, 8, 3)
 
 
-def prefill_candidates(gpu: Gpu, head_dim: int, *_: Dim) -> list[Config]:
-    """Blocks of 64 and 128 rows, on one warp for every 16 of them."""
-    return [
+def prefill_candidates(gpu: Gpu, head_dim: int, *others: Dim) -> list[Config]:
+    """Blocks of 64 and 128 rows, on one warp for every 16 of them, and Hopper's."""
+    plain = [
         tile(block_m, block_n, block_m // 16, num_stages)
         for block_m in (64, 128)
         for block_n in (32, 64, 128)
         for num_stages in (2, 3)
     ]
+    hopper = [hopper_tile(128, block_n, stages) for block_n in (64, 128) for stages in (2, 3, 4)]
+    shape = (head_dim, *others)
+    return plain + [config for config in hopper if not prefill_refusal(gpu, config, *shape)]
+
+
+def prefill_refusal(gpu: Gpu, config: Config, head_dim: int, is_float32: bool, *_: Dim) -> str:
+    """Why a GPU cannot launch Hopper's kernel with a configuration, or ""."""
+    if "path" not in config:
+        return ""
+    if config["BLOCK_M"] != 128:
+        return "Hopper's kernel over pages has blocks of 128 rows"
+    # Results change hands between threads on their way, half of them at a time.
+    shared = hopper_shared(config, head_dim, head_dim, own_out=False)
+    shared += config["BLOCK_M"] * padded(head_dim)
+    refusal = flash_refusal(gpu, config, MANY_QUERIES, head_dim, head_dim, is_float32)
+    return refusal or shared_refusal(gpu, shared)
 
 
 prefill_config = Tunable(
@@ -322,6 +346,8 @@ prefill_config = Tunable(
     ("head_dim", "is_float32", "is_simple"),
     prefill_heuristic,
     prefill_candidates,
+    prefill_refusal,
+    parameters={"path": one_of("hopper")},
 )
 
 
@@ -334,7 +360,15 @@ def launch_prefill(call: Call, few: int) -> None:
     num_seqs = call.block_tables.shape[0]
     num_tokens, _, head_dim = q.shape[1:]
     is_simple = not (call.sliding_window or pool.layout.quantised or pool.layout.k_piece)
-    config = prefill_config.pick(q.device, head_dim, q.dtype == torch.float32, is_simple)
+    shape = (head_dim, q.dtype == torch.float32, is_simple)
+    config = prefill_config.pick(q.device, *shape)
+    if "path" in config:
+        from ferrum_triton.kernels.hopper.attention_paged import attend_pages, can_gather
+
+        if can_gather(call):
+            attend_pages(call, few, config)
+            return
+        config = prefill_heuristic(gpu_of(q.device), *shape)
     block_m = max(config["BLOCK_M"], next_power_of_2(call.group))
     # A sequence of these has more than `few` queries, so there are at most so many.
     most_seqs = min(num_seqs, num_tokens // (few + 1))

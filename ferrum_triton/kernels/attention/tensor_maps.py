@@ -40,9 +40,14 @@ def describe(x: Tensor, num_rows: int, block: int, width: int) -> TensorDescript
     What a block has beyond them, or beyond the columns, reads as zero and is not written: no row
     of a cache that is not valid yet gets near a product.
     """
+    shape, strides = sizes_of(x, num_rows)
+    return TensorDescriptor(x, shape, strides, [*(1 for _ in shape[:-2]), block, width])
+
+
+def sizes_of(x: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+    """Shape and strides of the first rows of x [..., rows, columns], as a tensor map takes them."""
     *leading, _, columns = x.shape
     # The stride of a single index is never used, but must look like one.
     sizes, strides = x.shape[:-1], x.stride()[:-1]
     used = [step if n > 1 else columns for n, step in zip(sizes, strides, strict=True)]
-    shape, of_block = [*leading, num_rows, columns], [*(1 for _ in leading), block, width]
-    return TensorDescriptor(x, shape, [*used, 1], of_block)
+    return [*leading, num_rows, columns], [*used, 1]

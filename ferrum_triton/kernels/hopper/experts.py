@@ -19,7 +19,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
 
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.gluon import describe, gluon_kernel
@@ -47,7 +52,7 @@ from ferrum_triton.kernels.hopper.gemm_tiles import (
     scaled_sums,
     sums_layout,
 )
-from ferrum_triton.kernels.hopper.rings import new_ring, to_fill, to_use
+from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers, wait_full
 from ferrum_triton.kernels.jit import processors
 from ferrum_triton.kernels.moe.activation import clamped_swiglu
 from ferrum_triton.kernels.moe.pairs import moe_align_block_size
@@ -144,9 +149,8 @@ def _produce(
             num_steps = of.num_pairs if PER_SLOT else of.num_pairs // TOP_K
             step_at = x.steps + (pair if PER_SLOT else pair // TOP_K)
         for k in range(0, x.num_cols, STEP):
-            stage = to_fill(ring, i)
+            stage = acquire(ring, i, NUM_BYTES)
             full = ring.full.index(stage)
-            mbarrier.expect(full, NUM_BYTES)
             weights = buffers.weights
             tma.async_copy_global_to_shared(
                 left_desc, [left_row, k], full, weights.index(stage * 2)
@@ -243,7 +247,7 @@ def _consume(
                 store(result, activated(left, ACTIVATION) * right, at, known, first_row)
         else:
             for step in range(num_steps):
-                stage = to_use(ring, i + step)
+                stage = wait_full(ring, i + step)
                 mbarrier.arrive(ring.empty.index(stage), count=1)
         i += num_steps
         expert, entry = later_expert, later_entry
@@ -303,7 +307,8 @@ def _experts_kernel(
         steps,
         gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, STEP], left_desc.layout),
     )
-    ring = new_ring(STAGES, FILLERS + 1, 2)
+    ring = Ring(None, make_barriers(STAGES, FILLERS + 1), make_barriers(STAGES, 2))
+    fence_async_shared()  # tensor maps see barriers
     num_tiles = gl.load(total_ptr) // PAIRS * gl.cdiv(num_rows, BLOCK_N)
     of = Sorted(sorted_ptr, experts_ptr, num_tiles, num_pairs)
     x = Activations(a_ptr, steps_ptr, stride_a_token, stride_a_slot, num_cols)

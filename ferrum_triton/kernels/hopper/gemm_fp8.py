@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ferrum_triton.kernels.gluon import describe, gluon_kernel
 from ferrum_triton.kernels.hopper.gemm_config import ALIGNED
@@ -28,7 +28,7 @@ from ferrum_triton.kernels.hopper.gemm_tiles import (
     mappable,
     scaled_sums,
 )
-from ferrum_triton.kernels.hopper.rings import new_ring, to_fill
+from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers
 from ferrum_triton.kernels.jit import processors
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
@@ -66,9 +66,8 @@ def _produce(codes_desc, steps_desc, weight_desc, ring, buffers, work, GROUP_M: 
     for tile in range(gl.program_id(0), work.num_tiles, gl.num_programs(0)):
         token, row = _place(tile, work, GROUP_M)
         for group in range(work.groups):
-            stage = to_fill(ring, i)
+            stage = acquire(ring, i, NUM_BYTES)
             full = ring.full.index(stage)
-            mbarrier.expect(full, NUM_BYTES)
             column = group * GROUP
             for half in gl.static_range(2):
                 tma.async_copy_global_to_shared(
@@ -156,7 +155,8 @@ def _fp8_gemm_kernel(
         gl.allocate_shared_memory(weights, [2 * STAGES, ROWS, GROUP], weight_desc.layout),
     )
     outputs = gl.allocate_shared_memory(y_desc.dtype, [2 * OUTPUTS, TOKENS, ROWS], y_desc.layout)
-    ring = new_ring(STAGES, 1, 2)
+    ring = Ring(None, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
+    fence_async_shared()  # tensor maps see barriers
     tiles = gl.cdiv(num_tokens, 2 * TOKENS) * gl.cdiv(num_rows, 2 * ROWS)
     work = Work(num_tokens, num_rows, groups, tiles)
     stride = stride_scales_row

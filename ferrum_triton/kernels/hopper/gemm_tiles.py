@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ferrum_triton.kernels.hopper import gemm_config
-from ferrum_triton.kernels.hopper.rings import to_use
+from ferrum_triton.kernels.hopper.rings import wait_full
 
 # Tokens of a consumer, rows of weights of a half, and columns in FP8 that have one scale: a step.
 TOKENS = gl.constexpr(gemm_config.TOKENS)
@@ -82,7 +82,7 @@ def scaled_sums(ring, buffers, i, num_steps, scales, PART: gl.constexpr, GATHERE
         # Asked for a turn ahead, so that no sum waits for its scale.
         later = gl.minimum((turn + 1) // 2, num_steps - 1)
         scale_later = gl.load((scales.right if half == 0 else scales.left) + later)
-        stage = to_use(ring, i + turn // 2, half == 0)
+        stage = wait_full(ring, i + turn // 2, half == 0)
         if GATHERED:
             if half == 0:
                 fence_async_shared()
@@ -116,7 +116,7 @@ def plain_sums(ring, buffers, i, num_steps, PART: gl.constexpr, GATHERED: gl.con
     right = gl.zeros([TOKENS, ROWS], gl.float32, LAYOUT)
     STAGES: gl.constexpr = ring.full.shape[0]
     for step in range(num_steps):
-        stage = to_use(ring, i + step)
+        stage = wait_full(ring, i + step)
         if GATHERED:
             fence_async_shared()
         a = buffers.a.index(stage * 2 + PART)

@@ -1,50 +1,70 @@
-"""Rings of buffers in shared memory: a producer fills stages, consumers use them, in turns.
+"""A ring of buffers in shared memory, filled by a producer and emptied by consumers.
 
-Two barriers stand beside each stage. ``full`` ends a phase when all that was asked for has landed,
-and ``empty`` when every consumer is done with it. Step i of a loop that never starts over uses
-stage i % STAGES, in phase i // STAGES. A wait is for the end of a phase of even or odd number; on
-``empty`` the first round is for the phase before the first, which counts as over.
+Each buffer has two barriers. ``full`` completes when the bytes that were asked for have landed;
+``empty`` completes when every consumer has let go. A barrier's completions alternate between the
+phases 0 and 1, and a wait names the phase that has to be over. Step i of a ring is the use
+i // stages of buffer i % stages. Before its first use no consumer has let a buffer go, so there the
+producer waits for phase 1, which a new barrier takes to be over.
 """
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 class Ring(NamedTuple):
-    """mbarriers [STAGES, 1] each."""
+    """Buffers used in turn.
 
+    Attributes:
+        buffers: [stages, ...] in shared memory; None where roles know them by another name.
+        full: barriers of the landed bytes, [stages].
+        empty: barriers of the consumers, [stages].
+    """
+
+    buffers: Any
     full: Any
     empty: Any
 
 
 @gluon.jit
-def new_ring(STAGES: gl.constexpr, FILLERS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A :class:`Ring`. FILLERS and CONSUMERS arrive at a stage's barriers in a round."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=FILLERS)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
-    fence_async_shared()  # TMA sees them
-    return Ring(full, empty)
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that are completed by a number of arrivals each."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit
-def to_fill(ring, i):
-    """The stage of step i, once its last consumers are done with it."""
+def wait_empty(ring, step):
+    """A producer's wait for the buffer of a step; its stage."""
     STAGES: gl.constexpr = ring.empty.shape[0]
-    stage = i % STAGES
-    mbarrier.wait(ring.empty.index(stage), (i // STAGES & 1) ^ 1)
+    stage = step % STAGES
+    mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
     return stage
 
 
 @gluon.jit
-def to_use(ring, i, is_new=True):
-    """The stage of step i, once it is full; of one that is not new, at once."""
-    STAGES: gl.constexpr = ring.full.shape[0]
-    stage = i % STAGES
-    mbarrier.wait(ring.full.index(stage), i // STAGES & 1, pred=is_new)
+def acquire(ring, step, num_bytes: gl.constexpr):
+    """The same, of a buffer that so many bytes are about to be copied to."""
+    stage = wait_empty(ring, step)
+    mbarrier.expect(ring.full.index(stage), num_bytes)
     return stage
+
+
+@gluon.jit
+def wait_full(ring, step, is_new=True):
+    """A consumer's wait for the bytes of a step, none where they are not new; their stage."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    stage = step % STAGES
+    mbarrier.wait(ring.full.index(stage), (step // STAGES) & 1, pred=is_new)
+    return stage
+
+
+@gluon.jit
+def release(ring, step):
+    """Let go of the buffer of a step: one arrival of a consumer."""
+    STAGES: gl.constexpr = ring.empty.shape[0]
+    mbarrier.arrive(ring.empty.index(step % STAGES), count=1)
