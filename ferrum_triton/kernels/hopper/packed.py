@@ -269,16 +269,19 @@ def add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: g
         for j in gl.static_range(4):
             acc, a = multiply(acc, step, x, x_stage, j, TILE)
             # After the last step this reads what is at hand once more, and nobody uses it.
-            more = (k + 1 < blocks).to(gl.int32) if j == 3 else 1
+            more = 1
             if j == 3:
+                more = (k + 1 < blocks).to(gl.int32)
                 block = tile_block(w, wait_full(w, at + more, TILE.stages), WARPGROUP, TILE)
                 step = unpacked(block, 0, TILE)
             else:
                 step = unpacked(block, j + 1, TILE)
-            ends: gl.constexpr = (j + 1) % TILE.x_steps == 0
-            next_stage = wait_full(x, x_at + (more if ends else 0), TILE.x_stages)
+            x_next = x_at
+            if (j + 1) % TILE.x_steps == 0:
+                x_next += more
+            next_stage = wait_full(x, x_next, TILE.x_stages)
             acc, _ = warpgroup_mma_wait(0, deps=(acc, a))
-            if ends:
+            if (j + 1) % TILE.x_steps == 0:
                 release(x, x_at, TILE.x_stages)
                 x_at += 1
             x_stage = next_stage
