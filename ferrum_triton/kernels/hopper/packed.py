@@ -15,6 +15,7 @@ that is written while a product is in flight would have the assembler wait for e
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,23 +24,41 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ferrum_triton.kernels.gluon import describe, gluon_kernel
-from ferrum_triton.kernels.hopper.packed_weights import fragment, load_block, unpacked, words_of
-from ferrum_triton.kernels.hopper.packed_work import (
-    Sizes,
-    blocks_of,
-    segment,
-    share_of_program,
-    summed,
+from ferrum_triton.kernels.hopper import packed_config
+from ferrum_triton.kernels.hopper.packed_config import (
+    BLOCK,
+    REGISTERS,
+    ROWS,
+    STEP,
+    PackedConfig,
+    block_bytes,
 )
-from ferrum_triton.kernels.quant.fragments import unpacking_of
+from ferrum_triton.kernels.hopper.packed_weights import (
+    columns_of,
+    fragment,
+    held,
+    load_block,
+    unpacked,
+)
+from ferrum_triton.kernels.hopper.packed_work import Sizes, segment, share_of_program, summed
 from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers, release, wait_full
-from ferrum_triton.quant.formats import BlockFormat
+from ferrum_triton.kernels.jit import processors
+from ferrum_triton.kernels.quant.activations import TICKETS, Arranged
+from ferrum_triton.kernels.quant.fragments import unpacking_of
+from ferrum_triton.kernels.quant.planes import row_sizes
+from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.quant.formats import FORMATS, BlockFormat
+from ferrum_triton.quant.kinds import file_kind
+
+TURNS, HELD = gl.constexpr(packed_config.TURNS), gl.constexpr(packed_config.HELD)
 
 
 @dataclass(frozen=True)
@@ -51,11 +70,12 @@ class Tile:
         asm: PTX that unpacks two words of their codes.
         tokens: tokens of a tile.
         warpgroups: warpgroups that multiply, of 64 rows of W each.
-        overlapped: a step is unpacked while the one before it is multiplied.
+        order: when a step is unpacked, see PackedConfig.
         streamed: programs share tiles' K.
         stages: blocks of 256 weights in the ring of weights.
         x_stages: stages in the ring of activations.
         x_steps: steps of 64 of K in one of them.
+        block_bytes: bytes of a stage of weights.
         registers: of a thread that multiplies.
     """
 
@@ -63,11 +83,12 @@ class Tile:
     asm: str
     tokens: int
     warpgroups: int
-    overlapped: bool
+    order: str
     streamed: bool
     stages: int
     x_stages: int
     x_steps: int
+    block_bytes: int
     registers: int
 
 
@@ -121,17 +142,9 @@ def copy_plane(desc, at, full, buffers, stage, WARPGROUPS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def plane_bytes(planes):
-    """Bytes of a block of 64 rows in all planes."""
-    return sum(desc.block_type.nbytes for desc in planes if desc is not None)
-
-
-@gluon.constexpr_function
-def first_column(plane, fmt):
-    """Columns of a plane's tensor map in a block of K."""
-    if plane == "d":
-        return 8 if fmt.scale_code == "" else 1
-    return 4 * words_of(plane, fmt)
+def block_columns(plane, fmt):
+    """Columns of a plane's tensor map from one block of K to the next."""
+    return 1 if plane == "d" and fmt.scale_code != "" else columns_of(plane, fmt)
 
 
 @gluon.jit
@@ -140,11 +153,11 @@ def fetch_weights(planes, ring, sizes, TILE: gl.constexpr):
     share = share_of_program(sizes, TILE.streamed)
     FORMAT: gl.constexpr = TILE.format
     NUMBER: gl.constexpr = TILE.warpgroups
-    BYTES: gl.constexpr = NUMBER * block_bytes(FORMAT)
-    Q: gl.constexpr = first_column("q", FORMAT)
-    H: gl.constexpr = first_column("h", FORMAT)
-    S: gl.constexpr = first_column("s", FORMAT)
-    D: gl.constexpr = first_column("d", FORMAT)
+    BYTES: gl.constexpr = TILE.block_bytes
+    Q: gl.constexpr = block_columns("q", FORMAT)
+    H: gl.constexpr = block_columns("h", FORMAT)
+    S: gl.constexpr = block_columns("s", FORMAT)
+    D: gl.constexpr = block_columns("d", FORMAT)
     to = ring.buffers
     step = 0
     for i in range(share.count):
@@ -178,21 +191,6 @@ def fetch_tokens(x_desc, ring, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
                     x_desc, [token, (k * STEPS + j) * 64], full, ring.buffers.index(stage * STEPS + j)
                 )
             step += 1
-
-
-@gluon.constexpr_function
-def block_bytes(fmt):
-    """Bytes of a block of 64 rows in shared memory."""
-    words = sum(4 * words_of(plane, fmt) for plane in "qhs")
-    d = (4 if fmt.has_minimum else 2) * (8 if fmt.scale_code == "" else d_columns(fmt))
-    return 64 * (4 * words + d)
-
-
-@gluon.constexpr_function
-def d_columns(fmt):
-    """Columns of d that are brought for a block: those of its groups, or the 16 bytes at least of
-    a tensor map's tile, of which the first is meant."""
-    return 8 if fmt.scale_code == "" or not fmt.has_minimum else 4
 
 
 @gluon.jit
@@ -255,7 +253,7 @@ def add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.
 
 
 @gluon.jit
-def add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+def add_overlapped(acc, out, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
     """acc plus so many blocks' products, each step unpacked beside the product before it.
 
     The wait for the next step's activations stands before that for the product, though it is for
@@ -276,6 +274,8 @@ def add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: g
                 step = unpacked(block, 0, TILE)
             else:
                 step = unpacked(block, j + 1, TILE)
+            if TILE.order == HELD:
+                step = held(step, (out.num_tokens < 0).to(gl.int32), out.factor)
             x_next = x_at
             if (j + 1) % TILE.x_steps == 0:
                 x_next += more
@@ -335,10 +335,10 @@ def multiply_tiles(
         part = segment(share, i, sizes)
         acc = gl.zeros([64, TOKENS], gl.float32, LAYOUT)
         blocks = part.end - part.begin
-        if TILE.overlapped:
-            acc, at, x_at = add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP, TILE)
-        else:
+        if TILE.order == TURNS:
             acc, at, x_at = add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP, TILE)
+        else:
+            acc, at, x_at = add_overlapped(acc, out, w, x, at, x_at, blocks, WARPGROUP, TILE)
         finish(acc, out, part, sizes, WARPGROUP, TILE, PDL)
 
 
@@ -418,46 +418,77 @@ def _packed_kernel(
         )
 
 
-@dataclass(frozen=True)
-class PlaneTile:
-    """What a tensor map brings of a plane for a block: its type and columns."""
+@lru_cache(maxsize=1024)
+def _tile_of(fmt: BlockFormat, config: PackedConfig) -> Tile:
+    registers, _ = REGISTERS[config.warpgroups, config.ctas_per_sm]
+    shape = config.tokens, config.warpgroups, config.order, config.streamed
+    rings = config.stages, config.x_stages, config.x_steps
+    num_bytes = config.warpgroups * block_bytes(fmt)
+    return Tile(fmt, unpacking_of(fmt), *shape, *rings, num_bytes, registers)
 
-    dtype: torch.dtype
-    columns: int
+
+def _descriptors(
+    planes: Tensor, kind: str, num_weights: int, fmt: BlockFormat
+) -> dict[str, TensorDescriptor | None]:
+    """Tensor maps of W's planes, whose tiles are a block of a warpgroup's rows.
+
+    Rows end with their last weight's numbers: what fills them up is any, and a d that is no number
+    would not become 0 by activations that are.
+    """
+    sizes, num_rows, data = row_sizes(planes, kind, num_weights), len(planes), planes.flatten()
+    d_type = torch.int32 if fmt.has_minimum else torch.float16
+    found: dict[str, TensorDescriptor | None] = {}
+    first = 0
+    for plane in "qhstd":
+        size = sizes[plane] * num_rows
+        dtype = d_type if plane == "d" else torch.int32
+        found[f"{plane}_desc"] = None
+        if size:
+            rows = data[first : first + size].view(dtype).view(num_rows, -1)
+            used = num_weights // (32 if fmt.scale_code == "" else BLOCK)
+            shape = num_rows, used if plane == "d" else rows.shape[1]
+            tile = ROWS, columns_of(plane, fmt)
+            # Rows of 128 bytes lie apart by a multiple of all banks.
+            wide = tile[1] * rows.element_size() >= 128
+            found[f"{plane}_desc"] = describe(rows, tile, shape, swizzled=wide)
+        first += size
+    del found["t_desc"]
+    return found
 
 
-def launch(y, arranged, planes, sizes, fmt, config, k, bias=None, residual=None, num_sms=132):
-    num_tokens, num_rows = y.shape
-    tiles_m = -(-num_tokens // config.tokens)
-    tiles = tiles_m * -(-num_rows // (64 * config.warpgroups))
-    blocks = -(-k // 256)
+def packed_product(
+    y: Tensor,
+    arranged: Arranged,
+    planes: Tensor,
+    kind: str,
+    config: PackedConfig,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias[n] + residual[m, n], rounded once.
+
+    Args:
+        y: [m, n], of at least one element.
+        arranged: a, float16 or bfloat16 [m, k], in :data:`~.packed_config.ORDER`.
+        planes: W, uint8 [n, row_bytes].
+        kind: W's, such as ``"Q4_K:planes"``.
+        config: the launch's configuration.
+        bias: [n], contiguous, in any float dtype.
+        residual: [m, n] in any float dtype.
+    """
+    (num_tokens, num_rows), fmt = y.shape, FORMATS[file_kind(kind)]
+    tiles_m, blocks = cdiv(num_tokens, config.tokens), cdiv(k, BLOCK)
+    tiles = tiles_m * cdiv(num_rows, ROWS * config.warpgroups)
+    if tiles > TICKETS.value:  # a measured choice may serve a shape of more than it was measured at
+        config = config._replace(streamed=False)
     units = tiles * blocks if config.streamed else tiles
-    programs = min(num_sms * config.ctas_per_sm, units)
-    firsts = {"q": 0, "h": sizes["q"], "s": sizes["q"] + sizes["h"]}
-    firsts["d"] = firsts["s"] + sizes["s"] + sizes["t"]
-    flat = planes.flatten()
-
-    def plane(name, dtype, columns, used, swizzled):
-        size = sizes[name]
-        if size == 0:
-            return None
-        view = flat[firsts[name] * num_rows : (firsts[name] + size) * num_rows].view(dtype)
-        view = view.view(num_rows, -1)
-        return describe(view, (64, columns), (num_rows, used), swizzled=swizzled)
-
-    i32 = torch.int32
-    d_type = i32 if fmt.has_minimum else torch.float16
-    used_d = k // 32 if fmt.scale_code == "" else k // 256
-    registers, maxnreg = REGISTERS[config.warpgroups, config.ctas_per_sm]
-    partial = None
+    programs, partial = min(processors(y.device) * config.ctas_per_sm, units), None
     if config.streamed:
-        partial = torch.empty(
-            (programs, 2, config.warpgroups, 64, config.tokens), dtype=torch.float32, device=y.device
-        )
-    tile = Tile(
-        fmt, unpacking_of(fmt), config.tokens, config.warpgroups, config.overlapped, config.streamed, config.stages,
-        config.x_stages, config.x_steps, registers,
-    )
+        parts = programs, 2, config.warpgroups, ROWS, config.tokens
+        partial = torch.empty(parts, dtype=torch.float32, device=y.device)
+    _, maxnreg = REGISTERS[config.warpgroups, config.ctas_per_sm]
     _packed_kernel.launch(
         (programs,),
         y_ptr=y,
@@ -466,11 +497,8 @@ def launch(y, arranged, planes, sizes, fmt, config, k, bias=None, residual=None,
         factor_ptr=arranged.factor,
         bias_ptr=bias,
         residual_ptr=residual,
-        q_desc=plane("q", i32, 4 * words_of("q", fmt), sizes["q"] // 4, True),
-        h_desc=plane("h", i32, 4 * words_of("h", fmt), sizes["h"] // 4, False),
-        s_desc=plane("s", i32, 4, sizes["s"] // 4, False),
-        d_desc=plane("d", d_type, d_columns(fmt), used_d, False),
-        x_desc=describe(arranged.x, (config.tokens, 64)),
+        **_descriptors(planes, kind, k, fmt),
+        x_desc=describe(arranged.x, (config.tokens, STEP)),
         stride_y_token=y.stride(0),
         stride_residual_token=0 if residual is None else residual.stride(0),
         num_rows=num_rows,
@@ -478,13 +506,8 @@ def launch(y, arranged, planes, sizes, fmt, config, k, bias=None, residual=None,
         tiles=tiles,
         tiles_m=tiles_m,
         num_tokens=num_tokens,
-        TILE=tile,
+        TILE=_tile_of(fmt, config),
         num_warps=4,
         maxnreg=maxnreg,
     )
     return y
-
-
-# Registers of a thread that multiplies, and the compiler's limit for a whole program, of so many
-# warpgroups that multiply and programs on an SM.
-REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (1, 1): (240, 128), (1, 2): (240, 128)}

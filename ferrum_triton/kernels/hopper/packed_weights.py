@@ -87,6 +87,17 @@ def words_of(plane, fmt):
 
 
 @gluon.constexpr_function
+def columns_of(plane, fmt):
+    """Columns of a tile of a plane's tensor map: a block's words, or d of its groups.
+
+    Where d is a whole block's, it is the first of the 16 bytes that a tile has at least.
+    """
+    if plane == "d":
+        return 4 if fmt.scale_code and fmt.has_minimum else 8
+    return 4 * words_of(plane, fmt)
+
+
+@gluon.constexpr_function
 def words_layout(count):
     """Where a tile [64, 4 count] of words has to lie for each thread to have its own."""
     inner = [[0, 1 << i] for i in range(count.bit_length() - 1)]
@@ -215,6 +226,29 @@ def unpacked(block, J: gl.constexpr, TILE: gl.constexpr):
             low = minimum(s[0], of_step, 2 * (J // 2) + 1)
     pairs = gl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=EIGHT, is_pure=False, pack=1)
     return Step(pairs, scale, low)
+
+
+# $0 .. $7 as they are, though the assembler cannot know: memory at $17 would give others if $16 held.
+_HELD = gl.constexpr(
+    "{\n.reg .pred p;\nsetp.ne.b32 p, $16, 0;\n"
+    "@p ld.volatile.global.v4.b32 {$0, $1, $2, $3}, [$17];\n"
+    "@p ld.volatile.global.v4.b32 {$4, $5, $6, $7}, [$17];\n}"
+)
+_HELD_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + [str(i) for i in range(8)] + ["r", "l"]))
+
+
+@gluon.jit
+def held(step, never, ptr):
+    """A step whose pairs are computed here and not, by the assembler, where they are used.
+
+    It would move them behind the wait for the product that they are to be computed beside.
+    """
+    p = step.pairs
+    args = [p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], never, ptr.to(gl.int64)]
+    pairs = gl.inline_asm_elementwise(
+        _HELD, _HELD_CONSTRAINTS, args, dtype=EIGHT, is_pure=False, pack=1
+    )
+    return Step(pairs, step.scale, step.low)
 
 
 @gluon.jit
