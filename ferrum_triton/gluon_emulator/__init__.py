@@ -1,0 +1,12 @@
+"""Runs Gluon kernels for Hopper in Python, without a GPU, and finds missing synchronisation."""
+
+from ferrum_triton.gluon_emulator.errors import (
+    Deadlock,
+    EmulationError,
+    Misuse,
+    OutOfBounds,
+    Race,
+)
+from ferrum_triton.gluon_emulator.run import run
+
+__all__ = ["Deadlock", "EmulationError", "Misuse", "OutOfBounds", "Race", "run"]

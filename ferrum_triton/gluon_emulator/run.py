@@ -1,0 +1,137 @@
+"""Launches: a kernel's programs, one after the other."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+from ferrum_triton.gluon_emulator.errors import EmulationError, Misuse
+from ferrum_triton.gluon_emulator.schedule import Program
+from ferrum_triton.gluon_emulator.tensors import Descriptor, Global
+from ferrum_triton.gluon_emulator.twins import Twins
+from ferrum_triton.gluon_emulator.values import to_value
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for every program of a launch."""
+
+    seed: int
+    deadline: float
+    num_warps: int
+    triton_barriers: bool
+    tensors: list[Global]
+    twins: Twins
+    assembly: dict[str, Callable]
+
+
+def run(
+    kernel: JITFunction,
+    grid: int | Sequence[int],
+    args: Sequence[Any],
+    constexprs: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    timeout: float = 10.0,
+    num_warps: int = 4,
+    assembly: Mapping[Any, Callable] | None = None,
+    triton_barriers: bool = False,
+    mutant: Any = None,
+) -> None:
+    """Execute a Gluon kernel on CPU tensors, and check that its accesses are synchronised.
+
+    Args:
+        kernel: a function that ``gluon.jit`` decorates.
+        grid: how many programs; they run one after the other, for a seed that is not 0 in an order
+            drawn from it.
+        args: the parameters that are not ``gl.constexpr``, in order: tensors, which stand for
+            pointers and are written in place, host ``TensorDescriptor``, numbers, tuples of them.
+        constexprs: the others, by name.
+        seed: of the orders in which partitions go on and asynchronous operations take effect.
+        timeout: seconds that the launch may take.
+        num_warps: of the kernel, as in a launch; of its own partition where it is specialised.
+        assembly: Python twins of inline assembly. A key is the assembly's text, or the Gluon
+            function that holds it; a twin takes and gives torch tensors, element by element.
+        triton_barriers: count on the barriers of a partition's threads that Triton 3.6 adds behind
+            fences and waits for copies; otherwise each has to be written.
+        mutant: a change of the kernel, from ``mutants``.
+
+    Raises:
+        EmulationError: the kernel is not right on a GPU, or uses what is not emulated.
+    """
+    grid = (grid,) if isinstance(grid, int) else tuple(grid)
+    grid = (*grid, 1, 1)[:3]
+    given, texts = _split(assembly or {})
+    trees: dict[Any, ast.Module] = {} if mutant is None else {mutant.function: mutant.tree}
+    tensors: list[Global] = []
+    deadline = time.monotonic() + timeout
+    twins = Twins(given, trees)
+    settings = Settings(seed, deadline, num_warps, triton_barriers, tensors, twins, texts)
+    bound = _bind(kernel, args, constexprs, tensors)
+    programs = list(itertools.product(*(range(size) for size in grid)))
+    if seed:
+        random.Random(seed).shuffle(programs)
+    for index in programs:
+        program = Program(index, grid, settings)
+        try:
+            program.run(lambda: twins.call(kernel, tuple(bound), {}))
+        except EmulationError as error:
+            error.add_note(f"in program {index} of {kernel.fn.__name__}, with seed {seed}")
+            raise
+
+
+def _split(assembly: Mapping[Any, Callable]) -> tuple[dict[Any, Callable], dict[str, Callable]]:
+    texts = {" ".join(k.split()): v for k, v in assembly.items() if isinstance(k, str)}
+    return {k: v for k, v in assembly.items() if not isinstance(k, str)}, texts
+
+
+def _bind(
+    kernel: JITFunction, args: Sequence[Any], constexprs: Mapping[str, Any], tensors: list[Global]
+) -> list[Any]:
+    rest, bound = list(args), []
+    names = [each.name for each in kernel.params]
+    unknown = set(constexprs) - set(names)
+    for parameter in kernel.params:
+        if parameter.name in constexprs:
+            bound.append(constexprs[parameter.name])
+        elif rest and not parameter.is_constexpr:
+            bound.append(_argument(parameter.name, rest.pop(0), tensors))
+        elif parameter.has_default:
+            bound.append(parameter.default)
+        else:
+            raise Misuse(f"{kernel.fn.__name__} lacks its argument {parameter.name}")
+    if rest or unknown:
+        raise Misuse(
+            f"{kernel.fn.__name__} takes {names}; left over are {len(rest)} arguments and "
+            f"{sorted(unknown)}"
+        )
+    return bound
+
+
+def _argument(name: str, x: Any, tensors: list[Global]) -> Any:
+    if isinstance(x, tuple):
+        fields = getattr(x, "_fields", range(len(x)))
+        items = [_argument(f"{name}.{f}", each, tensors) for f, each in zip(fields, x, strict=True)]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    if isinstance(x, TensorDescriptor):
+        base = _global(name, x.base, tensors)
+        return Descriptor(
+            base, 0, x.shape, x.strides, x.block_shape, base.dtype, x.layout, x.padding
+        )
+    if isinstance(x, Tensor):
+        return _global(name, x, tensors).pointer()
+    return to_value(x) if isinstance(x, (bool, int, float)) else x
+
+
+def _global(name: str, x: Tensor, tensors: list[Global]) -> Global:
+    tensors.append(Global(name, x.detach()))
+    return tensors[-1]

@@ -1,0 +1,286 @@
+"""Partitions of a program, run one at a time in an order drawn from a seed.
+
+Each partition has a thread of its own, and one of them runs until it has to wait or hands over.
+Asynchronous operations lie in flight until they are drawn. Since accesses are ordered by clocks,
+which order is drawn decides little of what is found.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ferrum_triton.gluon_emulator.clocks import Clock, Place, here
+from ferrum_triton.gluon_emulator.errors import Deadlock, Misuse
+
+_running = threading.local()
+
+
+def current() -> Partition:
+    """The partition whose code is being executed."""
+    partition = getattr(_running, "partition", None)
+    if partition is None:
+        raise Misuse("a function of a Gluon kernel is called outside of `run`")
+    return partition
+
+
+class _Stopped(BaseException):
+    """Unwinds a partition after another one has failed."""
+
+
+class Operation:
+    """Something asynchronous: its bit in clocks, what it is and where it was begun."""
+
+    __slots__ = ("barrier", "bit", "bytes", "phase", "place", "what")
+
+    def __init__(self, program: Program, what: str) -> None:
+        self.bit, self.what, self.place = program.new_bit(), what, here()
+        self.barrier: Any = None
+        self.bytes = self.phase = 0
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.place}"
+
+
+class Partition:
+    """The warps that execute one function of ``gl.warp_specialize``; the kernel's own are one."""
+
+    def __init__(self, program: Program, name: str, num_warps: int, clock: Clock) -> None:
+        self.program, self.name, self.num_warps = program, name, num_warps
+        self.clock = clock
+        clock.seen[self] = clock.of(self) + 1
+        self.products: list[Operation] = []
+        self.stores: list[Operation] = []
+        self.copies: list[Operation] = []  # of cp.async, that no group holds yet
+        self.groups: list[list[Operation]] = []
+        # What a fence or a wait for stores did for one thread, until a barrier of all of them.
+        self.fenced, self.half_done = 0, 0
+        self.waits_until: Callable[[], bool] | None = None
+        self.waits_for: Callable[[], str] | None = None
+        self.waits_at: Place | None = None
+        self.finished = False
+        self.turn = threading.Semaphore(0)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def publish(self) -> Clock:
+        """What others know once they are told, which is not what this partition does next."""
+        clock = self.clock.copy()
+        self.clock.seen[self] += 1
+        return clock
+
+    def synchronise(self) -> None:
+        """A barrier of the partition's threads."""
+        self.clock.done |= self.half_done
+        self.half_done = 0
+        if self.fenced:
+            self.clock.seen[("fence", self)] = self.fenced
+
+    def fence(self) -> None:
+        """Writes so far become visible to asynchronous operations, after the threads' barrier."""
+        self.fenced = self.clock.of(self)
+        self.publish()
+
+        if self.program.settings.triton_barriers:
+            self.synchronise()
+
+    def after_wait(self) -> None:
+        """Triton puts a barrier of the threads behind waits for copies, and behind fences."""
+        if self.program.settings.triton_barriers:
+            self.synchronise()
+
+    def end(self) -> None:
+        if self.products:
+            raise Misuse(f"{self} ends, and nobody has waited for {self.products[0]}")
+        if self.stores:
+            raise Misuse(
+                f"{self} ends, and no tma.store_wait has waited for {self.stores[0]}, which may "
+                "still read shared memory"
+            )
+        if self.copies or any(self.groups):
+            last = self.copies or next(group for group in self.groups if group)
+            raise Misuse(f"{self} ends, and nobody has waited for {last[0]}")
+
+
+class Program:
+    """One program of a grid: its partitions, and what they have in flight."""
+
+    def __init__(self, index: tuple[int, ...], grid: tuple[int, ...], settings: Any) -> None:
+        self.index, self.grid, self.settings = index, grid, settings
+        self.random = random.Random(repr((settings.seed, index)))
+        # Some orders land what is in flight early, others late.
+        self.haste = self.random.choice((0.05, 0.3, 0.7))
+        self.deadline = settings.deadline
+        self.bits = 0
+        self.in_flight: list[tuple[Operation, Callable[[], None]]] = []
+        self.loads: list[Operation] = []
+        self.named_barriers: dict[int, Any] = {}
+        self.failure: BaseException | None = None
+        self.partitions = [Partition(self, "the kernel", settings.num_warps, Clock())]
+
+    def new_bit(self) -> int:
+        self.bits += 1
+        return 1 << self.bits
+
+    def run(self, body: Callable[[], Any]) -> None:
+        main = self.partitions[0]
+        outer = getattr(_running, "partition", None)
+        _running.partition = main
+        try:
+            body()
+            main.end()
+            while self.in_flight:
+                self._land()
+            lost = [load for load in self.loads if not main.clock.done & load.bit]
+            if lost:
+                raise Misuse(f"the kernel ends, and nobody has waited for {lost[0]}")
+        finally:
+            _running.partition = outer
+
+    def specialise(self, functions: list[tuple[Callable, tuple]], warps: list[int]) -> Any:
+        """Run the first function here and each other in a partition of its own."""
+        main = current()
+        if not all(each.finished for each in self.partitions[1:]):
+            raise Misuse(f"gl.warp_specialize at {here()}, inside of a partition")
+        # The kernel's warps meet the others at a barrier.
+        main.synchronise()
+        clock, outer_name = main.publish(), main.name
+        names = _names([getattr(function, "__name__", "?") for function, _ in functions])
+        main.name = names[0]
+        workers = [
+            Partition(self, name, count, clock.copy())
+            for name, count in zip(names[1:], warps, strict=True)
+        ]
+        self.partitions[1:] = workers
+        threads = [
+            threading.Thread(target=self._work, args=(worker, *each), daemon=True)
+            for worker, each in zip(workers, functions[1:], strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            function, args = functions[0]
+            result = function(*args)
+            main.end()
+            self.block(
+                lambda: all(worker.finished for worker in workers),
+                lambda: "the other partitions to end",
+            )
+        except BaseException as error:
+            self._fail(error)
+            raise self.failure from None  # type: ignore[misc]
+        finally:
+            for thread in threads:
+                thread.join()
+        for worker in workers:
+            main.clock.join(worker.clock)
+        main.name = outer_name
+        return result
+
+    def _work(self, worker: Partition, function: Callable, args: tuple) -> None:
+        worker.turn.acquire()
+        _running.partition = worker
+        try:
+            if self.failure is None:
+                function(*args)
+                worker.end()
+        except BaseException as error:
+            self._fail(error)
+        worker.finished = True
+        if self.failure is None:
+            try:
+                self._next().turn.release()
+            except BaseException as error:
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failure is None and not isinstance(error, _Stopped):
+            self.failure = error
+        for partition in self.partitions:
+            partition.turn.release()
+
+    def checkpoint(self) -> None:
+        """Before anything that others can see: perhaps it is another's turn first."""
+        if time.monotonic() > self.deadline:
+            raise Deadlock(self._report("the time given is over"))
+        if self.in_flight and self.random.random() < self.haste:
+            self._land()
+        if len(self.partitions) > 1 and self.random.random() < 0.3:
+            self._hand_over()
+
+    def block(self, until: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait until a condition holds."""
+        me = current()
+        self.checkpoint()
+        if until():
+            return
+        me.waits_until, me.waits_for, me.waits_at = until, what, here()
+        while not until():
+            self._hand_over()
+        me.waits_until = None
+
+    def _hand_over(self) -> None:
+        me, other = current(), self._next()
+        if other is me:
+            return
+        other.turn.release()
+        me.turn.acquire()
+        if self.failure is not None:
+            raise _Stopped
+
+    def _next(self) -> Partition:
+        """Draw who goes on; what is in flight lands where nobody can."""
+        while True:
+            if time.monotonic() > self.deadline:
+                raise Deadlock(self._report("the time given is over"))
+            able = [
+                partition
+                for partition in self.partitions
+                if not partition.finished
+                and (partition.waits_until is None or partition.waits_until())
+            ]
+            if self.in_flight and (not able or self.random.random() < self.haste):
+                self._land()
+            elif able:
+                return self.random.choice(able)
+            else:
+                raise Deadlock(self._report("every partition waits, and nothing is in flight"))
+
+    def _land(self) -> None:
+        _, action = self.in_flight.pop(self.random.randrange(len(self.in_flight)))
+        action()
+
+    def land_now(self, operations: list[Operation]) -> None:
+        """Those of the operations that are still in flight."""
+        now = [each for each in self.in_flight if each[0] in operations]
+        self.in_flight = [each for each in self.in_flight if each[0] not in operations]
+        for _, action in now:
+            action()
+
+    def _report(self, reason: str) -> str:
+        lines = [f"program {self.index}: {reason}"]
+        for partition in self.partitions:
+            if partition.finished:
+                lines.append(f"{partition} has ended")
+            elif partition.waits_until is None:
+                lines.append(f"{partition} runs")
+            else:
+                lines.append(
+                    f"{partition} waits at {partition.waits_at} for {partition.waits_for()}"  # type: ignore[misc]
+                )
+        return "\n  ".join(lines)
+
+
+def _names(functions: list[str]) -> list[str]:
+    """A name for each partition: its function's, numbered where several run the same."""
+    many = {name for name in functions if functions.count(name) > 1}
+    counts: dict[str, int] = {}
+    names = []
+    for name in functions:
+        counts[name] = counts.get(name, -1) + 1
+        names.append(f"{name} {counts[name]}" if name in many else name)
+    return names
