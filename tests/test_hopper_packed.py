@@ -5,7 +5,7 @@ import torch
 
 from ferrum_triton.gluon_emulator import run
 from ferrum_triton.kernels.gpu import gpu_of_arch
-from ferrum_triton.kernels.hopper.packed import packed_product
+from ferrum_triton.kernels.hopper.packed_products import packed_products
 from ferrum_triton.kernels.hopper.packed_config import HELD, ORDER, OVERLAPPED, TURNS, PackedConfig
 from ferrum_triton.kernels.jit import note_launches
 from ferrum_triton.kernels.quant.activations import arrange
@@ -29,7 +29,7 @@ def emulate(a, planes, kind, config, out=None, seed=0, mutant=None, **added):
     arranged = arrange(a, *ORDER)
     y = torch.full((len(a), len(planes)), torch.nan, dtype=a.dtype) if out is None else out
     with note_launches(runs=False) as launches:
-        packed_product(y, arranged, planes, f"{kind}:planes", config, a.shape[1], **added)
+        packed_products(y, arranged, [planes], f"{kind}:planes", config, a.shape[1], **added)
     (launch,) = launches
     names = launch.kernel.constexprs
     constexprs = {name: launch.meta[name] for name in names}

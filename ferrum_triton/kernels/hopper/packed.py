@@ -14,91 +14,40 @@ step's codes ready before it waits for the product, and only scales them afterwa
 that is written while a product is in flight would have the assembler wait for each product (C7513).
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ferrum_triton.kernels.gluon import describe, gluon_kernel
+from ferrum_triton.kernels.gluon import gluon_kernel
 from ferrum_triton.kernels.hopper import packed_config
-from ferrum_triton.kernels.hopper.packed_config import (
-    BLOCK,
-    REGISTERS,
-    ROWS,
-    STEP,
-    PackedConfig,
-    block_bytes,
+from ferrum_triton.kernels.hopper.packed_fetch import (
+    fetch_tokens,
+    fetch_weights,
+    wait_for_launch_before,
 )
 from ferrum_triton.kernels.hopper.packed_weights import (
-    columns_of,
+    Planes,
     fragment,
     held,
     load_block,
     unpacked,
 )
-from ferrum_triton.kernels.hopper.packed_work import Sizes, segment, share_of_program, summed
-from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers, release, wait_full
-from ferrum_triton.kernels.jit import processors
-from ferrum_triton.kernels.quant.activations import TICKETS, Arranged
-from ferrum_triton.kernels.quant.fragments import unpacking_of
-from ferrum_triton.kernels.quant.planes import row_sizes
-from ferrum_triton.kernels.rows import cdiv
-from ferrum_triton.quant.formats import FORMATS, BlockFormat
-from ferrum_triton.quant.kinds import file_kind
+from ferrum_triton.kernels.hopper.packed_work import (
+    Sizes,
+    place_of,
+    segment,
+    share_of_program,
+    summed,
+)
+from ferrum_triton.kernels.hopper.rings import Ring, make_barriers, release, wait_full
 
 TURNS, HELD = gl.constexpr(packed_config.TURNS), gl.constexpr(packed_config.HELD)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What is constant in a launch.
-
-    Attributes:
-        format: the description of the weights' format.
-        asm: PTX that unpacks two words of their codes.
-        tokens: tokens of a tile.
-        warpgroups: warpgroups that multiply, of 64 rows of W each.
-        order: when a step is unpacked, see PackedConfig.
-        streamed: programs share tiles' K.
-        stages: blocks of 256 weights in the ring of weights.
-        x_stages: stages in the ring of activations.
-        x_steps: steps of 64 of K in one of them.
-        block_bytes: bytes of a stage of weights.
-        registers: of a thread that multiplies.
-    """
-
-    format: BlockFormat
-    asm: str
-    tokens: int
-    warpgroups: int
-    order: str
-    streamed: bool
-    stages: int
-    x_stages: int
-    x_steps: int
-    block_bytes: int
-    registers: int
-
-
-class Planes(NamedTuple):
-    """Tensor maps of W's planes, or what they bring; None of a plane that a format has not."""
-
-    q: Any
-    h: Any
-    s: Any
-    d: Any
 
 
 class Output(NamedTuple):
@@ -113,101 +62,12 @@ class Output(NamedTuple):
     stride_y: Any
     stride_residual: Any
     num_tokens: Any
-    num_rows: Any
-
-
-@gluon.jit
-def wait_for_launch_before(PDL: gl.constexpr):
-    """Wait until everything launched before has ended; see :mod:`ferrum_triton.kernels.pdl`."""
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
-
-
-@gluon.jit
-def let_next_launch_begin(PDL: gl.constexpr):
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
-        )
-
-
-@gluon.jit
-def copy_plane(desc, at, full, buffers, stage, WARPGROUPS: gl.constexpr):
-    """Ask for the rows of all warpgroups of a plane's tile."""
-    if desc is not None:
-        for w in gl.static_range(WARPGROUPS):
-            tma.async_copy_global_to_shared(
-                desc, [at[0] + 64 * w, at[1]], full, buffers.index(stage * WARPGROUPS + w)
-            )
-
-
-@gluon.constexpr_function
-def block_columns(plane, fmt):
-    """Columns of a plane's tensor map from one block of K to the next."""
-    return 1 if plane == "d" and fmt.scale_code != "" else columns_of(plane, fmt)
-
-
-@gluon.jit
-def fetch_weights(planes, ring, sizes, TILE: gl.constexpr):
-    """The warp that asks for weights."""
-    share = share_of_program(sizes, TILE.streamed)
-    FORMAT: gl.constexpr = TILE.format
-    NUMBER: gl.constexpr = TILE.warpgroups
-    BYTES: gl.constexpr = TILE.block_bytes
-    Q: gl.constexpr = block_columns("q", FORMAT)
-    H: gl.constexpr = block_columns("h", FORMAT)
-    S: gl.constexpr = block_columns("s", FORMAT)
-    D: gl.constexpr = block_columns("d", FORMAT)
-    to = ring.buffers
-    step = 0
-    for i in range(share.count):
-        part = segment(share, i, sizes)
-        row = part.tile // sizes.tiles_m * (64 * NUMBER)
-        for k in range(part.begin, part.end):
-            stage, full = acquire(ring, step, BYTES, TILE.stages)
-            copy_plane(planes.q, (row, k * Q), full, to.q, stage, NUMBER)
-            copy_plane(planes.h, (row, k * H), full, to.h, stage, NUMBER)
-            copy_plane(planes.s, (row, k * S), full, to.s, stage, NUMBER)
-            copy_plane(planes.d, (row, k * D), full, to.d, stage, NUMBER)
-            step += 1
-
-
-@gluon.jit
-def fetch_tokens(x_desc, ring, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
-    """The warp that asks for activations."""
-    share = share_of_program(sizes, TILE.streamed)
-    STEPS: gl.constexpr = TILE.x_steps
-    wait_for_launch_before(PDL)
-    let_next_launch_begin(PDL)
-    step = 0
-    for i in range(share.count):
-        part = segment(share, i, sizes)
-        token = part.tile % sizes.tiles_m * TILE.tokens
-        for k in range(part.begin * 4 // STEPS, part.end * 4 // STEPS):
-            BYTES: gl.constexpr = STEPS * TILE.tokens * 128
-            stage, full = acquire(ring, step, BYTES, TILE.x_stages)
-            for j in gl.static_range(STEPS):
-                tma.async_copy_global_to_shared(
-                    x_desc, [token, (k * STEPS + j) * 64], full, ring.buffers.index(stage * STEPS + j)
-                )
-            step += 1
-
-
-@gluon.jit
-def tile_block(ring, stage, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """A warpgroup's words of a block that has landed."""
-    at = stage * TILE.warpgroups + WARPGROUP
-    buffers = ring.buffers
-    h, s = None, None
-    if buffers.h is not None:
-        h = buffers.h.index(at)
-    if buffers.s is not None:
-        s = buffers.s.index(at)
-    return load_block(buffers.q.index(at), h, s, buffers.d.index(at), TILE)
+    num_rows: Any  # of each matrix
 
 
 @gluon.constexpr_function
 def accumulator(tokens):
+    """How a product of 64 rows lies in registers."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tokens, 16]
     )
@@ -215,12 +75,13 @@ def accumulator(tokens):
 
 @gluon.constexpr_function
 def operand(tokens):
+    """How its first operand does."""
     return gl.DotOperandLayout(operand_index=0, parent=accumulator(tokens), k_width=2)
 
 
 @gluon.jit
 def multiply(acc, step, x, stage, J: gl.constexpr, TILE: gl.constexpr):
-    """Start a step's product."""
+    """Start a step's product; it and its first operand, which must be left alone until it is."""
     LAYOUT: gl.constexpr = operand(TILE.tokens)
     a = fragment(step, TILE, LAYOUT)
     tokens = x.buffers.index(stage * TILE.x_steps + J % TILE.x_steps).permute((1, 0))
@@ -237,7 +98,7 @@ def add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.
     """
     x_stage = 0
     for _ in range(blocks):
-        block = tile_block(w, wait_full(w, at, TILE.stages), WARPGROUP, TILE)
+        block = load_block(w.buffers, wait_full(w, at, TILE.stages), WARPGROUP, TILE)
         release(w, at, TILE.stages)
         at += 1
         for j in gl.static_range(4):
@@ -260,7 +121,7 @@ def add_overlapped(acc, out, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TI
     the next product only: ptxas moves a wait for products up past what does not touch them, but not
     past another wait.
     """
-    block = tile_block(w, wait_full(w, at, TILE.stages), WARPGROUP, TILE)
+    block = load_block(w.buffers, wait_full(w, at, TILE.stages), WARPGROUP, TILE)
     step = unpacked(block, 0, TILE)
     x_stage = wait_full(x, x_at, TILE.x_stages)
     for k in range(blocks):
@@ -270,7 +131,8 @@ def add_overlapped(acc, out, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TI
             more = 1
             if j == 3:
                 more = (k + 1 < blocks).to(gl.int32)
-                block = tile_block(w, wait_full(w, at + more, TILE.stages), WARPGROUP, TILE)
+                stage = wait_full(w, at + more, TILE.stages)
+                block = load_block(w.buffers, stage, WARPGROUP, TILE)
                 step = unpacked(block, 0, TILE)
             else:
                 step = unpacked(block, j + 1, TILE)
@@ -291,34 +153,56 @@ def add_overlapped(acc, out, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TI
 
 
 @gluon.constexpr_function
-def output_layout(tokens):
-    """Threads side by side along the rows of a tile's transpose, which lie together in y."""
-    return gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+def output_layout(rows):
+    """Each thread with eight rows of a token, which lie together in y."""
+    across = rows // 8
+    return gl.BlockedLayout([8, 1], [across, 32 // across], [1, 4], [0, 1])
+
+
+@gluon.jit
+def gated(y, TILE: gl.constexpr):
+    """activation(gate) · up, [32, tokens], of a tile with eight rows of each in turn."""
+    TOKENS: gl.constexpr = TILE.tokens
+    gate, up = gl.split(y.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
+    if TILE.activation == "silu":
+        inner = gate
+    else:  # tanh(z) = 2 sigmoid(2 z) - 1
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    # exp of what is beyond float32 is infinite, and its inverse 0.
+    return (gate / (1.0 + gl.exp(-inner)) * up).reshape([32, TOKENS])
 
 
 @gluon.jit
 def finish(acc, out, part, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr, PDL: gl.constexpr):
     """Add up a tile's sums where they were shared out, and store it."""
+    GATED: gl.constexpr = TILE.activation != ""
+    ROWS: gl.constexpr = 32 if GATED else 64
+    ACC: gl.constexpr = acc.type.layout
     wait_for_launch_before(PDL)
     finishes = True
     if TILE.streamed:
         acc, finishes = summed(acc, out.partial, out.tickets, part, sizes, WARPGROUP, TILE)
     if finishes:
-        LAYOUT: gl.constexpr = output_layout(TILE.tokens)
-        y = gl.convert_layout(acc, LAYOUT)
-        row = (part.tile // sizes.tiles_m * TILE.warpgroups + WARPGROUP) * 64
-        row = row.to(gl.int64) + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        token = (part.tile % sizes.tiles_m * TILE.tokens).to(gl.int64)
-        token += gl.arange(0, TILE.tokens, gl.SliceLayout(0, LAYOUT))
-        has_row, has_token = row < out.num_rows, token < out.num_tokens
-        mask = has_row[:, None] & has_token[None, :]
-        y *= gl.load(out.factor + token, mask=has_token, other=0.0)[None, :]
+        place = place_of(part.tile // sizes.tiles_m, out.num_rows, TILE)
+        first = part.tile % sizes.tiles_m * TILE.tokens
+        token = first + gl.arange(0, TILE.tokens, gl.SliceLayout(0, ACC))
+        factor = gl.load(out.factor + token, mask=token < out.num_tokens, other=0.0)
+        y = acc * factor[None, :]
+        if GATED:
+            y = gated(y, TILE)
+        LAYOUT: gl.constexpr = output_layout(ROWS)
+        y = gl.convert_layout(y, LAYOUT)
+        token = first.to(gl.int64) + gl.arange(0, TILE.tokens, gl.SliceLayout(0, LAYOUT))
+        row = place.row + WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        has_row = row < place.num_rows
+        mask = has_row[:, None] & (token < out.num_tokens)[None, :]
+        column = (place.column + row).to(gl.int64)
         if out.bias is not None:
-            y += gl.load(out.bias + row, mask=has_row, other=0.0).to(gl.float32)[:, None]
+            y += gl.load(out.bias + column, mask=has_row, other=0.0).to(gl.float32)[:, None]
         if out.residual is not None:
-            residual = out.residual + token[None, :] * out.stride_residual + row[:, None]
+            residual = out.residual + token[None, :] * out.stride_residual + column[:, None]
             y += gl.load(residual, mask=mask, other=0.0).to(gl.float32)
-        to = out.y + token[None, :] * out.stride_y + row[:, None]
+        to = out.y + token[None, :] * out.stride_y + column[:, None]
         gl.store(to, y.to(out.y.dtype.element_ty), mask=mask)
 
 
@@ -343,31 +227,43 @@ def multiply_tiles(
 
 
 @gluon.jit
-def plane_buffers(desc, NUMBER: gl.constexpr):
+def buffers_of(desc, NUMBER: gl.constexpr):
+    """Shared memory for so many tiles of a tensor map, None of a plane that there is not."""
     if desc is not None:
-        shape: gl.constexpr = [NUMBER] + desc.block_type.shape
-        buffers = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+        ROWS: gl.constexpr = desc.block_type.shape[0]
+        COLUMNS: gl.constexpr = desc.block_type.shape[1]
+        buffers = gl.allocate_shared_memory(desc.dtype, [NUMBER, ROWS, COLUMNS], desc.layout)
     else:
         buffers = None
     return buffers
 
 
 @gluon_kernel(dynamic=("tiles", "tiles_m", "num_tokens"))
-def _packed_kernel(
+def packed_kernel(
     y_ptr,  # [m, n]
     partial_ptr,  # float32 [programs, 2, warpgroups, 64, tokens], or None of whole tiles
     tickets_ptr,  # int32 [tiles] zeros, which are left so
     factor_ptr,  # [m]
     bias_ptr,  # [n], or None
     residual_ptr,  # [m, n], or None
-    q_desc,  # of planes
+    q_desc,  # of planes, see _descriptors
     h_desc,
     s_desc,
     d_desc,
+    second_q_desc,  # of up, or what follows in y; or None
+    second_h_desc,
+    second_s_desc,
+    second_d_desc,
+    third_q_desc,
+    third_h_desc,
+    third_s_desc,
+    third_d_desc,
     x_desc,  # of activations, float16 [m, padded k]
     stride_y_token,
     stride_residual_token,
     num_rows,
+    num_rows_second,
+    num_rows_third,
     blocks,  # of K
     tiles,
     tiles_m,
@@ -375,32 +271,49 @@ def _packed_kernel(
     TILE: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """y = factor · x · Wᵀ + bias + residual, or activation(gate) * up of two such products."""
     NUMBER: gl.constexpr = TILE.warpgroups
-    planes = Planes(q_desc, h_desc, s_desc, d_desc)
+    TILES: gl.constexpr = TILE.stages * TILE.warpgroups * (2 if TILE.activation != "" else 1)
+    first = Planes(q_desc, h_desc, s_desc, d_desc)
+    second, third = None, None
+    if second_q_desc is not None:
+        second = Planes(second_q_desc, second_h_desc, second_s_desc, second_d_desc)
+    if third_q_desc is not None:
+        third = Planes(third_q_desc, third_h_desc, third_s_desc, third_d_desc)
     buffers = Planes(
-        plane_buffers(q_desc, TILE.stages * NUMBER),
-        plane_buffers(h_desc, TILE.stages * NUMBER),
-        plane_buffers(s_desc, TILE.stages * NUMBER),
-        plane_buffers(d_desc, TILE.stages * NUMBER),
+        buffers_of(q_desc, TILES),
+        buffers_of(h_desc, TILES),
+        buffers_of(s_desc, TILES),
+        buffers_of(d_desc, TILES),
     )
     w = Ring(buffers, make_barriers(TILE.stages, 1), make_barriers(TILE.stages, NUMBER))
     x = Ring(
-        plane_buffers(x_desc, TILE.x_stages * TILE.x_steps),
+        buffers_of(x_desc, TILE.x_stages * TILE.x_steps),
         make_barriers(TILE.x_stages, 1),
         make_barriers(TILE.x_stages, NUMBER),
     )
     fence_async_shared()
+    matrices = (first, second, third)
     sizes = Sizes(tiles, tiles_m, blocks)
     out = Output(
-        y_ptr, partial_ptr, tickets_ptr, factor_ptr, bias_ptr, residual_ptr,
-        stride_y_token, stride_residual_token, num_tokens, num_rows,
+        y_ptr,
+        partial_ptr,
+        tickets_ptr,
+        factor_ptr,
+        bias_ptr,
+        residual_ptr,
+        stride_y_token,
+        stride_residual_token,
+        num_tokens,
+        (num_rows, num_rows_second, num_rows_third),
     )
+    # Arguments stand where they are passed: in a variable, constants would become numbers.
     if NUMBER == 2:
         gl.warp_specialize(
             [
                 (multiply_tiles, (out, w, x, sizes, 0, TILE, PDL)),
                 (multiply_tiles, (out, w, x, sizes, 1, TILE, PDL)),
-                (fetch_weights, (planes, w, sizes, TILE)),
+                (fetch_weights, (matrices, w, out, sizes, TILE)),
                 (fetch_tokens, (x_desc, x, sizes, TILE, PDL)),
             ],
             [4, 1, 1],
@@ -410,104 +323,9 @@ def _packed_kernel(
         gl.warp_specialize(
             [
                 (multiply_tiles, (out, w, x, sizes, 0, TILE, PDL)),
-                (fetch_weights, (planes, w, sizes, TILE)),
+                (fetch_weights, (matrices, w, out, sizes, TILE)),
                 (fetch_tokens, (x_desc, x, sizes, TILE, PDL)),
             ],
             [1, 1],
             [24, 24],
         )
-
-
-@lru_cache(maxsize=1024)
-def _tile_of(fmt: BlockFormat, config: PackedConfig) -> Tile:
-    registers, _ = REGISTERS[config.warpgroups, config.ctas_per_sm]
-    shape = config.tokens, config.warpgroups, config.order, config.streamed
-    rings = config.stages, config.x_stages, config.x_steps
-    num_bytes = config.warpgroups * block_bytes(fmt)
-    return Tile(fmt, unpacking_of(fmt), *shape, *rings, num_bytes, registers)
-
-
-def _descriptors(
-    planes: Tensor, kind: str, num_weights: int, fmt: BlockFormat
-) -> dict[str, TensorDescriptor | None]:
-    """Tensor maps of W's planes, whose tiles are a block of a warpgroup's rows.
-
-    Rows end with their last weight's numbers: what fills them up is any, and a d that is no number
-    would not become 0 by activations that are.
-    """
-    sizes, num_rows, data = row_sizes(planes, kind, num_weights), len(planes), planes.flatten()
-    d_type = torch.int32 if fmt.has_minimum else torch.float16
-    found: dict[str, TensorDescriptor | None] = {}
-    first = 0
-    for plane in "qhstd":
-        size = sizes[plane] * num_rows
-        dtype = d_type if plane == "d" else torch.int32
-        found[f"{plane}_desc"] = None
-        if size:
-            rows = data[first : first + size].view(dtype).view(num_rows, -1)
-            used = num_weights // (32 if fmt.scale_code == "" else BLOCK)
-            shape = num_rows, used if plane == "d" else rows.shape[1]
-            tile = ROWS, columns_of(plane, fmt)
-            # Rows of 128 bytes lie apart by a multiple of all banks.
-            wide = tile[1] * rows.element_size() >= 128
-            found[f"{plane}_desc"] = describe(rows, tile, shape, swizzled=wide)
-        first += size
-    del found["t_desc"]
-    return found
-
-
-def packed_product(
-    y: Tensor,
-    arranged: Arranged,
-    planes: Tensor,
-    kind: str,
-    config: PackedConfig,
-    k: int,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias[n] + residual[m, n], rounded once.
-
-    Args:
-        y: [m, n], of at least one element.
-        arranged: a, float16 or bfloat16 [m, k], in :data:`~.packed_config.ORDER`.
-        planes: W, uint8 [n, row_bytes].
-        kind: W's, such as ``"Q4_K:planes"``.
-        config: the launch's configuration.
-        bias: [n], contiguous, in any float dtype.
-        residual: [m, n] in any float dtype.
-    """
-    (num_tokens, num_rows), fmt = y.shape, FORMATS[file_kind(kind)]
-    tiles_m, blocks = cdiv(num_tokens, config.tokens), cdiv(k, BLOCK)
-    tiles = tiles_m * cdiv(num_rows, ROWS * config.warpgroups)
-    if tiles > TICKETS.value:  # a measured choice may serve a shape of more than it was measured at
-        config = config._replace(streamed=False)
-    units = tiles * blocks if config.streamed else tiles
-    programs, partial = min(processors(y.device) * config.ctas_per_sm, units), None
-    if config.streamed:
-        parts = programs, 2, config.warpgroups, ROWS, config.tokens
-        partial = torch.empty(parts, dtype=torch.float32, device=y.device)
-    _, maxnreg = REGISTERS[config.warpgroups, config.ctas_per_sm]
-    _packed_kernel.launch(
-        (programs,),
-        y_ptr=y,
-        partial_ptr=partial,
-        tickets_ptr=arranged.tickets,
-        factor_ptr=arranged.factor,
-        bias_ptr=bias,
-        residual_ptr=residual,
-        **_descriptors(planes, kind, k, fmt),
-        x_desc=describe(arranged.x, (config.tokens, STEP)),
-        stride_y_token=y.stride(0),
-        stride_residual_token=0 if residual is None else residual.stride(0),
-        num_rows=num_rows,
-        blocks=blocks,
-        tiles=tiles,
-        tiles_m=tiles_m,
-        num_tokens=num_tokens,
-        TILE=_tile_of(fmt, config),
-        num_warps=4,
-        maxnreg=maxnreg,
-    )
-    return y

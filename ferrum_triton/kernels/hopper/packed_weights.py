@@ -45,22 +45,16 @@ QUAD = gl.constexpr(
         shape=[64, 4],
     )
 )
-# A tile [64, 1] of which the four threads of a quad all have their rows' elements.
-COLUMN = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[8, 0]],
-        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 1],
-    )
-)
 # Eight words or pairs, one for each operand of the assembly.
 EIGHT = gl.constexpr((gl.int32,) * 8)
 
 
-class Block(NamedTuple):
-    """A thread's 64 weights of two rows, as they are stored: tuples of words."""
+class Planes(NamedTuple):
+    """One thing for each plane, None of a plane that a format has not.
+
+    Tensor maps of a matrix, buffers for what they bring, or of a block a thread's 64 weights of two
+    rows as they are stored, tuples of words.
+    """
 
     q: Any
     h: Any
@@ -98,15 +92,22 @@ def columns_of(plane, fmt):
 
 
 @gluon.constexpr_function
-def words_layout(count):
-    """Where a tile [64, 4 count] of words has to lie for each thread to have its own."""
-    inner = [[0, 1 << i] for i in range(count.bit_length() - 1)]
+def words_layout(rows, columns, each):
+    """Where a tile has to lie for each thread of a quad to have its own columns of a row.
+
+    Args:
+        rows: 64, or 32 of each of two tiles whose rows alternate, eight by eight.
+        each: columns of a thread; of a single column all four have it.
+    """
+    inner = [[0, 1 << i] for i in range(each.bit_length() - 1)]
+    threads = [[0, each], [0, 2 * each]] if columns > 1 else [[0, 0], [0, 0]]
+    step = 8 * rows // 64
     return gl.DistributedLinearLayout(
-        reg_bases=[*inner, [8, 0]],
-        lane_bases=[[0, count], [0, 2 * count], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
+        reg_bases=[*inner, [8, 0]] if rows == 64 else inner,
+        lane_bases=[*threads, [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[2 * step, 0], [4 * step, 0]],
         block_bases=[],
-        shape=[64, 4 * count],
+        shape=[rows, columns],
     )
 
 
@@ -123,35 +124,57 @@ def pieces(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def thread_words(tile, COUNT: gl.constexpr):
-    """COUNT words of each thread, of a tile [64, 4 COUNT] in shared memory."""
-    LAYOUT: gl.constexpr = words_layout(COUNT)
-    return pieces(tile.load(LAYOUT).reshape([64, 4, COUNT]), COUNT)
-
-
-@gluon.jit
-def load_block(q, h, s, d, TILE: gl.constexpr):
-    """A stage's :class:`Block`; h and s are None where the format has no such plane."""
-    FORMAT: gl.constexpr = TILE.format
-    h_words, s_words = (), ()
-    q_words = thread_words(q, words_of("q", FORMAT))
-    if words_of("h", FORMAT) > 0:
-        h_words = thread_words(h, words_of("h", FORMAT))
-    if words_of("s", FORMAT) > 0:
-        s_words = thread_words(s, words_of("s", FORMAT))
-    if FORMAT.scale_code == "":
-        d_words = thread_words(d, 2)
+def tile_words(buffers, at, COLUMNS: gl.constexpr, TILE: gl.constexpr):
+    """A warpgroup's tile of a plane, [64, COLUMNS]; of gate and up eight rows of each in turn."""
+    GATED: gl.constexpr = TILE.activation != ""
+    EACH: gl.constexpr = COLUMNS // 4 if COLUMNS > 1 else 1
+    LAYOUT: gl.constexpr = words_layout(32 if GATED else 64, COLUMNS, EACH)
+    if GATED:
+        gate = buffers.index(2 * at).slice(0, COLUMNS, dim=1).load(LAYOUT)
+        up = buffers.index(2 * at + 1).slice(0, COLUMNS, dim=1).load(LAYOUT)
+        x = gl.join(gate, up).reshape([4, 8, COLUMNS, 2]).permute((0, 3, 1, 2))
+        x = x.reshape([64, COLUMNS])
     else:
-        d_words = (of_rows(d.slice(0, 1, dim=1).load(COLUMN)),)
-    return Block(q_words, h_words, s_words, d_words)
+        x = buffers.index(at).slice(0, COLUMNS, dim=1).load(LAYOUT)
+    return x
 
 
 @gluon.jit
-def of_rows(column):
-    """What each row has one of, for each of its threads: [64, 4] of [64, 1]."""
-    of_row = gl.convert_layout(column.reshape([64]), gl.SliceLayout(1, QUAD), assert_trivial=True)
-    each, _ = gl.broadcast(of_row[:, None], gl.zeros([64, 4], of_row.dtype, QUAD))
+def thread_words(buffers, at, COUNT: gl.constexpr, TILE: gl.constexpr):
+    """COUNT words of each thread, of a tile [64, 4 COUNT]."""
+    x = tile_words(buffers, at, 4 * COUNT, TILE)
+    return pieces(x.reshape([64, 4, COUNT]), COUNT)
+
+
+@gluon.jit
+def of_rows(buffers, at, TILE: gl.constexpr):
+    """What each row has one of, a tile's first column, for each of its threads: [64, 4]."""
+    x = tile_words(buffers, at, 1, TILE).reshape([64])
+    x = gl.convert_layout(x, gl.SliceLayout(1, QUAD), assert_trivial=True)
+    each, _ = gl.broadcast(x[:, None], gl.zeros([64, 4], x.dtype, QUAD))
     return each
+
+
+@gluon.jit
+def load_block(buffers, stage, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+    """A warpgroup's words of a block that has landed, as :class:`Planes`.
+
+    Args:
+        buffers: :class:`Planes` of the ring.
+    """
+    FORMAT: gl.constexpr = TILE.format
+    H: gl.constexpr = words_of("h", FORMAT)
+    at = stage * TILE.warpgroups + WARPGROUP
+    h, s = (), ()
+    q = thread_words(buffers.q, at, words_of("q", FORMAT), TILE)
+    if H > 0:
+        h = thread_words(buffers.h, at, H, TILE)
+    if FORMAT.scale_code == "":
+        d = thread_words(buffers.d, at, 2, TILE)
+    else:
+        s = thread_words(buffers.s, at, 1, TILE)
+        d = (of_rows(buffers.d, at, TILE),)
+    return Planes(q, h, s, d)
 
 
 @gluon.jit
@@ -205,14 +228,14 @@ def unpacked(block, J: gl.constexpr, TILE: gl.constexpr):
     CONSTRAINTS: gl.constexpr = constraints_of(FORMAT)
     q, h, s, d = block
     if BITS == 8:
-        args = [q[4 * J], q[4 * J + 2], q[4 * J + 1], q[4 * J + 3]]
+        args = (q[4 * J], q[4 * J + 2], q[4 * J + 1], q[4 * J + 3])
     else:
-        args = [q[2 * J], q[2 * J + 1]]
+        args = (q[2 * J], q[2 * J + 1])
     if BITS == 6:
-        args = args + [h[J], h[J]]
+        args += (h[J], h[J])
     elif BITS == 5:
         more = h[J // 2] >> (4 * (J % 2))
-        args = args + [more, more]
+        args += (more, more)
     # Thread's weights of 32 that share a scale are two steps.
     of_step = d[J // 2] if SCALES == "" else d[0]
     scale = lower_twice(of_step)
@@ -221,14 +244,14 @@ def unpacked(block, J: gl.constexpr, TILE: gl.constexpr):
         low = upper_twice(of_step)
     elif SCALES != "":
         integer = s[0] >> (16 * (J // 2) if SCALES == "pair" else 8 * J)
-        args = args + [integer, integer]
+        args += (integer, integer)
         if FORMAT.has_minimum:
             low = minimum(s[0], of_step, 2 * (J // 2) + 1)
     pairs = gl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=EIGHT, is_pure=False, pack=1)
     return Step(pairs, scale, low)
 
 
-# $0 .. $7 as they are, though the assembler cannot know: memory at $17 would give others if $16 held.
+# $0 .. $7 as they are, though the assembler cannot know: if $16 held, memory at $17 would give them.
 _HELD = gl.constexpr(
     "{\n.reg .pred p;\nsetp.ne.b32 p, $16, 0;\n"
     "@p ld.volatile.global.v4.b32 {$0, $1, $2, $3}, [$17];\n"
@@ -243,8 +266,8 @@ def held(step, never, ptr):
 
     It would move them behind the wait for the product that they are to be computed beside.
     """
-    p = step.pairs
-    args = [p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], never, ptr.to(gl.int64)]
+    args = step.pairs
+    args += (never, ptr.to(gl.int64))
     pairs = gl.inline_asm_elementwise(
         _HELD, _HELD_CONSTRAINTS, args, dtype=EIGHT, is_pure=False, pack=1
     )
@@ -263,11 +286,11 @@ def halves(word):
 def fragment(step, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """The weights of a step, rounded once: float16 [64, 64], a first operand of products."""
     FORMAT: gl.constexpr = TILE.format
-    p = step.pairs
-    args = [p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], step.scale]
+    args = step.pairs
+    args += (step.scale,)
     if FORMAT.has_minimum:
         ASM: gl.constexpr = LESS if FORMAT.has_zero else PLUS
-        args = args + [step.low]
+        args += (step.low,)
         p = gl.inline_asm_elementwise(
             ASM, PLUS_CONSTRAINTS, args, dtype=EIGHT, is_pure=True, pack=1
         )

@@ -82,11 +82,33 @@ def segment(share, i, sizes):
     return Segment(tile, begin, gl.minimum(share.end - tile * sizes.blocks, sizes.blocks))
 
 
+class Place(NamedTuple):
+    """The rows of a tile: their matrix, the first of them in it, and where its products start."""
+
+    matrix: Any
+    row: Any
+    num_rows: Any
+    column: Any
+
+
 @gluon.jit
-def blocks_of(share, sizes):
-    """Blocks of all of a program's tiles."""
-    streamed = share.end - share.begin
-    return gl.minimum(streamed, share.count * sizes.blocks)
+def place_of(tile, num_rows, TILE: gl.constexpr):
+    """The :class:`Place` of a tile of rows, of gate and up or of three matrices side by side.
+
+    Args:
+        num_rows: of each of three matrices, 0 of one that there is not.
+    """
+    EACH: gl.constexpr = TILE.warpgroups * (32 if TILE.activation != "" else 64)
+    first, second, third = num_rows
+    place = Place(tile * 0, tile * EACH, first, tile * 0)
+    if TILE.activation == "":
+        before = gl.cdiv(first, EACH)
+        if tile >= before:
+            place = Place(tile * 0 + 1, (tile - before) * EACH, second, first)
+            before += gl.cdiv(second, EACH)
+            if tile >= before:
+                place = Place(tile * 0 + 2, (tile - before) * EACH, third, first + second)
+    return place
 
 
 @gluon.jit
@@ -126,7 +148,9 @@ def summed(acc, partial_ptr, tickets_ptr, part, sizes, WARPGROUP: gl.constexpr, 
         finishes = ((before >> (16 * WARPGROUP)) & 0xFFFF) == last - first
         if finishes:
             gl.atomic_add(ticket, (first - last - 1) * UNIT, sem="relaxed")
-            acc = gl.load(_slot(partial_ptr, first, 1, WARPGROUP, TILE) + place, cache_modifier=".cg")
+            acc = gl.load(
+                _slot(partial_ptr, first, 1, WARPGROUP, TILE) + place, cache_modifier=".cg"
+            )
             for program in range(first + 1, last + 1):
                 more = _slot(partial_ptr, program, 0, WARPGROUP, TILE)
                 acc += gl.load(more + place, cache_modifier=".cg")

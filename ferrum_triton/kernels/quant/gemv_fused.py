@@ -28,7 +28,7 @@ from ferrum_triton.kernels.quant.products import (
     gemm_quant,
     gemv_heuristic,
     mma_config,
-    pick,
+    pick_fused,
     product,
 )
 from ferrum_triton.kernels.quant.small_m import ORDER, small_m_product, takes_small_m
@@ -234,7 +234,7 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
     """
     a, counts = tokens.like, [planes.shape[0] for planes, _ in parts]
     if takes_small_m(a, min(count for count in counts if count)):
-        config = pick(a, parts[0][1], sum(counts))
+        config = pick_fused(a, parts[0][1], sum(counts))
         small_m_product(tokens.arranged(ORDER), parts, config.get("warps", 2), out)
         return True
     if a.shape[0] <= FEW:
@@ -242,12 +242,12 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
         if len(parts) == 1:
             product(a, *parts[0], out=out, opened=opened)
             return True
-        config = _plain(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts))
+        config = _plain(pick_fused(a, parts[0][1], sum(counts)), a, parts, sum(counts))
         _launch_several(a, parts, config, out, opened)
         return True
     kinds = {kind for _, kind in parts}
     rows = [sum(counts)] * len(parts) if len(kinds) == 1 else counts
-    configs = [pick(a, kind, max(n, 1)) for (_, kind), n in zip(parts, rows, strict=True)]
+    configs = [pick_fused(a, kind, max(n, 1)) for (_, kind), n in zip(parts, rows, strict=True)]
     if any(config["path"] != "mma" for config in configs):
         return False
     tiles = [mma_config(config) for config in configs]
@@ -269,7 +269,7 @@ def _gate_up(
     """Try y = act(a · Gᵀ) · (a · Uᵀ) in one launch; False if it cannot be."""
     a, ((gate, kind), (up, up_kind)) = tokens.like, parts
     num_rows = 2 * gate.shape[0]
-    config = pick(a, kind, num_rows)
+    config = pick_fused(a, kind, num_rows)
     if takes_small_m(a, num_rows):
         arranged, warps = tokens.arranged(ORDER), config.get("warps", 2)
         small_m_product(arranged, parts, warps, out, activation=activation)

@@ -5,7 +5,8 @@ Blocks as a file has them go to ``gemv`` and ``gemm``. By planes:
 * One or two tokens take as long as W is read: ``gemv_repacked``, plain or persistent. So do up to
   eight float32 ones, and what small-m mma does not take.
 * Three to eight go to tensor cores that are fed as weights are read, ``small_m``.
-* More fill them, W as their tall operand, by ``mma``, whose tile grows with them.
+* More fill them, W as their tall operand, by ``mma``, whose tile grows with them. Where a measured
+  row says so, on Hopper in Gluon: ``packed`` (:mod:`ferrum_triton.kernels.hopper.packed`).
 * From MANY on, decoding W costs less than what cuBLAS gains over it, ``plane_rows``. float32
   activations, which are never rounded, go there from nine on.
 """
@@ -13,7 +14,13 @@ Blocks as a file has them go to ``gemv`` and ``gemm``. By planes:
 import torch
 from torch import Tensor
 
-from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.gpu import Gpu, gpu_of
+from ferrum_triton.kernels.hopper import packed_config
+from ferrum_triton.kernels.hopper.packed_config import (
+    PackedConfig,
+    packed_candidates,
+    packed_fits,
+)
 from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_two
 from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.gemm import gemm_blocks
@@ -157,11 +164,12 @@ def candidates(
     gpu: Gpu, kind: str, bucket: str, num_tokens: int, num_rows: int, num_groups: int
 ) -> list[Config]:
     """Launches worth timing."""
-    if bucket == "few":
-        return [{"path": "small_m", "warps": warps} for warps in (1, 2, 4, 8)]
     if num_tokens > FEW:
-        tiles = mma_candidates(gpu, kind, num_tokens, num_rows, 32 * num_groups)
-        return [*map(mma, tiles), {"path": "decode"}]
+        shape = (kind, num_tokens, num_rows, 32 * num_groups)
+        on_hopper = list(map(packed, packed_candidates(gpu, *shape)))
+        if bucket == "few":
+            return [{"path": "small_m", "warps": warps} for warps in (1, 2, 4, 8)] + on_hopper
+        return [*map(mma, mma_candidates(gpu, *shape)), {"path": "decode"}, *on_hopper]
     late, is_long = num_rows < MANY_ROWS, num_groups > LONG_GROUPS
     if num_tokens == 1 and is_long:
         found = [
@@ -218,6 +226,16 @@ def mma(config: MmaConfig) -> Config:
 def mma_config(config: Config) -> MmaConfig:
     """The tile of a launch choice of path ``"mma"``."""
     return MmaConfig(**{name: config[name] for name in MmaConfig._fields})
+
+
+def packed(config: PackedConfig) -> Config:
+    """A launch of a kernel in Gluon."""
+    return {"path": "packed", **config._asdict()}
+
+
+def packed_tile(config: Config) -> PackedConfig:
+    """The tile of a launch choice of path ``"packed"``."""
+    return PackedConfig(**{name: config[name] for name in PackedConfig._fields})
 
 
 def gemv(
@@ -285,6 +303,9 @@ def fits(
         return "" if ptx and takes and num_rows >= 16 else "small_m takes 3 to 8 tokens by blocks"
     if path == "mma":
         return mma_fits(gpu, mma_config(config), kind)
+    if path == "packed":
+        tile = packed_tile(config)
+        return packed_fits(gpu, tile, kind, num_tokens, num_rows, 32 * num_groups)
     return "" if path == "decode" else f"there is no path {path!r}"
 
 
@@ -295,7 +316,7 @@ def bucket_of(num_tokens: int) -> str:
 
 FLAG = one_of(False, True)
 PARAMETERS = {
-    "path": one_of("gemv", "persistent", "small_m", "mma", "decode"),
+    "path": one_of("gemv", "persistent", "small_m", "mma", "packed", "decode"),
     "rows": power_of_two(1, 256),
     "warps": power_of_two(1, 16),
     "prefetch": FLAG,
@@ -313,6 +334,11 @@ PARAMETERS = {
     "prefetch_lines": integer(0, 16),
     "use_tma": FLAG,
     "prefetch_distance": integer(0, 8),
+    "warpgroups": one_of(1, 2),
+    "order": one_of(*packed_config.ORDERS),
+    "streamed": FLAG,
+    "x_stages": integer(2, 16),
+    "x_steps": one_of(1, 2, 4),
 }
 
 products = Tunable(
@@ -338,6 +364,15 @@ def pick(a: Tensor, kind: str, num_rows: int) -> Config:
             return {"path": "decode"}
         return gemv_heuristic(name, num_tokens, num_rows, groups, is_wide=True)
     return products.pick(a.device, name, bucket_of(num_tokens), num_tokens, num_rows, groups)
+
+
+def pick_fused(a: Tensor, kind: str, num_rows: int) -> Config:
+    """The launch of a product with several matrices, which the kernel in Gluon does not take."""
+    config, (num_tokens, num_weights) = pick(a, kind, num_rows), a.shape
+    if config["path"] != "packed":
+        return config
+    shape = file_kind(kind), bucket_of(num_tokens), num_tokens, num_rows, num_weights // 32
+    return heuristic(gpu_of(a.device), *shape)
 
 
 def product(
@@ -370,6 +405,12 @@ def product(
         sums = torch.empty(y.shape, dtype=torch.float32, device=a.device)
         product_by_torch(a, planes, kind, out=sums)
         return add_partials(y, sums[None], bias, residual)
+    if config["path"] == "packed":
+        # Gluon moves between versions of Triton: it is imported where it may be used.
+        from ferrum_triton.kernels.hopper.packed_products import packed_products
+
+        tile, x = packed_tile(config), arrange(a, *packed_config.ORDER)
+        return packed_products(y, x, [planes], kind, tile, a.shape[1], bias=bias, residual=residual)
     tile = mma_config(config)
     arranged = arrange(a, *order_of(kind, tile))
     return mma_products(y, arranged, [planes], kind, tile, a.shape[1], bias=bias, residual=residual)
