@@ -1,5 +1,6 @@
 """Runs Gluon kernels for Hopper in Python, without a GPU, and finds missing synchronisation."""
 
+from ferrum_triton.gluon_emulator.assembly import twin_of
 from ferrum_triton.gluon_emulator.errors import (
     Deadlock,
     EmulationError,
@@ -9,4 +10,4 @@ from ferrum_triton.gluon_emulator.errors import (
 )
 from ferrum_triton.gluon_emulator.run import run
 
-__all__ = ["Deadlock", "EmulationError", "Misuse", "OutOfBounds", "Race", "run"]
+__all__ = ["Deadlock", "EmulationError", "Misuse", "OutOfBounds", "Race", "run", "twin_of"]

@@ -26,6 +26,7 @@ class Barrier:
         # Who saw the last completed phase by waiting; the phase after may not overtake them.
         self.seen_by: list[tuple[Partition, int, Place]] = []
         self.copies: list[Operation] = []
+        self.last_copy: Operation | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -37,8 +38,8 @@ class Barrier:
                 f"{self} is used at {here()} by {me}, and nothing orders its initialisation at "
                 f"{self.made_at} before that"
             )
-        fenced = self.maker.fenced if me is self.maker else me.clock.of(("fence", self.maker))
-        if fenced < self.made_in:
+        fenced = max(me.fenced.get(self.maker, 0), me.clock.of(("fence", self.maker)))
+        if fenced < self.made_in and me.program.settings.strict:
             raise Misuse(
                 f"{self} is used at {here()} by {me}: fence_async_shared is missing after its "
                 f"initialisation at {self.made_at}"
@@ -70,16 +71,17 @@ class Barrier:
         self.copies.remove(operation)
         self.lacking_bytes -= operation.bytes
         self.clock.done |= operation.bit
+        self.last_copy = operation
         self._complete_if_done()
 
     def _complete_if_done(self) -> None:
         if self.pending:
             return
         if self.lacking_bytes < 0 or (self.lacking_bytes == 0 and self.copies):
-            last = f": {self.copies[-1]}" if self.copies else ""
+            last = self.copies[-1] if self.copies else self.last_copy
             raise Misuse(
                 f"{self}: more bytes are copied in phase {self.completed} than mbarrier.expect was "
-                f"told{last}"
+                f"told, by {last}"
             )
         if self.lacking_bytes:
             return
@@ -109,18 +111,22 @@ class Barrier:
         me.program.block(
             lambda: self.completed > phase,
             lambda: (
-                f"phase {phase} of {self}, which has completed {self.completed} phases and lacks "
+                f"{_named(phase)} of {self}, which has completed {self.completed} phases and lacks "
                 f"{self.pending} of {self.count} arrivals and {self.lacking_bytes} bytes"
             ),
         )
         if self.completed > phase + 1:
             raise Race(
-                f"{self}: {me} waits at {here()} for phase {phase}, and phase {phase + 1} can "
+                f"{self}: {me} waits at {here()} for {_named(phase)}, and phase {phase + 1} can "
                 "complete before that: nothing orders its arrivals after this wait"
             )
         if phase in self.clocks:
             me.clock.join(self.clocks[phase])
         self.seen_by.append((me, me.clock.of(me), here()))
+
+
+def _named(phase: int) -> str:
+    return f"phase {phase}" if phase >= 0 else "the phase before the first"
 
 
 def barrier_of(view: View) -> Barrier:

@@ -210,8 +210,7 @@ def _check_product(me: Partition, a: Any, b: Any, acc: Any) -> None:
     (rows, inner), (inner_b, columns) = a.shape, b.shape
     if inner != inner_b or acc.shape != (rows, columns) or a.dtype != b.dtype:
         raise Misuse(
-            f"a product at {here()} of {a.dtype} {a.shape} and {b.dtype} {b.shape} "
-            f"into {acc.shape}"
+            f"a product at {here()} of {a.dtype} {a.shape} and {b.dtype} {b.shape} into {acc.shape}"
         )
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ferrum_triton.gluon_emulator.clocks import Access, Clock
+from ferrum_triton.gluon_emulator.clocks import Access, Clock, here
 from ferrum_triton.gluon_emulator.errors import Misuse, OutOfBounds, Race
 from ferrum_triton.gluon_emulator.schedule import Operation, current
-from ferrum_triton.gluon_emulator.values import Value, cast, torch_type
+from ferrum_triton.gluon_emulator.values import Value, torch_type
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -131,7 +131,7 @@ class View:
     def index(self, index: Any) -> View:
         at = int(index)
         if not 0 <= at < self.shape[0]:
-            raise OutOfBounds(f"index {at} of {self}, which has {self.shape[0]}")
+            raise OutOfBounds(f"index {at} of {self} at {here()}, which has {self.shape[0]}")
         offset = self.offset + at * self.strides[0] * self.item_bytes
         # An array of barriers is indexed to one of its elements.
         return self._view(self.shape[1:] or (1,), self.strides[1:] or (1,), offset, f"[{at}]")
@@ -140,7 +140,8 @@ class View:
         start, length, dim = int(start), int(length), int(dim)
         if start < 0 or length < 1 or start + length > self.shape[dim]:
             raise OutOfBounds(
-                f"{self}.slice({start}, {length}, dim={dim}) of a dimension of {self.shape[dim]}"
+                f"{self}.slice({start}, {length}, dim={dim}) at {here()}, of a dimension of "
+                f"{self.shape[dim]}"
             )
         shape = list(self.shape)
         shape[dim] = length
@@ -151,7 +152,7 @@ class View:
     def permute(self, order: Any) -> View:
         order = [int(each) for each in order]
         if sorted(order) != list(range(self.rank)):
-            raise Misuse(f"{self}.permute({order}) of {self.rank} dimensions")
+            raise Misuse(f"{self}.permute({order}) at {here()}, of {self.rank} dimensions")
         moved = order != list(range(self.rank))
         shape, strides = ([of[each] for each in order] for of in (self.shape, self.strides))
         return self._view(shape, strides, self.offset, "", moved)
@@ -159,7 +160,7 @@ class View:
     def reshape(self, shape: Any) -> View:
         shape = [int(each) for each in shape]
         if math.prod(shape) != self.numel or self.strides != contiguous(self.shape):
-            raise Misuse(f"{self} of shape {self.shape} is not reshaped to {shape}")
+            raise Misuse(f"{self} of shape {self.shape} is not reshaped to {shape} at {here()}")
         return self._view(shape, contiguous(shape), self.offset, "", True)
 
     def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> View:
@@ -168,9 +169,9 @@ class View:
             self.allocation, dtype, shape, contiguous(shape), self.offset, layout, self.path
         )
         if self.strides != contiguous(self.shape):
-            raise Misuse(f"{self} is not contiguous, and cannot be reinterpreted")
+            raise Misuse(f"{self} is not contiguous, and cannot be reinterpreted at {here()}")
         if view.offset + view.nbytes > self.allocation.bytes.numel():
-            raise OutOfBounds(f"{self} reinterpreted as {dtype} {shape} does not fit")
+            raise OutOfBounds(f"{self} reinterpreted as {dtype} {shape} at {here()} does not fit")
         return view
 
     def _keep_alive(self) -> None:
@@ -186,10 +187,10 @@ class View:
         me = current()
         me.program.checkpoint()
         if value.shape != self.shape:
-            raise Misuse(f"{self} has shape {self.shape}; the value stored has {value.shape}")
+            raise Misuse(f"{self} has shape {self.shape}, what is stored at {here()} {value.shape}")
         if value.dtype != self.dtype:
-            raise Misuse(f"{self} holds {self.dtype}; the value stored is {value.dtype}")
-        data = cast(value, self.dtype).data
+            raise Misuse(f"{self} holds {self.dtype}; what is stored at {here()} is {value.dtype}")
+        data = value.data
         self.access("store", writes=True)
         self.tensor.copy_(data)
 
@@ -232,7 +233,7 @@ class View:
         who = write.who
         if clock.of(("fence", who)) >= write.epoch:
             return
-        if who is access.who and who.fenced >= write.epoch:
+        if access.who.fenced.get(who, 0) >= write.epoch:
             lacking = "the fence_async_shared between them needs a gl.thread_barrier after it"
         else:
             lacking = (

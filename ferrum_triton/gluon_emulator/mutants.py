@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from triton.runtime.jit import JITFunction
 
+from ferrum_triton.gluon_emulator.errors import EmulationError
 from ferrum_triton.gluon_emulator.hopper import emulated_name
 from ferrum_triton.gluon_emulator.twins import tree_of, unwrapped
 
@@ -54,6 +55,26 @@ def mutants(kernel: JITFunction) -> Iterator[Mutant]:
     for function, node, reason in _statements(kernel):
         if reason is None:
             yield _without(function, node)
+
+
+def survivors(kernel: JITFunction, *launches: Callable[..., Any]) -> list[str]:
+    """The mutants that no launch notices.
+
+    Args:
+        kernel: the kernel that is launched.
+        launches: functions that run it with ``mutant=`` and compare its results. Every mutant has
+            to make one of them raise an ``EmulationError`` or an ``AssertionError``: a kernel of
+            which constants choose the parts takes a launch for each part.
+    """
+    return [str(each) for each in mutants(kernel) if not any(_fails(f, each) for f in launches)]
+
+
+def _fails(launch: Callable[..., Any], mutant: Mutant) -> bool:
+    try:
+        launch(mutant=mutant)
+    except (EmulationError, AssertionError):
+        return True
+    return False
 
 
 def redundant(kernel: JITFunction) -> dict[str, str]:

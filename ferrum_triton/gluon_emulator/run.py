@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from ferrum_triton.gluon_emulator.assembly import known
 from ferrum_triton.gluon_emulator.errors import EmulationError, Misuse
 from ferrum_triton.gluon_emulator.schedule import Program
 from ferrum_triton.gluon_emulator.tensors import Descriptor, Global
@@ -28,10 +29,10 @@ class Settings:
     seed: int
     deadline: float
     num_warps: int
-    triton_barriers: bool
+    strict: bool
     tensors: list[Global]
     twins: Twins
-    assembly: dict[str, Callable]
+    assembly: dict[Any, Callable]
 
 
 def run(
@@ -44,7 +45,7 @@ def run(
     timeout: float = 10.0,
     num_warps: int = 4,
     assembly: Mapping[Any, Callable] | None = None,
-    triton_barriers: bool = False,
+    strict: bool = True,
     mutant: Any = None,
 ) -> None:
     """Execute a Gluon kernel on CPU tensors, and check that its accesses are synchronised.
@@ -59,10 +60,10 @@ def run(
         seed: of the orders in which partitions go on and asynchronous operations take effect.
         timeout: seconds that the launch may take.
         num_warps: of the kernel, as in a launch; of its own partition where it is specialised.
-        assembly: Python twins of inline assembly. A key is the assembly's text, or the Gluon
-            function that holds it; a twin takes and gives torch tensors, element by element.
-        triton_barriers: count on the barriers of a partition's threads that Triton 3.6 adds behind
-            fences and waits for copies; otherwise each has to be written.
+        assembly: Python twins of inline assembly, as :func:`twin_of` registers them, by its keys.
+        strict: ask for what PTX asks for. Otherwise count on the barriers of a partition's threads
+            that Triton 3.6 adds around fences and waits for copies, and take barriers that were
+            initialised without a fence.
         mutant: a change of the kernel, from ``mutants``.
 
     Raises:
@@ -70,12 +71,12 @@ def run(
     """
     grid = (grid,) if isinstance(grid, int) else tuple(grid)
     grid = (*grid, 1, 1)[:3]
-    given, texts = _split(assembly or {})
+    assembly = known(assembly)
     trees: dict[Any, ast.Module] = {} if mutant is None else {mutant.function: mutant.tree}
     tensors: list[Global] = []
     deadline = time.monotonic() + timeout
-    twins = Twins(given, trees)
-    settings = Settings(seed, deadline, num_warps, triton_barriers, tensors, twins, texts)
+    twins = Twins(assembly, trees)
+    settings = Settings(seed, deadline, num_warps, strict, tensors, twins, assembly)
     bound = _bind(kernel, args, constexprs, tensors)
     programs = list(itertools.product(*(range(size) for size in grid)))
     if seed:
@@ -87,11 +88,6 @@ def run(
         except EmulationError as error:
             error.add_note(f"in program {index} of {kernel.fn.__name__}, with seed {seed}")
             raise
-
-
-def _split(assembly: Mapping[Any, Callable]) -> tuple[dict[Any, Callable], dict[str, Callable]]:
-    texts = {" ".join(k.split()): v for k, v in assembly.items() if isinstance(k, str)}
-    return {k: v for k, v in assembly.items() if not isinstance(k, str)}, texts
 
 
 def _bind(

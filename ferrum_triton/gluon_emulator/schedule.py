@@ -57,7 +57,8 @@ class Partition:
         self.copies: list[Operation] = []  # of cp.async, that no group holds yet
         self.groups: list[list[Operation]] = []
         # What a fence or a wait for stores did for one thread, until a barrier of all of them.
-        self.fenced, self.half_done = 0, 0
+        self.fenced: dict[Partition, int] = {}
+        self.half_done = 0
         self.waits_until: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] | None = None
         self.waits_at: Place | None = None
@@ -77,20 +78,18 @@ class Partition:
         """A barrier of the partition's threads."""
         self.clock.done |= self.half_done
         self.half_done = 0
-        if self.fenced:
-            self.clock.seen[("fence", self)] = self.fenced
+        self.clock.join(Clock({("fence", who): epoch for who, epoch in self.fenced.items()}))
 
     def fence(self) -> None:
-        """Writes so far become visible to asynchronous operations, after the threads' barrier."""
-        self.fenced = self.clock.of(self)
+        """Writes known so far get visible to asynchronous operations, after a threads' barrier."""
+        known = self.clock.seen.items()
+        self.fenced = {who: epoch for who, epoch in known if isinstance(who, Partition)}
         self.publish()
-
-        if self.program.settings.triton_barriers:
-            self.synchronise()
+        self.after_wait()
 
     def after_wait(self) -> None:
-        """Triton puts a barrier of the threads behind waits for copies, and behind fences."""
-        if self.program.settings.triton_barriers:
+        """The barrier of threads that Triton adds, which ``strict`` runs want written."""
+        if not self.program.settings.strict:
             self.synchronise()
 
     def end(self) -> None:
@@ -267,7 +266,8 @@ class Program:
             if partition.finished:
                 lines.append(f"{partition} has ended")
             elif partition.waits_until is None:
-                lines.append(f"{partition} runs")
+                at = f" at {here()}" if partition is current() else ""
+                lines.append(f"{partition} goes on{at}")
             else:
                 lines.append(
                     f"{partition} waits at {partition.waits_at} for {partition.waits_for()}"  # type: ignore[misc]

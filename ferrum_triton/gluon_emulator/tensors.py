@@ -103,7 +103,8 @@ def load(
     dtype = pointer.dtype.element_ty
     known = torch_type(dtype)
     flat = base.flat(known)
-    data = flat[index] if flat.numel() else torch.zeros(index.shape, dtype=known)
+    # Without a clone the element at a single index would be a view.
+    data = flat[index].clone() if flat.numel() else torch.zeros(index.shape, dtype=known)
     result = Value(data, dtype, pointer.layout)
     if lanes is None:
         return result
@@ -140,7 +141,7 @@ def atomic(kind: str, pointer: Value, value: Any, mask: Any = None) -> Value:
         data, index = data[lanes], index[lanes]
     old = torch.zeros(index.shape, dtype=known)
     if index.unique().numel() == index.numel():
-        old = flat[index]
+        old = flat[index].clone()
         flat[index] = data if kind == "xchg" else compute(kind, old, data).to(known)
     else:
         places, items, before = index.reshape(-1), data.reshape(-1), old.view(-1)

@@ -215,7 +215,10 @@ class Twins:
 
     def _aggregate(self, cls: Any) -> type:
         """A class that ``aggregate`` decorated, whose methods are twins."""
-        constructor = self._method(cls.hash_attrs[0])
+        constructor = cls.hash_attrs[0]
+        # One of constants is called with values too.
+        plain = isinstance(constructor, ConstexprFunction)
+        constructor = constructor.fn if plain else self._method(constructor)
 
         class Aggregate:
             __init__ = constructor
@@ -293,10 +296,13 @@ def _check_constant(function: JITFunction, name: str, is_constexpr: bool, arg: A
         )
 
 
+def _plain(x: Any) -> Any:
+    return x.data if isinstance(x, Value) else x
+
+
 def _through_tensors(twin: Callable, args: tuple, options: dict[str, Any]) -> Any:
     """Call a twin that takes and gives torch tensors."""
-    plain = [arg.data if isinstance(arg, Value) else arg for arg in args]
-    results = twin(*plain, **{k: getattr(v, "data", v) for k, v in options.items()})
+    results = twin(*map(_plain, args), **{name: _plain(arg) for name, arg in options.items()})
     layout = next((arg.layout for arg in args if isinstance(arg, Value)), None)
 
     def wrapped(result: Any) -> Value:

@@ -1,0 +1,423 @@
+"""Small Gluon kernels for Hopper, right ones and faulty ones, which test_gluon_emulator.py runs."""
+
+import torch
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import mangle_type
+
+TYPES = {torch.float32: gl.float32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+ROWS = gl.constexpr(64)
+# A row to eight threads, for blocks of 64 rows.
+LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def type_of(x):
+    if isinstance(x, tuple):
+        return type(x)(*map(type_of, x))
+    return mangle_type(x)
+
+
+def translate(kernel, args, constexprs):
+    """Triton takes the kernel: its types, layouts and calls are those of real Gluon."""
+    positions = {p.name: i for i, p in enumerate(kernel.params)}
+    names = [p.name for p in kernel.params if not p.is_constexpr]
+    types = {name: type_of(arg) for name, arg in zip(names, args, strict=True)}
+    signature = {name: types.get(name, "constexpr") for name in positions}
+    constants = {(positions[name],): value for name, value in constexprs.items()}
+    source, backend = GluonASTSource(kernel, signature, constants), make_backend(HOPPER)
+    options, context = backend.parse_options({"num_warps": 4}), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options)
+    source.make_ir(HOPPER, options, functions, backend.get_module_map(), context)
+
+
+def describe(x, block):
+    layout = gl.NVMMASharedLayout.get_default_for(block, TYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+@gluon.jit
+def fetch(desc, row, column, bar, buf):
+    """Begin the copy of a block, whose bytes the barrier counts."""
+    mbarrier.expect(bar, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [row, column], bar, buf)
+
+
+@gluon.jit
+def make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.jit
+def put(desc, row, column, buf, value):
+    """Write a block through shared memory, once the block before has left it."""
+    tma.store_wait(0)
+    gl.thread_barrier()
+    buf.store(value)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(desc, [row, column], buf)
+
+
+@gluon.jit
+def scale_ring(y_desc, x_desc, num_blocks, factor, STAGES: gl.constexpr):
+    """y = factor · x: blocks of rows through a ring of stages."""
+    SHAPE: gl.constexpr = x_desc.block_type.shape
+    ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, SHAPE[0], SHAPE[1]], x_desc.layout)
+    out = gl.allocate_shared_memory(y_desc.dtype, SHAPE, y_desc.layout)
+    landed = make_barriers(STAGES, 1)
+    fence_async_shared()
+    for s in gl.static_range(STAGES):
+        fetch(x_desc, s * SHAPE[0], 0, landed.index(s), ring.index(s))
+    for i in range(num_blocks):
+        stage = i % STAGES
+        mbarrier.wait(landed.index(stage), (i // STAGES) & 1)
+        x = ring.index(stage).load(LAYOUT)
+        if i + STAGES < num_blocks:
+            fetch(x_desc, (i + STAGES) * SHAPE[0], 0, landed.index(stage), ring.index(stage))
+        put(y_desc, i * SHAPE[0], 0, out, (x * factor).to(y_desc.dtype))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def product_ring(c_ptr, a_desc, b_desc, rows, columns, steps, STAGES: gl.constexpr):
+    """C = A Bᵀ, a tile of 64 x 64, two products in flight."""
+    K: gl.constexpr = a_desc.block_type.shape[1]
+    tile: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]
+    )
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, ROWS, K], a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, ROWS, K], b_desc.layout)
+    landed = make_barriers(STAGES, 2)
+    fence_async_shared()
+    row, column = gl.program_id(0) * ROWS, gl.program_id(1) * ROWS
+    for s in gl.static_range(STAGES):
+        fetch(a_desc, row, s * K, landed.index(s), a_ring.index(s))
+        fetch(b_desc, column, s * K, landed.index(s), b_ring.index(s))
+    acc = gl.zeros([ROWS, ROWS], gl.float32, tile)
+    for k in range(steps):
+        stage = k % STAGES
+        mbarrier.wait(landed.index(stage), (k // STAGES) & 1)
+        b = b_ring.index(stage).permute((1, 0))
+        acc = warpgroup_mma(a_ring.index(stage), b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        # The stage of the product before is free now.
+        if (k > 0) & (k - 1 + STAGES < steps):
+            free = (k - 1) % STAGES
+            later = (k - 1 + STAGES) * K
+            fetch(a_desc, row, later, landed.index(free), a_ring.index(free))
+            fetch(b_desc, column, later, landed.index(free), b_ring.index(free))
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    r = row + gl.arange(0, ROWS, gl.SliceLayout(1, tile))
+    c = column + gl.arange(0, ROWS, gl.SliceLayout(0, tile))
+    inside = (r[:, None] < rows) & (c[None, :] < columns)
+    gl.store(c_ptr + r[:, None] * columns + c[None, :], acc, mask=inside)
+
+
+@gluon.jit
+def produce(a_desc, b_desc, rings, bars, tiles_n, num_tiles, steps, STAGES: gl.constexpr):
+    a_ring, b_ring = rings
+    full, empty = bars
+    K: gl.constexpr = a_desc.block_type.shape[1]
+    it = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        for k in range(steps):
+            stage = it % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            a_row, b_row = tile // tiles_n * ROWS, tile % tiles_n * ROWS
+            tma.async_copy_global_to_shared(a_desc, [a_row, k * K], bar, a_ring.index(stage))
+            tma.async_copy_global_to_shared(b_desc, [b_row, k * K], bar, b_ring.index(stage))
+            it += 1
+
+
+@gluon.jit
+def consume(c_desc, out, rings, bars, tiles_n, num_tiles, steps, STAGES: gl.constexpr):
+    a_ring, b_ring = rings
+    full, empty = bars
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]
+    )
+    it = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        acc = gl.zeros([ROWS, ROWS], gl.float32, layout)
+        for _ in range(steps):
+            stage = it % STAGES
+            mbarrier.wait(full.index(stage), (it // STAGES) & 1)
+            b = b_ring.index(stage).permute((1, 0))
+            acc = warpgroup_mma(a_ring.index(stage), b, acc, is_async=True)
+            mbarrier.wait(full.index(stage), (it // STAGES) & 1)  # redundant: complete; it pins
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            it += 1
+        put(c_desc, tile // tiles_n * ROWS, tile % tiles_n * ROWS, out, acc.to(c_desc.dtype))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def specialised_product(c_desc, a_desc, b_desc, tiles_n, num_tiles, steps, STAGES: gl.constexpr):
+    """C = A Bᵀ by a producer of one warp and a consumer, tiles of 64 x 64 in turns."""
+    K: gl.constexpr = a_desc.block_type.shape[1]
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, ROWS, K], a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, ROWS, K], b_desc.layout)
+    out = gl.allocate_shared_memory(c_desc.dtype, [ROWS, ROWS], c_desc.layout)
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
+    fence_async_shared()
+    rings, bars = (a_ring, b_ring), (full, empty)
+    gl.warp_specialize(
+        [
+            (consume, (c_desc, out, rings, bars, tiles_n, num_tiles, steps, STAGES)),
+            (produce, (a_desc, b_desc, rings, bars, tiles_n, num_tiles, steps, STAGES)),
+        ],
+        [1],
+        [24],
+    )
+
+
+@gluon.jit
+def sum_by_tickets(total_ptr, parts_ptr, ticket_ptr, x_ptr, size, BLOCK: gl.constexpr):
+    """The sum of x and the largest: the program that comes last adds what the others left."""
+    at = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, LINE)
+    x = gl.load(x_ptr + at, mask=at < size, other=0.0)
+    gl.store(parts_ptr + gl.program_id(0), gl.sum(x, 0))
+    gl.atomic_max(total_ptr + 1, gl.max(x, 0))
+    ticket = gl.atomic_add(ticket_ptr, 1)
+    if ticket == gl.num_programs(0) - 1:
+        part = gl.arange(0, BLOCK, LINE)
+        parts = gl.load(parts_ptr + part, mask=part < gl.num_programs(0), other=0.0)
+        gl.store(total_ptr, gl.sum(parts, 0))
+
+
+@gluon.jit
+def copy_by_threads(y_ptr, x_ptr, num_blocks, BLOCK: gl.constexpr, STAGES: gl.constexpr):
+    """y = x through shared memory by cp.async, a group of copies for each stage."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], layout)
+    at = gl.arange(0, BLOCK, LINE)
+    for stage in gl.static_range(STAGES - 1):
+        async_copy.async_copy_global_to_shared(ring.index(stage), x_ptr + stage * BLOCK + at)
+        async_copy.commit_group()
+    for i in range(num_blocks):
+        ahead = i + STAGES - 1
+        if ahead < num_blocks:
+            there = x_ptr + ahead * BLOCK + at
+            async_copy.async_copy_global_to_shared(ring.index(ahead % STAGES), there)
+        async_copy.commit_group()
+        async_copy.wait_group(STAGES - 1)
+        gl.thread_barrier()
+        gl.store(y_ptr + i * BLOCK + at, ring.index(i % STAGES).load(LINE))
+
+
+@gluon.constexpr_function
+def bar_text(verb, number):
+    return f"bar.{verb} {number}, 256; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def meet(x, VERB: gl.constexpr, NUMBER: gl.constexpr):
+    text: gl.constexpr = bar_text(VERB, NUMBER)
+    return gl.inline_asm_elementwise(text, "=r,r", [x], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hand_out(x_ptr, buf, count, BLOCK: gl.constexpr):
+    for i in range(count):
+        at = i * BLOCK + gl.arange(0, BLOCK, LINE)
+        buf.store(gl.load(x_ptr + at))
+        meet(i, "arrive", 1)
+        meet(i, "sync", 2)
+
+
+@gluon.jit
+def take_over(y_ptr, buf, count, BLOCK: gl.constexpr):
+    for i in range(count):
+        meet(i, "sync", 1)
+        at = i * BLOCK + gl.arange(0, BLOCK, LINE)
+        gl.store(y_ptr + at, buf.load(LINE))
+        meet(i, "arrive", 2)
+
+
+@gluon.jit
+def copy_by_turns(y_ptr, x_ptr, count, BLOCK: gl.constexpr):
+    """y = x, by two warpgroups that take turns at the hardware's barriers."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    buf = gl.allocate_shared_memory(gl.float32, [BLOCK], layout)
+    gl.warp_specialize(
+        [(take_over, (y_ptr, buf, count, BLOCK)), (hand_out, (x_ptr, buf, count, BLOCK))],
+        [4],
+        [64],
+    )
+
+
+@gluon.jit
+def idle(buf):
+    pass
+
+
+@gluon.jit
+def read(y_ptr, buf):
+    gl.store(y_ptr + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), gl.sum(buf.load(LAYOUT), 1))
+
+
+@gluon.jit
+def write(buf):
+    buf.store(gl.zeros([ROWS, ROWS], gl.float16, LAYOUT))
+
+
+@gluon.jit
+def arrive_three_times(bar):
+    for _ in range(3):
+        mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def wait_twice(bar):
+    mbarrier.wait(bar, 0)
+    mbarrier.wait(bar, 1)
+
+
+@gluon.jit
+def meet_twice(bar):
+    x = gl.num_warps()
+    meet(x, "arrive", 3)
+    meet(x, "arrive", 3)
+
+
+@gluon.jit
+def faulty(y_ptr, x_desc, FAULT: gl.constexpr):
+    """One mistake, by name; x is float16 [64, 64], y has 64 elements of float32."""
+    tile: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]
+    )
+    buf = gl.allocate_shared_memory(gl.float16, [ROWS, ROWS], x_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    zeros = gl.zeros([ROWS, ROWS], gl.float16, LAYOUT)
+    acc = gl.zeros([ROWS, ROWS], gl.float32, tile)
+    at = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    SIZE: gl.constexpr = x_desc.block_type.nbytes
+    if FAULT != "barrier never initialised":
+        mbarrier.init(bar, count=1)
+    if FAULT == "initialised twice":
+        mbarrier.init(bar, count=1)
+    if FAULT != "barrier not fenced":
+        fence_async_shared()
+    if FAULT == "barrier never initialised" or FAULT == "barrier not fenced":
+        mbarrier.arrive(bar, count=1)
+    if FAULT == "too many arrivals":
+        mbarrier.arrive(bar, count=2)
+    if FAULT == "more bytes copied than expected":
+        mbarrier.expect(bar, SIZE // 2)
+        tma.async_copy_global_to_shared(x_desc, [0, 0], bar, buf)
+        mbarrier.wait(bar, 0)
+    if FAULT == "fewer bytes copied than expected":
+        mbarrier.expect(bar, SIZE * 2)
+        tma.async_copy_global_to_shared(x_desc, [0, 0], bar, buf)
+        mbarrier.wait(bar, 0)
+    if FAULT == "wrong parity":
+        fetch(x_desc, 0, 0, bar, buf)
+        mbarrier.wait(bar, 1)
+        read(y_ptr, buf)
+    if FAULT == "phase overtaken":
+        gl.warp_specialize([(wait_twice, (bar,)), (arrive_three_times, (bar,))], [1], [24])
+    if FAULT == "copied over in flight":
+        fetch(x_desc, 0, 0, bar, buf)
+        buf.store(zeros)
+    if FAULT == "read in flight":
+        fetch(x_desc, 0, 0, bar, buf)
+        read(y_ptr, buf)
+    if FAULT == "copy never waited for":
+        fetch(x_desc, 0, 0, bar, buf)
+    if FAULT == "never written":
+        read(y_ptr, buf)
+    if FAULT == "partitions unordered":
+        gl.warp_specialize([(read, (y_ptr, buf)), (write, (buf,))], [4], [64])
+    if FAULT == "written while read":
+        buf.store(zeros)
+        gl.warp_specialize([(write, (buf,)), (read, (y_ptr, buf))], [4], [64])
+    if FAULT == "stored without fence":
+        buf.store(zeros)
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(x_desc, [0, 0], buf)
+        tma.store_wait(0)
+    if FAULT == "fence without barrier":
+        buf.store(zeros)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(x_desc, [0, 0], buf)
+        tma.store_wait(0)
+    if FAULT == "multiplied without fence":
+        buf.store(zeros)
+        acc = warpgroup_mma(buf, buf.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    if FAULT == "written while stored" or FAULT == "store never waited for":
+        buf.store(zeros)
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(x_desc, [0, 0], buf)
+    if FAULT == "written while stored":
+        buf.store(zeros)
+    if FAULT == "waited without barrier":
+        buf.store(zeros)
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(x_desc, [0, 0], buf)
+        tma.store_wait(0)
+        buf.store(zeros)
+    EARLY: gl.constexpr = FAULT == "product not handed back" or FAULT == "product outstanding"
+    if EARLY or FAULT == "product's operand overwritten" or FAULT == "product never waited for":
+        buf.store(zeros)
+        fence_async_shared()
+        gl.thread_barrier()
+        product = warpgroup_mma(buf, buf.permute((1, 0)), acc, is_async=True)
+        if FAULT == "product outstanding":
+            product = warpgroup_mma_wait(1, deps=(product,))
+        if FAULT == "product not handed back":
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+        if FAULT == "product's operand overwritten":
+            buf.store(zeros)
+        if EARLY:
+            halves = gl.convert_layout(gl.sum(product, 1), gl.SliceLayout(1, LAYOUT))
+            gl.store(y_ptr + at, halves)
+    if FAULT == "loaded outside":
+        gl.store(y_ptr + at, gl.load(y_ptr + at + 1))
+    if FAULT == "stored outside":
+        gl.store(y_ptr + at - 1, at.to(gl.float32))
+    if FAULT == "added outside":
+        gl.atomic_add(y_ptr + at * 2, at.to(gl.float32))
+    if FAULT == "stage out of range":
+        two = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(two.index(gl.num_programs(0) + 1), count=1)
+    if FAULT == "nobody arrives":
+        mbarrier.wait(bar, 0)
+    if FAULT == "everybody waits":
+        gl.warp_specialize([(wait_twice, (bar,)), (wait_twice, (bar,))], [1], [24])
+    if FAULT == "endless":
+        while gl.atomic_add(y_ptr, 0.0) < 1.0:
+            gl.store(y_ptr + 1, 0.0)
+    if FAULT == "two in one turn":
+        gl.warp_specialize([(meet_twice, (bar,)), (idle, (bar,))], [1], [24])
+    if FAULT == "unknown assembly":
+        gl.inline_asm_elementwise("ex2 $0, $1;", "=r,r", [at], gl.int32, is_pure=True, pack=1)
+    if FAULT == "assertion":
+        gl.device_assert(at < 63, "too far")
