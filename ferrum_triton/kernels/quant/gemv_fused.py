@@ -21,15 +21,15 @@ from ferrum_triton.kernels.quant.activations import Tokens
 from ferrum_triton.kernels.quant.gemv_plan import Squares, closing, opened_arguments, plan_of
 from ferrum_triton.kernels.quant.gemv_repacked import first_row, one_block, row_sums
 from ferrum_triton.kernels.quant.matrices import launch_matrices, part_of_grid
-from ferrum_triton.kernels.quant.mma import mma_products, order_of
 from ferrum_triton.kernels.quant.planes import Matrix, layout_of
 from ferrum_triton.kernels.quant.products import (
     FEW,
+    TILED,
     gemm_quant,
     gemv_heuristic,
-    mma_config,
-    pick_fused,
+    pick,
     product,
+    tiled_products,
 )
 from ferrum_triton.kernels.quant.small_m import ORDER, small_m_product, takes_small_m
 from ferrum_triton.kernels.quant.thread_products import Activations
@@ -234,7 +234,11 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
     """
     a, counts = tokens.like, [planes.shape[0] for planes, _ in parts]
     if takes_small_m(a, min(count for count in counts if count)):
-        config = pick_fused(a, parts[0][1], sum(counts))
+        config = pick(a, parts[0][1], sum(counts))
+        if config["path"] == "packed" and len({kind for _, kind in parts}) == 1:
+            matrices = [planes for planes, _ in parts]
+            tiled_products(out, tokens, matrices, parts[0][1], config)
+            return True
         small_m_product(tokens.arranged(ORDER), parts, config.get("warps", 2), out)
         return True
     if a.shape[0] <= FEW:
@@ -242,24 +246,20 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
         if len(parts) == 1:
             product(a, *parts[0], out=out, opened=opened)
             return True
-        config = _plain(pick_fused(a, parts[0][1], sum(counts)), a, parts, sum(counts))
+        config = _plain(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts))
         _launch_several(a, parts, config, out, opened)
         return True
     kinds = {kind for _, kind in parts}
     rows = [sum(counts)] * len(parts) if len(kinds) == 1 else counts
-    configs = [pick_fused(a, kind, max(n, 1)) for (_, kind), n in zip(parts, rows, strict=True)]
-    if any(config["path"] != "mma" for config in configs):
+    configs = [pick(a, kind, max(n, 1)) for (_, kind), n in zip(parts, rows, strict=True)]
+    if any(config["path"] not in TILED for config in configs):
         return False
-    tiles = [mma_config(config) for config in configs]
     if len(kinds) == 1:
-        kind, tile, matrices = parts[0][1], tiles[0], [planes for planes, _ in parts]
-        arranged = tokens.arranged(order_of(kind, tile))
-        mma_products(out, arranged, matrices, kind, tile, a.shape[1])
+        tiled_products(out, tokens, [planes for planes, _ in parts], parts[0][1], configs[0])
         return True
-    for (planes, kind), tile, y in zip(parts, tiles, out.split(counts, dim=1), strict=True):
+    for (planes, kind), config, y in zip(parts, configs, out.split(counts, dim=1), strict=True):
         if y.numel():
-            arranged = tokens.arranged(order_of(kind, tile))
-            mma_products(y, arranged, [planes], kind, tile, a.shape[1])
+            tiled_products(y, tokens, [planes], kind, config)
     return True
 
 
@@ -269,8 +269,9 @@ def _gate_up(
     """Try y = act(a · Gᵀ) · (a · Uᵀ) in one launch; False if it cannot be."""
     a, ((gate, kind), (up, up_kind)) = tokens.like, parts
     num_rows = 2 * gate.shape[0]
-    config = pick_fused(a, kind, num_rows)
-    if takes_small_m(a, num_rows):
+    config = pick(a, kind, num_rows)
+    is_tiled = config["path"] in TILED and kind == up_kind
+    if takes_small_m(a, num_rows) and not is_tiled:
         arranged, warps = tokens.arranged(ORDER), config.get("warps", 2)
         small_m_product(arranged, parts, warps, out, activation=activation)
         return True
@@ -280,12 +281,9 @@ def _gate_up(
         config = {**config, "rows": max(config["rows"] // 2, 1)}
         _launch_several(a, parts, config, out, opened, activation)
         return True
-    if config["path"] != "mma" or kind != up_kind:
-        return False
-    tile = mma_config(config)
-    arranged = tokens.arranged(order_of(kind, tile))
-    mma_products(out, arranged, [gate, up], kind, tile, a.shape[1], activation=activation)
-    return True
+    if is_tiled:
+        tiled_products(out, tokens, [gate, up], kind, config, activation=activation)
+    return is_tiled
 
 
 def _plain(config: Config, a: Tensor, parts: Sequence[tuple[Tensor, str]], num_rows: int) -> Config:

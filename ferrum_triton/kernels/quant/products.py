@@ -11,10 +11,12 @@ Blocks as a file has them go to ``gemv`` and ``gemm``. By planes:
   activations, which are never rounded, go there from nine on.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ferrum_triton.kernels.gpu import Gpu, gpu_of
+from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.hopper import packed_config
 from ferrum_triton.kernels.hopper.packed_config import (
     PackedConfig,
@@ -22,7 +24,7 @@ from ferrum_triton.kernels.hopper.packed_config import (
     packed_fits,
 )
 from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_two
-from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.activations import Tokens, arrange
 from ferrum_triton.kernels.quant.gemm import gemm_blocks
 from ferrum_triton.kernels.quant.gemv import gemv_blocks
 from ferrum_triton.kernels.quant.gemv_plan import Squares, persistent_threads
@@ -54,6 +56,8 @@ from ferrum_triton.quant.planes import PLANE_FORMATS
 
 # Tokens up to which gemv is the way, and from which on W is decoded for cuBLAS.
 FEW, MANY = 2, 512
+# Paths whose tiles of W tensor cores fill.
+TILED = ("mma", "packed")
 # Weights from which on two tokens become integers in a launch of their own, but of tall matrices:
 # 5120x25600 by two tokens of Q4_K takes 26.6 us so and 28.7 otherwise, 25600x5120 24.9 and 23.9
 # (`bench.run gemv_quant --case q4_K`, on an H200).
@@ -366,13 +370,32 @@ def pick(a: Tensor, kind: str, num_rows: int) -> Config:
     return products.pick(a.device, name, bucket_of(num_tokens), num_tokens, num_rows, groups)
 
 
-def pick_fused(a: Tensor, kind: str, num_rows: int) -> Config:
-    """The launch of a product with several matrices, which the kernel in Gluon does not take."""
-    config, (num_tokens, num_weights) = pick(a, kind, num_rows), a.shape
-    if config["path"] != "packed":
-        return config
-    shape = file_kind(kind), bucket_of(num_tokens), num_tokens, num_rows, num_weights // 32
-    return heuristic(gpu_of(a.device), *shape)
+def tiled_products(
+    y: Tensor,
+    tokens: Tokens,
+    matrices: Sequence[Tensor],
+    kind: str,
+    config: Config,
+    *,
+    activation: str = "",
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """A launch of path ``"mma"`` or ``"packed"``; see :func:`~.mma.mma_products`."""
+    k = tokens.like.shape[1]
+    if config["path"] == "mma":
+        tile = mma_config(config)
+        x = tokens.arranged(order_of(kind, tile))
+        return mma_products(
+            y, x, matrices, kind, tile, k, activation=activation, bias=bias, residual=residual
+        )
+    # Gluon moves between versions of Triton: it is imported where it may be used.
+    from ferrum_triton.kernels.hopper.packed_products import packed_products
+
+    tile, x = packed_tile(config), tokens.arranged(packed_config.ORDER)
+    return packed_products(
+        y, x, matrices, kind, tile, k, activation=activation, bias=bias, residual=residual
+    )
 
 
 def product(
@@ -405,15 +428,7 @@ def product(
         sums = torch.empty(y.shape, dtype=torch.float32, device=a.device)
         product_by_torch(a, planes, kind, out=sums)
         return add_partials(y, sums[None], bias, residual)
-    if config["path"] == "packed":
-        # Gluon moves between versions of Triton: it is imported where it may be used.
-        from ferrum_triton.kernels.hopper.packed_products import packed_products
-
-        tile, x = packed_tile(config), arrange(a, *packed_config.ORDER)
-        return packed_products(y, x, [planes], kind, tile, a.shape[1], bias=bias, residual=residual)
-    tile = mma_config(config)
-    arranged = arrange(a, *order_of(kind, tile))
-    return mma_products(y, arranged, [planes], kind, tile, a.shape[1], bias=bias, residual=residual)
+    return tiled_products(y, Tokens(a), [planes], kind, config, bias=bias, residual=residual)
 
 
 @ops.gemv_quant.impl("triton")
