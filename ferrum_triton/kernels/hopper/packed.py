@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ferrum_triton.kernels.gluon import gluon_kernel
-from ferrum_triton.kernels.hopper import packed_config
 from ferrum_triton.kernels.hopper.packed_fetch import (
     fetch_tokens,
     fetch_weights,
@@ -34,7 +33,6 @@ from ferrum_triton.kernels.hopper.packed_fetch import (
 from ferrum_triton.kernels.hopper.packed_weights import (
     Planes,
     fragment,
-    held,
     load_block,
     unpacked,
 )
@@ -46,8 +44,6 @@ from ferrum_triton.kernels.hopper.packed_work import (
     summed,
 )
 from ferrum_triton.kernels.hopper.rings import Ring, make_barriers, release, wait_full
-
-TURNS, HELD = gl.constexpr(packed_config.TURNS), gl.constexpr(packed_config.HELD)
 
 
 class Output(NamedTuple):
@@ -80,73 +76,90 @@ def operand(tokens):
 
 
 @gluon.jit
-def multiply(acc, step, x, stage, J: gl.constexpr, TILE: gl.constexpr):
-    """Start a step's product; it and its first operand, which must be left alone until it is."""
+def steps_of(block, FIRST: gl.constexpr, TILE: gl.constexpr):
+    """The steps of a block from one on that are multiplied in a row."""
+    SPAN: gl.constexpr = TILE.span
+    steps = ()
+    for j in gl.static_range(SPAN):
+        steps += (unpacked(block, FIRST + j, TILE),)
+    return steps
+
+
+@gluon.jit
+def fragments(steps, TILE: gl.constexpr):
+    """First operands of products."""
     LAYOUT: gl.constexpr = operand(TILE.tokens)
-    a = fragment(step, TILE, LAYOUT)
-    tokens = x.buffers.index(stage * TILE.x_steps + J % TILE.x_steps).permute((1, 0))
-    return warpgroup_mma(a, tokens, acc, is_async=True), a
+    SPAN: gl.constexpr = TILE.span
+    a = ()
+    for j in gl.static_range(SPAN):
+        a += (fragment(steps[j], TILE, LAYOUT),)
+    return a
+
+
+@gluon.jit
+def multiply(acc, a, x, stage, TILE: gl.constexpr):
+    """Start the products of a row of steps; ``a`` must be left alone until they are done."""
+    SPAN: gl.constexpr = TILE.span
+    for j in gl.static_range(SPAN):
+        tokens = x.buffers.index(stage * SPAN + j).permute((1, 0))
+        acc = warpgroup_mma(a[j], tokens, acc, is_async=True)
+    return acc
 
 
 @gluon.jit
 def add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """acc plus so many blocks' products, a step after the other.
+    """acc plus so many blocks' products, a row of steps after the other.
 
     Args:
         w, x: the rings.
         at, x_at: their steps.
     """
-    x_stage = 0
+    SPAN: gl.constexpr = TILE.span
     for _ in range(blocks):
         block = load_block(w.buffers, wait_full(w, at, TILE.stages), WARPGROUP, TILE)
         release(w, at, TILE.stages)
         at += 1
-        for j in gl.static_range(4):
-            step = unpacked(block, j, TILE)
-            if j % TILE.x_steps == 0:
-                x_stage = wait_full(x, x_at, TILE.x_stages)
-            acc, a = multiply(acc, step, x, x_stage, j, TILE)
-            acc, _ = warpgroup_mma_wait(0, deps=(acc, a))
-            if (j + 1) % TILE.x_steps == 0:
-                release(x, x_at, TILE.x_stages)
-                x_at += 1
+        for first in gl.static_range(0, 4, SPAN):
+            a = fragments(steps_of(block, first, TILE), TILE)
+            acc = multiply(acc, a, x, wait_full(x, x_at, TILE.x_stages), TILE)
+            done = warpgroup_mma_wait(0, deps=(acc,) + a)
+            acc = done[0]
+            release(x, x_at, TILE.x_stages)
+            x_at += 1
     return acc, at, x_at
 
 
 @gluon.jit
-def add_overlapped(acc, out, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """acc plus so many blocks' products, each step unpacked beside the product before it.
+def add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+    """acc plus so many blocks' products, the next steps unpacked beside those of a row.
 
-    The wait for the next step's activations stands before that for the product, though it is for
-    the next product only: ptxas moves a wait for products up past what does not touch them, but not
-    past another wait.
+    Codes that a loop carries are there before its end: the assembler would move what is used within
+    it behind the wait for the products, so that a row of a whole block gains most. The wait for the
+    next steps' activations stands before that for the products for another reason: it holds that
+    one, which touches no register that anything before it does, in its place.
     """
+    SPAN: gl.constexpr = TILE.span
     block = load_block(w.buffers, wait_full(w, at, TILE.stages), WARPGROUP, TILE)
-    step = unpacked(block, 0, TILE)
-    x_stage = wait_full(x, x_at, TILE.x_stages)
+    steps = steps_of(block, 0, TILE)
+    stage = wait_full(x, x_at, TILE.x_stages)
     for k in range(blocks):
-        for j in gl.static_range(4):
-            acc, a = multiply(acc, step, x, x_stage, j, TILE)
-            # After the last step this reads what is at hand once more, and nobody uses it.
+        for first in gl.static_range(0, 4, SPAN):
+            a = fragments(steps, TILE)
+            acc = multiply(acc, a, x, stage, TILE)
             more = 1
-            if j == 3:
-                more = (k + 1 < blocks).to(gl.int32)
-                stage = wait_full(w, at + more, TILE.stages)
-                block = load_block(w.buffers, stage, WARPGROUP, TILE)
-                step = unpacked(block, 0, TILE)
+            if first + SPAN < 4:
+                steps = steps_of(block, first + SPAN, TILE)
             else:
-                step = unpacked(block, j + 1, TILE)
-            if TILE.order == HELD:
-                step = held(step, (out.num_tokens < 0).to(gl.int32), out.factor)
-            x_next = x_at
-            if (j + 1) % TILE.x_steps == 0:
-                x_next += more
-            next_stage = wait_full(x, x_next, TILE.x_stages)
-            acc, _ = warpgroup_mma_wait(0, deps=(acc, a))
-            if (j + 1) % TILE.x_steps == 0:
-                release(x, x_at, TILE.x_stages)
-                x_at += 1
-            x_stage = next_stage
+                # After the last step this reads what is at hand once more, and nobody uses it.
+                more = (k + 1 < blocks).to(gl.int32)
+                next_block = wait_full(w, at + more, TILE.stages)
+                block = load_block(w.buffers, next_block, WARPGROUP, TILE)
+                steps = steps_of(block, 0, TILE)
+            stage = wait_full(x, x_at + more, TILE.x_stages)
+            done = warpgroup_mma_wait(0, deps=(acc,) + a)
+            acc = done[0]
+            release(x, x_at, TILE.x_stages)
+            x_at += 1
         release(w, at, TILE.stages)
         at += 1
     return acc, at, x_at
@@ -219,10 +232,10 @@ def multiply_tiles(
         part = segment(share, i, sizes)
         acc = gl.zeros([64, TOKENS], gl.float32, LAYOUT)
         blocks = part.end - part.begin
-        if TILE.order == TURNS:
-            acc, at, x_at = add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP, TILE)
+        if TILE.overlapped:
+            acc, at, x_at = add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP, TILE)
         else:
-            acc, at, x_at = add_overlapped(acc, out, w, x, at, x_at, blocks, WARPGROUP, TILE)
+            acc, at, x_at = add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP, TILE)
         finish(acc, out, part, sizes, WARPGROUP, TILE, PDL)
 
 
@@ -288,7 +301,7 @@ def packed_kernel(
     )
     w = Ring(buffers, make_barriers(TILE.stages, 1), make_barriers(TILE.stages, NUMBER))
     x = Ring(
-        buffers_of(x_desc, TILE.x_stages * TILE.x_steps),
+        buffers_of(x_desc, TILE.x_stages * TILE.span),
         make_barriers(TILE.x_stages, 1),
         make_barriers(TILE.x_stages, NUMBER),
     )

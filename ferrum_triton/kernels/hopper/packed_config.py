@@ -18,11 +18,6 @@ BLOCK, STEP, ROWS = 256, 64, 64
 # What activations are arranged in: of each block the steps, of 16 weights of each of four threads.
 ORDER = Order(words=BLOCK // 8, halves=BLOCK // STEP)
 
-# A step is unpacked, multiplied and waited for, while other warpgroups do so too. Or it is unpacked
-# while the one before it is multiplied: as the assembler orders that, or held there.
-TURNS, OVERLAPPED, HELD = "turns", "overlapped", "held"
-ORDERS = (TURNS, OVERLAPPED, HELD)
-
 
 class PackedConfig(NamedTuple):
     """How a product is launched.
@@ -30,31 +25,41 @@ class PackedConfig(NamedTuple):
     Attributes:
         tokens: tokens in a tile.
         warpgroups: warpgroups that multiply, of 64 rows of W each.
-        order: of ORDERS, when a step is unpacked.
+        span: steps of 64 of K that are multiplied in a row, before a wait for them: 1, 2 or 4.
+        overlapped: steps are unpacked while those before them are multiplied, or else in turns with
+            other warpgroups, which takes fewer registers.
         streamed: programs share tiles' K, so that all have as much to do.
         ctas_per_sm: programs for each SM.
         stages: blocks of 256 weights in the ring of weights.
-        x_stages: stages in the ring of activations.
-        x_steps: steps of 64 of K in one of them.
+        x_stages: stages in the ring of activations, a span each.
     """
 
     tokens: int
     warpgroups: int = 2
-    order: str = TURNS
+    span: int = 1
+    overlapped: bool = False
     streamed: bool = True
     ctas_per_sm: int = 1
     stages: int = 4
     x_stages: int = 4
-    x_steps: int = 1
 
 
 # Registers of a thread that multiplies, and of all of a program's on average, which is what the
 # compiler is told: of so many warpgroups that multiply, and programs for an SM.
 REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (1, 1): (240, 128), (1, 2): (240, 128)}
 
-# Of a stage of activations and of the ring of them, in steps, by a tile's tokens.
-_RINGS = {8: (4, 16), 16: (4, 12), 32: (4, 8), 64: (2, 8), 128: (1, 6), 256: (1, 4)}
+# Steps in the ring of activations, by a tile's tokens.
+_STEPS = {8: 16, 16: 12, 32: 8, 64: 8, 128: 6, 256: 4}
 MOST_STAGES = 8
+# How tiles of so many tokens are tried: span, overlapped, programs for an SM.
+_TRIED = {
+    8: [(2, False, 2), (4, False, 2), (4, True, 1)],
+    16: [(1, False, 2), (2, False, 2), (4, False, 2), (2, True, 2), (4, True, 1)],
+    32: [(1, False, 2), (2, False, 2), (4, False, 2), (2, True, 2), (4, True, 1)],
+    64: [(1, False, 2), (2, False, 2), (2, False, 1), (2, True, 1), (4, True, 1)],
+    128: [(1, False, 1), (2, False, 1), (1, True, 1), (2, True, 1)],
+    256: [(1, False, 1), (1, True, 1)],
+}
 
 
 def is_served(fmt: BlockFormat) -> bool:
@@ -72,7 +77,7 @@ def block_bytes(fmt: BlockFormat) -> int:
 def shared_bytes(config: PackedConfig, fmt: BlockFormat) -> int:
     """Shared memory of a program: its rings, and what turns a tile round to be stored."""
     weights = config.stages * config.warpgroups * block_bytes(fmt)
-    tokens = config.x_stages * config.x_steps * config.tokens * STEP * 2
+    tokens = config.x_stages * config.span * config.tokens * STEP * 2
     turned = config.warpgroups * min(ROWS * config.tokens * 4, 1 << 14)
     barriers = 16 * (config.stages + config.x_stages) + 128
     return weights + tokens + turned + barriers
@@ -86,8 +91,8 @@ def most_shared(gpu: Gpu, ctas_per_sm: int) -> int:
 
 def with_rings(gpu: Gpu, config: PackedConfig, fmt: BlockFormat) -> PackedConfig:
     """``config`` with as many stages of weights as there is room for beside the tokens'."""
-    x_steps, steps = _RINGS[config.tokens]
-    config = config._replace(x_steps=x_steps, x_stages=max(steps // x_steps, 2), stages=0)
+    x_stages = max(_STEPS[config.tokens] // config.span, 2)
+    config = config._replace(x_stages=x_stages, stages=0)
     room = most_shared(gpu, config.ctas_per_sm) - shared_bytes(config, fmt)
     stages = room // (config.warpgroups * block_bytes(fmt) + 16)
     return config._replace(stages=min(stages, MOST_STAGES))
@@ -104,11 +109,10 @@ def packed_candidates(
     tiles = [128, 256] if num_tokens > 128 else [fewest]
     found = []
     for tokens in tiles:
-        for ctas in (1, 2) if tokens == 64 else (2,) if tokens < 64 else (1,):
-            for order in ORDERS:
-                for streamed in (True, False):
-                    config = PackedConfig(tokens, 2, order, streamed, ctas)
-                    found.append(with_rings(gpu, config, fmt))
+        for span, overlapped, ctas_per_sm in _TRIED[tokens]:
+            for streamed in (True, False):
+                config = PackedConfig(tokens, 2, span, overlapped, streamed, ctas_per_sm)
+                found.append(with_rings(gpu, config, fmt))
     shape = kind, num_tokens, num_rows, num_weights
     return [config for config in found if not packed_fits(gpu, config, *shape)]
 

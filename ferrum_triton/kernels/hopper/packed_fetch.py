@@ -101,17 +101,17 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
 def fetch_tokens(x_desc, ring, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for activations."""
     share = share_of_program(sizes, TILE.streamed)
-    STEPS: gl.constexpr = TILE.x_steps
-    BYTES: gl.constexpr = TILE.x_steps * x_desc.block_type.nbytes
+    SPAN: gl.constexpr = TILE.span
+    BYTES: gl.constexpr = TILE.span * x_desc.block_type.nbytes
     wait_for_launch_before(PDL)
     let_next_launch_begin(PDL)
     step = 0
     for i in range(share.count):
         part = segment(share, i, sizes)
         token = part.tile % sizes.tiles_m * TILE.tokens
-        for k in range(part.begin * 4 // STEPS, part.end * 4 // STEPS):
+        for k in range(part.begin * 4 // SPAN, part.end * 4 // SPAN):
             stage, full = acquire(ring, step, BYTES, TILE.x_stages)
-            for j in gl.static_range(STEPS):
-                to = ring.buffers.index(stage * STEPS + j)
-                tma.async_copy_global_to_shared(x_desc, [token, (k * STEPS + j) * 64], full, to)
+            for j in gl.static_range(SPAN):
+                to = ring.buffers.index(stage * SPAN + j)
+                tma.async_copy_global_to_shared(x_desc, [token, (k * SPAN + j) * 64], full, to)
             step += 1

@@ -38,11 +38,11 @@ class Tile:
         activation: y = activation(gate) * up, "silu" or "gelu_tanh"; or "".
         tokens: tokens of a tile.
         warpgroups: warpgroups that multiply, of 64 rows of W each.
-        order: when a step is unpacked, see PackedConfig.
+        span: steps of 64 of K that are multiplied in a row, and a stage of activations.
+        overlapped: steps are unpacked while those before them are multiplied.
         streamed: programs share tiles' K.
         stages: blocks of 256 weights in the ring of weights.
         x_stages: stages in the ring of activations.
-        x_steps: steps of 64 of K in one of them.
         block_bytes: bytes of a stage of weights.
         registers: of a thread that multiplies.
     """
@@ -52,11 +52,11 @@ class Tile:
     activation: str
     tokens: int
     warpgroups: int
-    order: str
+    span: int
+    overlapped: bool
     streamed: bool
     stages: int
     x_stages: int
-    x_steps: int
     block_bytes: int
     registers: int
 
@@ -64,8 +64,8 @@ class Tile:
 @lru_cache(maxsize=1024)
 def _tile_of(fmt: BlockFormat, config: PackedConfig, activation: str) -> Tile:
     registers, _ = REGISTERS[config.warpgroups, config.ctas_per_sm]
-    shape = config.tokens, config.warpgroups, config.order, config.streamed
-    rings = config.stages, config.x_stages, config.x_steps
+    shape = config.tokens, config.warpgroups, config.span, config.overlapped, config.streamed
+    rings = config.stages, config.x_stages
     num_bytes = config.warpgroups * block_bytes(fmt)
     return Tile(fmt, unpacking_of(fmt), activation, *shape, *rings, num_bytes, registers)
 

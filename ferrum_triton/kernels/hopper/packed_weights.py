@@ -251,29 +251,6 @@ def unpacked(block, J: gl.constexpr, TILE: gl.constexpr):
     return Step(pairs, scale, low)
 
 
-# $0 .. $7 as they are, though the assembler cannot know: if $16 held, memory at $17 would give them.
-_HELD = gl.constexpr(
-    "{\n.reg .pred p;\nsetp.ne.b32 p, $16, 0;\n"
-    "@p ld.volatile.global.v4.b32 {$0, $1, $2, $3}, [$17];\n"
-    "@p ld.volatile.global.v4.b32 {$4, $5, $6, $7}, [$17];\n}"
-)
-_HELD_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + [str(i) for i in range(8)] + ["r", "l"]))
-
-
-@gluon.jit
-def held(step, never, ptr):
-    """A step whose pairs are computed here and not, by the assembler, where they are used.
-
-    It would move them behind the wait for the product that they are to be computed beside.
-    """
-    args = step.pairs
-    args += (never, ptr.to(gl.int64))
-    pairs = gl.inline_asm_elementwise(
-        _HELD, _HELD_CONSTRAINTS, args, dtype=EIGHT, is_pure=False, pack=1
-    )
-    return Step(pairs, step.scale, step.low)
-
-
 @gluon.jit
 def halves(word):
     """The two float16 of each word, as a last dimension of two."""
@@ -286,17 +263,17 @@ def halves(word):
 def fragment(step, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """The weights of a step, rounded once: float16 [64, 64], a first operand of products."""
     FORMAT: gl.constexpr = TILE.format
-    args = step.pairs
-    args += (step.scale,)
+    args, scale, low = step
+    args += (scale,)
     if FORMAT.has_minimum:
         ASM: gl.constexpr = LESS if FORMAT.has_zero else PLUS
-        args += (step.low,)
+        args += (low,)
         p = gl.inline_asm_elementwise(
-            ASM, PLUS_CONSTRAINTS, args, dtype=EIGHT, is_pure=True, pack=1
+            ASM, PLUS_CONSTRAINTS, args, dtype=EIGHT, is_pure=False, pack=1
         )
     else:
         p = gl.inline_asm_elementwise(
-            TIMES, TIMES_CONSTRAINTS, args, dtype=EIGHT, is_pure=True, pack=1
+            TIMES, TIMES_CONSTRAINTS, args, dtype=EIGHT, is_pure=False, pack=1
         )
     first = gl.join(
         gl.join(halves(p[0]), halves(p[1])),

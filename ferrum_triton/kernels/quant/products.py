@@ -339,10 +339,10 @@ PARAMETERS = {
     "use_tma": FLAG,
     "prefetch_distance": integer(0, 8),
     "warpgroups": one_of(1, 2),
-    "order": one_of(*packed_config.ORDERS),
     "streamed": FLAG,
     "x_stages": integer(2, 16),
-    "x_steps": one_of(1, 2, 4),
+    "span": one_of(1, 2, 4),
+    "overlapped": FLAG,
 }
 
 products = Tunable(
