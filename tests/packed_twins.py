@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ferrum_triton.kernels.hopper import packed, packed_weights
+from ferrum_triton.kernels.hopper import packed_weights
 from ferrum_triton.kernels.quant.fragments import LESS, PLUS, TIMES, unpacking_of
 from ferrum_triton.quant.formats import BlockFormat
 

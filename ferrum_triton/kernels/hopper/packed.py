@@ -1,17 +1,18 @@
 """Activations by weights in planes, unpacked in registers while tensor cores multiply.
 
-y[m, n] = Σₖ a[m, k] · W[n, k] + bias[n] + residual[m, n], for nine tokens and more. W is the tensor
-cores' first operand, from registers (:mod:`.packed_weights`), tokens the second, from shared memory.
+y[m, n] = Σₖ a[m, k] · W[n, k] + bias[n] + residual[m, n], for nine tokens and more; or gate and up
+with the activation between them, or Q, K and V side by side. W is the tensor cores' first operand,
+from registers (:mod:`.packed_weights`), tokens are the second, from shared memory.
 
-A program has one or two warpgroups that multiply, of 64 rows of W each, and two warps that ask for
-what they take: one for weights, one for activations, each a ring of stages ahead. Weights are asked
-for before the kernel that arranges the activations has ended (PDL). Tokens past the last one are
-zeros by the tensor map, and so are rows past W's last one.
+A program has two warpgroups that multiply, of 64 rows of W each, and two warps that ask for what
+they take, a ring of stages ahead (:mod:`.packed_fetch`). Which tiles it takes, and how sums are
+added up where several programs share a tile's K, is said in :mod:`.packed_work`.
 
-A step is 64 of K. Taken in turns, a warpgroup unpacks a step, multiplies it and waits, and another
-one's step fills the time: two programs of two warpgroups on an SM. Overlapped, it has the next
-step's codes ready before it waits for the product, and only scales them afterwards: a fragment
-that is written while a product is in flight would have the assembler wait for each product (C7513).
+A step is 64 of K, and several may be multiplied in a row. In turns, a warpgroup unpacks a row,
+multiplies it and waits, and other warpgroups fill the time: with few tokens, two programs on an SM.
+Overlapped, it has the next row's codes ready before it waits for the products, and only scales them
+afterwards: a fragment that is written while a product is in flight would have the assembler wait
+for each product (C7513). Unpacking takes four instructions for a pair of weights either way.
 """
 
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from ferrum_triton.kernels.hopper.packed_weights import (
     unpacked,
 )
 from ferrum_triton.kernels.hopper.packed_work import (
+    WARPGROUPS,
     Sizes,
     place_of,
     segment,
@@ -107,6 +109,15 @@ def multiply(acc, a, x, stage, TILE: gl.constexpr):
 
 
 @gluon.jit
+def wait_for_products(acc, a):
+    """Their sums, once all products are done."""
+    held = (acc,)
+    held += a
+    held = warpgroup_mma_wait(0, deps=held)
+    return held[0]
+
+
+@gluon.jit
 def add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
     """acc plus so many blocks' products, a row of steps after the other.
 
@@ -122,8 +133,7 @@ def add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.
         for first in gl.static_range(0, 4, SPAN):
             a = fragments(steps_of(block, first, TILE), TILE)
             acc = multiply(acc, a, x, wait_full(x, x_at, TILE.x_stages), TILE)
-            done = warpgroup_mma_wait(0, deps=(acc,) + a)
-            acc = done[0]
+            acc = wait_for_products(acc, a)
             release(x, x_at, TILE.x_stages)
             x_at += 1
     return acc, at, x_at
@@ -156,8 +166,7 @@ def add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: g
                 block = load_block(w.buffers, next_block, WARPGROUP, TILE)
                 steps = steps_of(block, 0, TILE)
             stage = wait_full(x, x_at + more, TILE.x_stages)
-            done = warpgroup_mma_wait(0, deps=(acc,) + a)
-            acc = done[0]
+            acc = wait_for_products(acc, a)
             release(x, x_at, TILE.x_stages)
             x_at += 1
         release(w, at, TILE.stages)
@@ -285,8 +294,7 @@ def packed_kernel(
     PDL: gl.constexpr,
 ):
     """y = factor · x · Wᵀ + bias + residual, or activation(gate) * up of two such products."""
-    NUMBER: gl.constexpr = TILE.warpgroups
-    TILES: gl.constexpr = TILE.stages * TILE.warpgroups * (2 if TILE.activation != "" else 1)
+    TILES: gl.constexpr = TILE.stages * WARPGROUPS * (2 if TILE.activation != "" else 1)
     first = Planes(q_desc, h_desc, s_desc, d_desc)
     second, third = None, None
     if second_q_desc is not None:
@@ -299,11 +307,11 @@ def packed_kernel(
         buffers_of(s_desc, TILES),
         buffers_of(d_desc, TILES),
     )
-    w = Ring(buffers, make_barriers(TILE.stages, 1), make_barriers(TILE.stages, NUMBER))
+    w = Ring(buffers, make_barriers(TILE.stages, 1), make_barriers(TILE.stages, WARPGROUPS))
     x = Ring(
         buffers_of(x_desc, TILE.x_stages * TILE.span),
         make_barriers(TILE.x_stages, 1),
-        make_barriers(TILE.x_stages, NUMBER),
+        make_barriers(TILE.x_stages, WARPGROUPS),
     )
     fence_async_shared()
     matrices = (first, second, third)
@@ -321,24 +329,13 @@ def packed_kernel(
         (num_rows, num_rows_second, num_rows_third),
     )
     # Arguments stand where they are passed: in a variable, constants would become numbers.
-    if NUMBER == 2:
-        gl.warp_specialize(
-            [
-                (multiply_tiles, (out, w, x, sizes, 0, TILE, PDL)),
-                (multiply_tiles, (out, w, x, sizes, 1, TILE, PDL)),
-                (fetch_weights, (matrices, w, out, sizes, TILE)),
-                (fetch_tokens, (x_desc, x, sizes, TILE, PDL)),
-            ],
-            [4, 1, 1],
-            [TILE.registers, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (multiply_tiles, (out, w, x, sizes, 0, TILE, PDL)),
-                (fetch_weights, (matrices, w, out, sizes, TILE)),
-                (fetch_tokens, (x_desc, x, sizes, TILE, PDL)),
-            ],
-            [1, 1],
-            [24, 24],
-        )
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (out, w, x, sizes, 0, TILE, PDL)),
+            (multiply_tiles, (out, w, x, sizes, 1, TILE, PDL)),
+            (fetch_weights, (matrices, w, out, sizes, TILE)),
+            (fetch_tokens, (x_desc, x, sizes, TILE, PDL)),
+        ],
+        [4, 1, 1],
+        [TILE.registers, 24, 24],
+    )

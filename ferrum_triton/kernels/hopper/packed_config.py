@@ -15,6 +15,9 @@ from ferrum_triton.quant.kinds import file_kind
 
 # Weights of a row that are a stage, those of them that are a step, and a warpgroup's rows of W.
 BLOCK, STEP, ROWS = 256, 64, 64
+# Warpgroups that multiply, and rows of W in a tile.
+WARPGROUPS = 2
+TILE_ROWS = WARPGROUPS * ROWS
 # What activations are arranged in: of each block the steps, of 16 weights of each of four threads.
 ORDER = Order(words=BLOCK // 8, halves=BLOCK // STEP)
 
@@ -24,7 +27,6 @@ class PackedConfig(NamedTuple):
 
     Attributes:
         tokens: tokens in a tile.
-        warpgroups: warpgroups that multiply, of 64 rows of W each.
         span: steps of 64 of K that are multiplied in a row, before a wait for them: 1, 2 or 4.
         overlapped: steps are unpacked while those before them are multiplied, or else in turns with
             other warpgroups, which takes fewer registers.
@@ -35,7 +37,6 @@ class PackedConfig(NamedTuple):
     """
 
     tokens: int
-    warpgroups: int = 2
     span: int = 1
     overlapped: bool = False
     streamed: bool = True
@@ -45,19 +46,19 @@ class PackedConfig(NamedTuple):
 
 
 # Registers of a thread that multiplies, and of all of a program's on average, which is what the
-# compiler is told: of so many warpgroups that multiply, and programs for an SM.
-REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (1, 1): (240, 128), (1, 2): (240, 128)}
+# compiler is told: by programs for an SM.
+REGISTERS = {1: (240, 168), 2: (104, 80)}
 
 # Steps in the ring of activations, by a tile's tokens.
 _STEPS = {8: 16, 16: 12, 32: 8, 64: 8, 128: 6, 256: 4}
 MOST_STAGES = 8
-# How tiles of so many tokens are tried: span, overlapped, programs for an SM.
+# How tiles of so many tokens are tried: span, overlapped, programs for an SM. Others would spill.
 _TRIED = {
-    8: [(2, False, 2), (4, False, 2), (4, True, 1)],
-    16: [(1, False, 2), (2, False, 2), (4, False, 2), (2, True, 2), (4, True, 1)],
-    32: [(1, False, 2), (2, False, 2), (4, False, 2), (2, True, 2), (4, True, 1)],
-    64: [(1, False, 2), (2, False, 2), (2, False, 1), (2, True, 1), (4, True, 1)],
-    128: [(1, False, 1), (2, False, 1), (1, True, 1), (2, True, 1)],
+    8: [(2, False, 2), (4, True, 1)],
+    16: [(1, False, 2), (2, False, 2), (4, True, 1)],
+    32: [(1, False, 2), (2, False, 2), (4, True, 1)],
+    64: [(2, False, 1), (2, True, 1), (4, True, 1)],
+    128: [(1, False, 1), (2, False, 1), (2, True, 1)],
     256: [(1, False, 1), (1, True, 1)],
 }
 
@@ -76,9 +77,9 @@ def block_bytes(fmt: BlockFormat) -> int:
 
 def shared_bytes(config: PackedConfig, fmt: BlockFormat) -> int:
     """Shared memory of a program: its rings, and what turns a tile round to be stored."""
-    weights = config.stages * config.warpgroups * block_bytes(fmt)
+    weights = config.stages * WARPGROUPS * block_bytes(fmt)
     tokens = config.x_stages * config.span * config.tokens * STEP * 2
-    turned = config.warpgroups * min(ROWS * config.tokens * 4, 1 << 14)
+    turned = WARPGROUPS * min(ROWS * config.tokens * 4, 1 << 14)
     barriers = 16 * (config.stages + config.x_stages) + 128
     return weights + tokens + turned + barriers
 
@@ -94,7 +95,7 @@ def with_rings(gpu: Gpu, config: PackedConfig, fmt: BlockFormat) -> PackedConfig
     x_stages = max(_STEPS[config.tokens] // config.span, 2)
     config = config._replace(x_stages=x_stages, stages=0)
     room = most_shared(gpu, config.ctas_per_sm) - shared_bytes(config, fmt)
-    stages = room // (config.warpgroups * block_bytes(fmt) + 16)
+    stages = room // (WARPGROUPS * block_bytes(fmt) + 16)
     return config._replace(stages=min(stages, MOST_STAGES))
 
 
@@ -106,12 +107,12 @@ def packed_candidates(
     if not is_served(fmt):
         return []
     fewest = min(max(next_power_of_2(num_tokens), 8), 256)
-    tiles = [128, 256] if num_tokens > 128 else [fewest]
+    tiles = (128, 256) if num_tokens > 128 else (fewest,)
     found = []
     for tokens in tiles:
         for span, overlapped, ctas_per_sm in _TRIED[tokens]:
             for streamed in (True, False):
-                config = PackedConfig(tokens, 2, span, overlapped, streamed, ctas_per_sm)
+                config = PackedConfig(tokens, span, overlapped, streamed, ctas_per_sm)
                 found.append(with_rings(gpu, config, fmt))
     shape = kind, num_tokens, num_rows, num_weights
     return [config for config in found if not packed_fits(gpu, config, *shape)]
@@ -126,7 +127,7 @@ def packed_fits(
     fmt = FORMATS[file_kind(kind)]
     if not is_served(fmt):
         return f"{kind} is not unpacked for Hopper's products"
-    tiles = cdiv(num_rows, ROWS * config.warpgroups) * cdiv(num_tokens, config.tokens)
+    tiles = cdiv(num_rows, TILE_ROWS) * cdiv(num_tokens, config.tokens)
     if config.streamed and tiles > TICKETS.value:
         return f"{tiles} tiles are more than there are tickets for, {TICKETS.value}"
     if config.stages < 2:

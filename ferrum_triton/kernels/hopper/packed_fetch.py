@@ -9,7 +9,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ferrum_triton.kernels.hopper.packed_weights import columns_of
-from ferrum_triton.kernels.hopper.packed_work import place_of, segment, share_of_program
+from ferrum_triton.kernels.hopper.packed_work import (
+    WARPGROUPS,
+    place_of,
+    segment,
+    share_of_program,
+)
 from ferrum_triton.kernels.hopper.rings import acquire
 
 
@@ -39,8 +44,7 @@ def copy_rows(desc, row, column, full, buffers, first, APART: gl.constexpr, TILE
     """
     if desc is not None:
         ROWS: gl.constexpr = desc.block_type.shape[0]
-        NUMBER: gl.constexpr = TILE.warpgroups
-        for w in gl.static_range(NUMBER):
+        for w in gl.static_range(WARPGROUPS):
             to = buffers.index(first + w * APART)
             tma.async_copy_global_to_shared(desc, [row + w * ROWS, column], full, to)
 
@@ -70,7 +74,6 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
     """The warp that asks for weights."""
     share = share_of_program(sizes, TILE.streamed)
     GATED: gl.constexpr = TILE.activation != ""
-    NUMBER: gl.constexpr = TILE.warpgroups
     BYTES: gl.constexpr = TILE.block_bytes
     SECOND: gl.constexpr = matrices[1] is not None
     THIRD: gl.constexpr = matrices[2] is not None
@@ -83,17 +86,17 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
         for k in range(part.begin, part.end):
             stage, full = acquire(ring, step, BYTES, TILE.stages)
             if GATED:
-                first = stage * (2 * NUMBER)
+                first = stage * (2 * WARPGROUPS)
                 copy_block(matrices[0], row, k, full, to, first, 2, TILE)
                 copy_block(matrices[1], row, k, full, to, first + 1, 2, TILE)
             elif not SECOND:
-                copy_block(matrices[0], row, k, full, to, stage * NUMBER, 1, TILE)
+                copy_block(matrices[0], row, k, full, to, stage * WARPGROUPS, 1, TILE)
             elif place.matrix == 0:
-                copy_block(matrices[0], row, k, full, to, stage * NUMBER, 1, TILE)
+                copy_block(matrices[0], row, k, full, to, stage * WARPGROUPS, 1, TILE)
             elif (not THIRD) or place.matrix == 1:
-                copy_block(matrices[1], row, k, full, to, stage * NUMBER, 1, TILE)
+                copy_block(matrices[1], row, k, full, to, stage * WARPGROUPS, 1, TILE)
             else:
-                copy_block(matrices[2], row, k, full, to, stage * NUMBER, 1, TILE)
+                copy_block(matrices[2], row, k, full, to, stage * WARPGROUPS, 1, TILE)
             step += 1
 
 

@@ -15,6 +15,7 @@ from ferrum_triton.kernels.hopper.packed_config import (
     REGISTERS,
     ROWS,
     STEP,
+    WARPGROUPS,
     PackedConfig,
     block_bytes,
 )
@@ -37,7 +38,6 @@ class Tile:
         asm: PTX that unpacks two words of their codes.
         activation: y = activation(gate) * up, "silu" or "gelu_tanh"; or "".
         tokens: tokens of a tile.
-        warpgroups: warpgroups that multiply, of 64 rows of W each.
         span: steps of 64 of K that are multiplied in a row, and a stage of activations.
         overlapped: steps are unpacked while those before them are multiplied.
         streamed: programs share tiles' K.
@@ -51,7 +51,6 @@ class Tile:
     asm: str
     activation: str
     tokens: int
-    warpgroups: int
     span: int
     overlapped: bool
     streamed: bool
@@ -63,10 +62,10 @@ class Tile:
 
 @lru_cache(maxsize=1024)
 def _tile_of(fmt: BlockFormat, config: PackedConfig, activation: str) -> Tile:
-    registers, _ = REGISTERS[config.warpgroups, config.ctas_per_sm]
-    shape = config.tokens, config.warpgroups, config.span, config.overlapped, config.streamed
+    registers, _ = REGISTERS[config.ctas_per_sm]
+    shape = config.tokens, config.span, config.overlapped, config.streamed
     rings = config.stages, config.x_stages
-    num_bytes = config.warpgroups * block_bytes(fmt)
+    num_bytes = WARPGROUPS * block_bytes(fmt)
     return Tile(fmt, unpacking_of(fmt), activation, *shape, *rings, num_bytes, registers)
 
 
@@ -131,15 +130,15 @@ def packed_products(
     matrices = [w for w in matrices if len(w)]
     counted = matrices[:1] if activation else matrices
     tiles_m, blocks = cdiv(num_tokens, config.tokens), cdiv(k, BLOCK)
-    tiles = tiles_m * sum(cdiv(len(w), rows * config.warpgroups) for w in counted)
+    tiles = tiles_m * sum(cdiv(len(w), rows * WARPGROUPS) for w in counted)
     if tiles > TICKETS.value:  # a measured choice may serve a shape of more than it was measured at
         config = config._replace(streamed=False)
     units = tiles * blocks if config.streamed else tiles
     programs, partial = min(processors(y.device) * config.ctas_per_sm, units), None
     if config.streamed:
-        parts = programs, 2, config.warpgroups, ROWS, config.tokens
+        parts = programs, 2, WARPGROUPS, ROWS, config.tokens
         partial = torch.empty(parts, dtype=torch.float32, device=y.device)
-    _, maxnreg = REGISTERS[config.warpgroups, config.ctas_per_sm]
+    _, maxnreg = REGISTERS[config.ctas_per_sm]
     first, second, third = [*matrices, None, None][:3]
     each = {"": first, "second_": second, "third_": third}
     descriptors = {

@@ -1,8 +1,8 @@
 """Weights in planes as the first operand of Hopper's products, in registers.
 
 A warpgroup takes 64 rows of W. The operand of ``wgmma.m64nNk16`` lies in registers: of a tile of
-64 x 16 numbers, thread t of a quad has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of row r and of row
-r + 8, r being the quad's number in its warp and 16 for each warp before it.
+64 x 16 numbers, thread t of a quad has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of row r and of
+row r + 8, r being the quad's number in its warp and 16 for each warp before it.
 
 The order of K within a sum is free, so that it is chosen for the planes as they are: **the form in
 which matrices are stored is the operand's own order, and there is no second copy of them.** A block
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ferrum_triton.kernels.hopper.packed_work import WARPGROUPS
 from ferrum_triton.kernels.quant.fragments import (
     LESS,
     PLUS,
@@ -164,7 +165,7 @@ def load_block(buffers, stage, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
     """
     FORMAT: gl.constexpr = TILE.format
     H: gl.constexpr = words_of("h", FORMAT)
-    at = stage * TILE.warpgroups + WARPGROUP
+    at = stage * WARPGROUPS + WARPGROUP
     h, s = (), ()
     q = thread_words(buffers.q, at, words_of("q", FORMAT), TILE)
     if H > 0:

@@ -2,8 +2,8 @@
 
 All of a product's work is ``tiles`` x ``blocks``: tiles of W's rows by tokens, and blocks of 256
 weights of K. Either a program takes whole tiles, every so many of them. Or the work is *streamed*:
-laid end to end, tile by tile, and cut into as many equal parts as there are programs, wherever a cut
-may fall. Then every SM reads as much of W as another, whatever the number of tiles is.
+laid end to end, tile by tile, and cut into as many equal parts as there are programs, wherever a
+cut may fall. Then every SM reads as much of W as another, whatever the number of tiles is.
 
 A tile that was cut has several contributors, which are programs that follow each other. Each writes
 its float32 sums to memory and counts a ticket up; the one that counts last adds all of them in the
@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from ferrum_triton.kernels.hopper import packed_config
+
+WARPGROUPS = gl.constexpr(packed_config.WARPGROUPS)
 
 
 class Sizes(NamedTuple):
@@ -98,7 +102,7 @@ def place_of(tile, num_rows, TILE: gl.constexpr):
     Args:
         num_rows: of each of three matrices, 0 of one that there is not.
     """
-    EACH: gl.constexpr = TILE.warpgroups * (32 if TILE.activation != "" else 64)
+    EACH: gl.constexpr = WARPGROUPS * (32 if TILE.activation != "" else 64)
     first, second, third = num_rows
     place = Place(tile * 0, tile * EACH, first, tile * 0)
     if TILE.activation == "":
@@ -113,9 +117,9 @@ def place_of(tile, num_rows, TILE: gl.constexpr):
 
 @gluon.jit
 def _slot(partial_ptr, program, begins, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """Where a program leaves a warpgroup's sums of a tile that it begins (1) or goes on with (0)."""
+    """Where a program leaves sums of the tile that it begins (1), or of the one it goes on with (0)."""
     PART: gl.constexpr = 64 * TILE.tokens
-    number = (program * 2 + begins) * TILE.warpgroups + WARPGROUP
+    number = (program * 2 + begins) * WARPGROUPS + WARPGROUP
     return partial_ptr + number.to(gl.int64) * PART
 
 
