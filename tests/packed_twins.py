@@ -85,7 +85,6 @@ def twins(fmt: BlockFormat) -> dict:
         TIMES.value: each_pair(lambda x, d: x * d),
         PLUS.value: each_pair(lambda x, d, low: x * d + low),
         LESS.value: each_pair(lambda x, d, low: (x - low).half().float() * d),
-        packed_weights._HELD.value: lambda *operands: operands[:8],
         packed_weights._minimum_asm(1): minimum(1),
         packed_weights._minimum_asm(3): minimum(3),
         "mov.b32 $0, {$1, $1};": lambda d: pair(d, d),

@@ -212,8 +212,8 @@ def test_whoever_asks_for_products_gets_it(m):
     w, kind = packed_rows("Q4_K", 256, 512), "Q4_K:planes"
     calls = (
         lambda: product(empty(m, 512), w, kind),
-        lambda: gemv_quant_gate_up_silu(empty(m, 512), w, kind, w, kind),
-        lambda: gemv_quant_qkv(empty(m, 512), w, kind, w, kind, w, kind),
+        lambda: gemv_quant_gate_up_silu(empty(m, 512), w, w, kind, kind),
+        lambda: gemv_quant_qkv(empty(m, 512), w, w, w, kind, kind, kind),
     )
     with products.forced(packed(SMALL)):
         for call in calls:

@@ -117,7 +117,7 @@ def place_of(tile, num_rows, TILE: gl.constexpr):
 
 @gluon.jit
 def _slot(partial_ptr, program, begins, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """Where a program leaves sums of the tile that it begins (1), or of the one it goes on with (0)."""
+    """Where a program leaves its sums of the tile that it begins (1) or goes on with (0)."""
     PART: gl.constexpr = 64 * TILE.tokens
     number = (program * 2 + begins) * WARPGROUPS + WARPGROUP
     return partial_ptr + number.to(gl.int64) * PART
