@@ -103,16 +103,20 @@ LIMITS = {torch.float16: 1e-6, torch.bfloat16: 6e-6, torch.float32: 1e-6}
     ("kind", "config"), [*zip(KINDS, itertools.cycle(CONFIGS)), *(("Q4_K", c) for c in CONFIGS)]
 )
 def test_values(kind, config):
-    a, blocks = tokens(20, 768), [matrix(kind, 650, 768)]
+    a, blocks = tokens(20, 512), [matrix(kind, 330, 512)]
     y, tickets = emulate(a, blocks, kind, config)
     assert error(y, wanted(a, blocks, kind)) < LIMITS[a.dtype]
     assert not tickets.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "m", "n", "k"),
-    [("Q4_K", 1, 1, 256), ("Q4_0", 9, 129, 352), ("Q5_0", 17, 8, 32), ("Q4_Z", 33, 300, 1056)],
+    ("kind", "m", "n", "k", "dtype"),
+    [
+        ("Q4_K", 1, 1, 256, torch.bfloat16),
+        ("Q4_0", 9, 129, 352, torch.float16),
+        ("Q5_0", 17, 8, 32, torch.float32),
+        ("Q4_Z", 33, 200, 800, torch.bfloat16),
+    ],
 )
 def test_odd_sizes(kind, m, n, k, dtype):
     a, blocks = tokens(m, k, dtype) * 100, [matrix(kind, n, k)]
@@ -130,17 +134,19 @@ def test_what_is_added():
     assert y[:, :50].isnan().all() and y[:, 250:].isnan().all()
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("counts", [(200, 70, 136), (0, 150, 20), (30, 260)])
+@pytest.mark.parametrize(
+    ("config", "counts"), zip(CONFIGS[:3], [(200, 70, 136), (0, 150, 20), (30, 140)], strict=True)
+)
 def test_matrices_side_by_side(config, counts):
     a, blocks = tokens(20, 512), [matrix("Q6_K", n, 512, seed=i) for i, n in enumerate(counts)]
     y, _ = emulate(a, blocks, "Q6_K", config)
     assert error(y, wanted(a, blocks, "Q6_K")) < LIMITS[a.dtype]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("kind", ["Q4_K", "Q4_1"])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("config", "kind", "activation"),
+    [(CONFIGS[0], "Q4_K", "silu"), (CONFIGS[5], "Q4_1", "gelu_tanh"), (CONFIGS[6], "Q8_0", "silu")],
+)
 def test_gate_and_up(config, kind, activation):
     a, blocks = tokens(20, 512), [matrix(kind, 100, 512, seed=i) for i in range(2)]
     y, _ = emulate(a, blocks, kind, config, a.new_empty(20, 100), activation=activation)
@@ -151,8 +157,8 @@ def test_gate_and_up(config, kind, activation):
 
 @pytest.mark.parametrize("config", [SMALL, SMALL._replace(overlapped=True)])
 def test_sums_are_the_same_in_whatever_order_programs_run(config):
-    a, blocks = tokens(20, 768), [matrix("Q4_K", 650, 768)]
-    results = [emulate(a, blocks, "Q4_K", config, seed=seed) for seed in range(4)]
+    a, blocks = tokens(20, 512), [matrix("Q4_K", 330, 512)]
+    results = [emulate(a, blocks, "Q4_K", config, seed=seed) for seed in range(3)]
     assert all(torch.equal(y, results[0][0]) and not tickets.any() for y, tickets in results)
 
 
@@ -162,7 +168,7 @@ NOT_SEEN = {"wait_for_launch_before(PDL)", "let_next_launch_begin(PDL)", "gl.thr
 
 
 def test_every_synchronisation_is_needed():
-    a, blocks = tokens(20, 768), [matrix("Q4_K", 650, 768)]
+    a, blocks = tokens(20, 512), [matrix("Q4_K", 330, 512)]
     want, seen = wanted(a, blocks, "Q4_K"), []
     variants = [SMALL, SMALL._replace(overlapped=True, span=4)]
     for mutant in mutants(packed_kernel.jit):
@@ -223,12 +229,11 @@ def test_whoever_asks_for_products_gets_it(m):
 
 
 def launch_of(kind, config, m, n=28672, k=4096, **added):
-    arranged = arrange(empty(m, k), *ORDER)
     with record_launches((9, 0)) as launches:
+        arranged = arrange(empty(m, k), *ORDER)
         w = [packed_rows(kind, n, k)] * (2 if added else 1)
         packed_products(empty(m, n), arranged, w, f"{kind}:planes", config, k, **added)
-    (launch,) = launches
-    return launch
+    return launches[-1]
 
 
 def assembler_says(ptx):
