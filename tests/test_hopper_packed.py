@@ -228,10 +228,10 @@ def test_whoever_asks_for_products_gets_it(m):
             assert [x.kernel.name for x in launches] == ["_arrange_kernel", "packed_kernel"]
 
 
-def launch_of(kind, config, m, n=28672, k=4096, **added):
+def launch_of(kind, config, m, n=28672, k=4096, matrices=1, **added):
     with record_launches((9, 0)) as launches:
         arranged = arrange(empty(m, k), *ORDER)
-        w = [packed_rows(kind, n, k)] * (2 if added else 1)
+        w = [packed_rows(kind, n, k)] * matrices
         packed_products(empty(m, n), arranged, w, f"{kind}:planes", config, k, **added)
     return launches[-1]
 
@@ -262,10 +262,10 @@ def unpacking_in_flight(code):
 
 
 TRIED = [
-    ("Q4_K", 16, PackedConfig(16, 2, False, True, 2, 4, 6), {}),
+    ("Q4_K", 16, PackedConfig(16, 2, False, True, 2, 4, 6), {"matrices": 3}),
     ("Q4_0", 64, PackedConfig(64, 4, True, False, 1, 6, 2), {}),
     ("Q4_K", 256, PackedConfig(256, 1, True, False, 1, 3, 4), {}),
-    ("Q4_Z", 32, PackedConfig(32, 4, True, True, 1, 8, 2), {"activation": "silu"}),
+    ("Q4_Z", 32, PackedConfig(32, 4, True, True, 1, 8, 2), {"matrices": 2, "activation": "silu"}),
 ]
 
 

@@ -75,8 +75,7 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
     share = share_of_program(sizes, TILE.streamed)
     GATED: gl.constexpr = TILE.activation != ""
     BYTES: gl.constexpr = TILE.block_bytes
-    SECOND: gl.constexpr = matrices[1] is not None
-    THIRD: gl.constexpr = matrices[2] is not None
+    MATRICES: gl.constexpr = TILE.matrices
     to = ring.buffers
     step = 0
     for i in range(share.count):
@@ -89,11 +88,11 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
                 first = stage * (2 * WARPGROUPS)
                 copy_block(matrices[0], row, k, full, to, first, 2, TILE)
                 copy_block(matrices[1], row, k, full, to, first + 1, 2, TILE)
-            elif not SECOND:
+            elif MATRICES == 1:
                 copy_block(matrices[0], row, k, full, to, stage * WARPGROUPS, 1, TILE)
             elif place.matrix == 0:
                 copy_block(matrices[0], row, k, full, to, stage * WARPGROUPS, 1, TILE)
-            elif (not THIRD) or place.matrix == 1:
+            elif MATRICES == 2 or place.matrix == 1:
                 copy_block(matrices[1], row, k, full, to, stage * WARPGROUPS, 1, TILE)
             else:
                 copy_block(matrices[2], row, k, full, to, stage * WARPGROUPS, 1, TILE)

@@ -37,6 +37,7 @@ class Tile:
         format: the description of the weights' format.
         asm: PTX that unpacks two words of their codes.
         activation: y = activation(gate) * up, "silu" or "gelu_tanh"; or "".
+        matrices: how many there are.
         tokens: tokens of a tile.
         span: steps of 64 of K that are multiplied in a row, and a stage of activations.
         overlapped: steps are unpacked while those before them are multiplied.
@@ -50,6 +51,7 @@ class Tile:
     format: BlockFormat
     asm: str
     activation: str
+    matrices: int
     tokens: int
     span: int
     overlapped: bool
@@ -61,12 +63,12 @@ class Tile:
 
 
 @lru_cache(maxsize=1024)
-def _tile_of(fmt: BlockFormat, config: PackedConfig, activation: str) -> Tile:
+def _tile_of(fmt: BlockFormat, config: PackedConfig, activation: str, matrices: int) -> Tile:
     registers, _ = REGISTERS[config.ctas_per_sm]
     shape = config.tokens, config.span, config.overlapped, config.streamed
     rings = config.stages, config.x_stages
     num_bytes = WARPGROUPS * block_bytes(fmt)
-    return Tile(fmt, unpacking_of(fmt), activation, *shape, *rings, num_bytes, registers)
+    return Tile(fmt, unpacking_of(fmt), activation, matrices, *shape, *rings, num_bytes, registers)
 
 
 def _descriptors(
@@ -165,7 +167,7 @@ def packed_products(
         tiles=tiles,
         tiles_m=tiles_m,
         num_tokens=num_tokens,
-        TILE=_tile_of(FORMATS[file_kind(kind)], config, activation),
+        TILE=_tile_of(FORMATS[file_kind(kind)], config, activation, len(matrices)),
         num_warps=4,
         maxnreg=maxnreg,
     )
