@@ -26,11 +26,13 @@ from ferrum_triton.kernels.quant.mma import mma_products, order_of, share_launch
 from ferrum_triton.kernels.quant.planes import Matrix, layout_of
 from ferrum_triton.kernels.quant.products import (
     FEW,
+    TILED,
     gemm_quant,
-    gemv_heuristic,
     mma_config,
+    gemv_heuristic,
     pick,
     product,
+    tiled_products,
 )
 from ferrum_triton.kernels.quant.small_m import ORDER, small_m_product, takes_small_m
 from ferrum_triton.kernels.quant.thread_products import Activations
@@ -237,6 +239,10 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
     a, counts = tokens.like, [planes.shape[0] for planes, _ in parts]
     if takes_small_m(a, min(count for count in counts if count)):
         config = pick(a, parts[0][1], sum(counts))
+        if config["path"] == "packed" and len({kind for _, kind in parts}) == 1:
+            matrices = [planes for planes, _ in parts]
+            tiled_products(out, tokens, matrices, parts[0][1], config)
+            return True
         small_m_product(tokens.arranged(ORDER), parts, config.get("warps", 2), out)
         return True
     if a.shape[0] <= FEW:
@@ -257,18 +263,14 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
             return True
     rows = [sum(counts)] * len(parts) if len(kinds) == 1 else counts
     configs = [pick(a, kind, max(n, 1)) for (_, kind), n in zip(parts, rows, strict=True)]
-    if any(config["path"] != "mma" for config in configs):
+    if any(config["path"] not in TILED for config in configs):
         return False
-    tiles = [mma_config(config) for config in configs]
     if len(kinds) == 1:
-        kind, tile, matrices = parts[0][1], tiles[0], [planes for planes, _ in parts]
-        arranged = tokens.arranged(order_of(kind, tile))
-        mma_products(out, arranged, matrices, kind, tile, a.shape[1])
+        tiled_products(out, tokens, [planes for planes, _ in parts], parts[0][1], configs[0])
         return True
-    for (planes, kind), tile, y in zip(parts, tiles, out.split(counts, dim=1), strict=True):
+    for (planes, kind), config, y in zip(parts, configs, out.split(counts, dim=1), strict=True):
         if y.numel():
-            arranged = tokens.arranged(order_of(kind, tile))
-            mma_products(y, arranged, [planes], kind, tile, a.shape[1])
+            tiled_products(y, tokens, [planes], kind, config)
     return True
 
 
@@ -279,7 +281,8 @@ def _gate_up(
     a, ((gate, kind), (up, up_kind)) = tokens.like, parts
     num_rows = 2 * gate.shape[0]
     config = pick(a, kind, num_rows)
-    if takes_small_m(a, num_rows):
+    is_tiled = config["path"] in TILED and kind == up_kind
+    if takes_small_m(a, num_rows) and not is_tiled:
         arranged, warps = tokens.arranged(ORDER), config.get("warps", 2)
         small_m_product(arranged, parts, warps, out, activation=activation)
         return True
@@ -289,12 +292,9 @@ def _gate_up(
         config = {**config, "rows": max(config["rows"] // 2, 1)}
         _launch_several(a, parts, config, out, opened, activation)
         return True
-    if config["path"] != "mma" or kind != up_kind:
-        return False
-    tile = mma_config(config)
-    arranged = tokens.arranged(order_of(kind, tile))
-    mma_products(out, arranged, [gate, up], kind, tile, a.shape[1], activation=activation)
-    return True
+    if is_tiled:
+        tiled_products(out, tokens, [gate, up], kind, config, activation=activation)
+    return is_tiled
 
 
 def _plain(config: Config, a: Tensor, parts: Sequence[tuple[Tensor, str]], num_rows: int) -> Config:

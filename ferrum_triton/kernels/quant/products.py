@@ -5,17 +5,26 @@ Blocks as a file has them go to ``gemv`` and ``gemm``. By planes:
 * One or two tokens take as long as W is read: ``gemv_repacked``, plain or persistent. So do up to
   eight float32 ones, and what small-m mma does not take.
 * Three to eight go to tensor cores that are fed as weights are read, ``small_m``.
-* More fill them, W as their tall operand, by ``mma``, whose tile grows with them.
+* More fill them, W as their tall operand, by ``mma``, whose tile grows with them. Where a measured
+  row says so, on Hopper in Gluon: ``packed`` (:mod:`ferrum_triton.kernels.hopper.packed`).
 * From MANY on, decoding W costs less than what cuBLAS gains over it, ``plane_rows``. float32
   activations, which are never rounded, go there from nine on.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.hopper import packed_config
+from ferrum_triton.kernels.hopper.packed_config import (
+    PackedConfig,
+    packed_candidates,
+    packed_fits,
+)
 from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_two
-from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.activations import Tokens, arrange
 from ferrum_triton.kernels.quant.gemm import gemm_blocks
 from ferrum_triton.kernels.quant.gemv import gemv_blocks
 from ferrum_triton.kernels.quant.gemv_plan import Squares, persistent_threads
@@ -47,6 +56,8 @@ from ferrum_triton.quant.planes import PLANE_FORMATS
 
 # Tokens up to which gemv is the way, and from which on W is decoded for cuBLAS.
 FEW, MANY = 2, 512
+# Paths whose tiles of W tensor cores fill.
+TILED = ("mma", "packed")
 # Weights from which on two tokens become integers in a launch of their own, but of tall matrices:
 # 5120x25600 by two tokens of Q4_K takes 26.6 us so and 28.7 otherwise, 25600x5120 24.9 and 23.9
 # (`bench.run gemv_quant --case q4_K`, on an H200).
@@ -157,11 +168,12 @@ def candidates(
     gpu: Gpu, kind: str, bucket: str, num_tokens: int, num_rows: int, num_groups: int
 ) -> list[Config]:
     """Launches worth timing."""
-    if bucket == "few":
-        return [{"path": "small_m", "warps": warps} for warps in (1, 2, 4, 8)]
     if num_tokens > FEW:
-        tiles = mma_candidates(gpu, kind, num_tokens, num_rows, 32 * num_groups)
-        return [*map(mma, tiles), {"path": "decode"}]
+        shape = (kind, num_tokens, num_rows, 32 * num_groups)
+        on_hopper = list(map(packed, packed_candidates(gpu, *shape)))
+        if bucket == "few":
+            return [{"path": "small_m", "warps": warps} for warps in (1, 2, 4, 8)] + on_hopper
+        return [*map(mma, mma_candidates(gpu, *shape)), {"path": "decode"}, *on_hopper]
     late, is_long = num_rows < MANY_ROWS, num_groups > LONG_GROUPS
     if num_tokens == 1 and is_long:
         found = [
@@ -218,6 +230,16 @@ def mma(config: MmaConfig) -> Config:
 def mma_config(config: Config) -> MmaConfig:
     """The tile of a launch choice of path ``"mma"``."""
     return MmaConfig(**{name: config[name] for name in MmaConfig._fields})
+
+
+def packed(config: PackedConfig) -> Config:
+    """A launch of a kernel in Gluon."""
+    return {"path": "packed", **config._asdict()}
+
+
+def packed_tile(config: Config) -> PackedConfig:
+    """The tile of a launch choice of path ``"packed"``."""
+    return PackedConfig(**{name: config[name] for name in PackedConfig._fields})
 
 
 def gemv(
@@ -285,6 +307,9 @@ def fits(
         return "" if ptx and takes and num_rows >= 16 else "small_m takes 3 to 8 tokens by blocks"
     if path == "mma":
         return mma_fits(gpu, mma_config(config), kind)
+    if path == "packed":
+        tile = packed_tile(config)
+        return packed_fits(gpu, tile, kind, num_tokens, num_rows, 32 * num_groups)
     return "" if path == "decode" else f"there is no path {path!r}"
 
 
@@ -295,7 +320,7 @@ def bucket_of(num_tokens: int) -> str:
 
 FLAG = one_of(False, True)
 PARAMETERS = {
-    "path": one_of("gemv", "persistent", "small_m", "mma", "decode"),
+    "path": one_of("gemv", "persistent", "small_m", "mma", "packed", "decode"),
     "rows": power_of_two(1, 256),
     "warps": power_of_two(1, 16),
     "prefetch": FLAG,
@@ -313,6 +338,11 @@ PARAMETERS = {
     "prefetch_lines": integer(0, 16),
     "use_tma": FLAG,
     "prefetch_distance": integer(0, 8),
+    "warpgroups": one_of(1, 2),
+    "streamed": FLAG,
+    "x_stages": integer(2, 16),
+    "span": one_of(1, 2, 4),
+    "overlapped": FLAG,
 }
 
 products = Tunable(
@@ -338,6 +368,34 @@ def pick(a: Tensor, kind: str, num_rows: int) -> Config:
             return {"path": "decode"}
         return gemv_heuristic(name, num_tokens, num_rows, groups, is_wide=True)
     return products.pick(a.device, name, bucket_of(num_tokens), num_tokens, num_rows, groups)
+
+
+def tiled_products(
+    y: Tensor,
+    tokens: Tokens,
+    matrices: Sequence[Tensor],
+    kind: str,
+    config: Config,
+    *,
+    activation: str = "",
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """A launch of path ``"mma"`` or ``"packed"``; see :func:`~.mma.mma_products`."""
+    k = tokens.like.shape[1]
+    if config["path"] == "mma":
+        tile = mma_config(config)
+        x = tokens.arranged(order_of(kind, tile))
+        return mma_products(
+            y, x, matrices, kind, tile, k, activation=activation, bias=bias, residual=residual
+        )
+    # Gluon moves between versions of Triton: it is imported where it may be used.
+    from ferrum_triton.kernels.hopper.packed_products import packed_products
+
+    tile, x = packed_tile(config), tokens.arranged(packed_config.ORDER)
+    return packed_products(
+        y, x, matrices, kind, tile, k, activation=activation, bias=bias, residual=residual
+    )
 
 
 def product(
@@ -370,9 +428,7 @@ def product(
         sums = torch.empty(y.shape, dtype=torch.float32, device=a.device)
         product_by_torch(a, planes, kind, out=sums)
         return add_partials(y, sums[None], bias, residual)
-    tile = mma_config(config)
-    arranged = arrange(a, *order_of(kind, tile))
-    return mma_products(y, arranged, [planes], kind, tile, a.shape[1], bias=bias, residual=residual)
+    return tiled_products(y, Tokens(a), [planes], kind, config, bias=bias, residual=residual)
 
 
 @ops.gemv_quant.impl("triton")

@@ -1,0 +1,341 @@
+"""Activations by weights in planes, unpacked in registers while tensor cores multiply.
+
+y[m, n] = Σₖ a[m, k] · W[n, k] + bias[n] + residual[m, n], for nine tokens and more; or gate and up
+with the activation between them, or Q, K and V side by side. W is the tensor cores' first operand,
+from registers (:mod:`.packed_weights`), tokens are the second, from shared memory.
+
+A program has two warpgroups that multiply, of 64 rows of W each, and two warps that ask for what
+they take, a ring of stages ahead (:mod:`.packed_fetch`). Which tiles it takes, and how sums are
+added up where several programs share a tile's K, is said in :mod:`.packed_work`.
+
+A step is 64 of K, and several may be multiplied in a row. In turns, a warpgroup unpacks a row,
+multiplies it and waits, and other warpgroups fill the time: with few tokens, two programs on an SM.
+Overlapped, it has the next row's codes ready before it waits for the products, and only scales them
+afterwards: a fragment that is written while a product is in flight would have the assembler wait
+for each product (C7513). Unpacking takes four instructions for a pair of weights either way.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ferrum_triton.kernels.gluon import gluon_kernel
+from ferrum_triton.kernels.hopper.packed_fetch import (
+    fetch_tokens,
+    fetch_weights,
+    wait_for_launch_before,
+)
+from ferrum_triton.kernels.hopper.packed_weights import (
+    Planes,
+    fragment,
+    load_block,
+    unpacked,
+)
+from ferrum_triton.kernels.hopper.packed_work import (
+    WARPGROUPS,
+    Sizes,
+    place_of,
+    segment,
+    share_of_program,
+    summed,
+)
+from ferrum_triton.kernels.hopper.rings import Ring, make_barriers, release, wait_full
+
+
+class Output(NamedTuple):
+    """Where products go, and what is added to them."""
+
+    y: Any
+    partial: Any
+    tickets: Any
+    factor: Any
+    bias: Any
+    residual: Any
+    stride_y: Any
+    stride_residual: Any
+    num_tokens: Any
+    num_rows: Any  # of each matrix
+
+
+@gluon.constexpr_function
+def accumulator(tokens):
+    """How a product of 64 rows lies in registers."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tokens, 16]
+    )
+
+
+@gluon.constexpr_function
+def operand(tokens):
+    """How its first operand does."""
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator(tokens), k_width=2)
+
+
+@gluon.jit
+def steps_of(block, FIRST: gl.constexpr, TILE: gl.constexpr):
+    """The steps of a block from one on that are multiplied in a row."""
+    SPAN: gl.constexpr = TILE.span
+    steps = ()
+    for j in gl.static_range(SPAN):
+        steps += (unpacked(block, FIRST + j, TILE),)
+    return steps
+
+
+@gluon.jit
+def fragments(steps, TILE: gl.constexpr):
+    """First operands of products."""
+    LAYOUT: gl.constexpr = operand(TILE.tokens)
+    SPAN: gl.constexpr = TILE.span
+    a = ()
+    for j in gl.static_range(SPAN):
+        a += (fragment(steps[j], TILE, LAYOUT),)
+    return a
+
+
+@gluon.jit
+def multiply(acc, a, x, stage, TILE: gl.constexpr):
+    """Start the products of a row of steps; ``a`` must be left alone until they are done."""
+    SPAN: gl.constexpr = TILE.span
+    for j in gl.static_range(SPAN):
+        tokens = x.buffers.index(stage * SPAN + j).permute((1, 0))
+        acc = warpgroup_mma(a[j], tokens, acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def wait_for_products(acc, a):
+    """Their sums, once all products are done."""
+    held = (acc,)
+    held += a
+    held = warpgroup_mma_wait(0, deps=held)
+    return held[0]
+
+
+@gluon.jit
+def add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+    """acc plus so many blocks' products, a row of steps after the other.
+
+    Args:
+        w, x: the rings.
+        at, x_at: their steps.
+    """
+    SPAN: gl.constexpr = TILE.span
+    for _ in range(blocks):
+        block = load_block(w.buffers, wait_full(w, at), WARPGROUP, TILE)
+        release(w, at)
+        at += 1
+        for first in gl.static_range(0, 4, SPAN):
+            a = fragments(steps_of(block, first, TILE), TILE)
+            acc = multiply(acc, a, x, wait_full(x, x_at), TILE)
+            acc = wait_for_products(acc, a)
+            release(x, x_at)
+            x_at += 1
+    return acc, at, x_at
+
+
+@gluon.jit
+def add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+    """acc plus so many blocks' products, the next steps unpacked beside those of a row.
+
+    Codes that a loop carries are there before its end: the assembler would move what is used within
+    it behind the wait for the products, so that a row of a whole block gains most. The wait for the
+    next steps' activations stands before that for the products for another reason: it holds that
+    one, which touches no register that anything before it does, in its place.
+    """
+    SPAN: gl.constexpr = TILE.span
+    block = load_block(w.buffers, wait_full(w, at), WARPGROUP, TILE)
+    steps = steps_of(block, 0, TILE)
+    stage = wait_full(x, x_at)
+    for k in range(blocks):
+        for first in gl.static_range(0, 4, SPAN):
+            a = fragments(steps, TILE)
+            acc = multiply(acc, a, x, stage, TILE)
+            more = 1
+            if first + SPAN < 4:
+                steps = steps_of(block, first + SPAN, TILE)
+            else:
+                # After the last step this reads what is at hand once more, and nobody uses it.
+                more = (k + 1 < blocks).to(gl.int32)
+                next_block = wait_full(w, at + more)
+                block = load_block(w.buffers, next_block, WARPGROUP, TILE)
+                steps = steps_of(block, 0, TILE)
+            stage = wait_full(x, x_at + more)
+            acc = wait_for_products(acc, a)
+            release(x, x_at)
+            x_at += 1
+        release(w, at)
+        at += 1
+    return acc, at, x_at
+
+
+@gluon.constexpr_function
+def output_layout(rows):
+    """Each thread with eight rows of a token, which lie together in y."""
+    across = rows // 8
+    return gl.BlockedLayout([8, 1], [across, 32 // across], [1, 4], [0, 1])
+
+
+@gluon.jit
+def gated(y, TILE: gl.constexpr):
+    """activation(gate) · up, [32, tokens], of a tile with eight rows of each in turn."""
+    TOKENS: gl.constexpr = TILE.tokens
+    gate, up = gl.split(y.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
+    if TILE.activation == "silu":
+        inner = gate
+    else:  # tanh(z) = 2 sigmoid(2 z) - 1
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    # exp of what is beyond float32 is infinite, and its inverse 0.
+    return (gate / (1.0 + gl.exp(-inner)) * up).reshape([32, TOKENS])
+
+
+@gluon.jit
+def finish(acc, out, part, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr, PDL: gl.constexpr):
+    """Add up a tile's sums where they were shared out, and store it."""
+    GATED: gl.constexpr = TILE.activation != ""
+    ROWS: gl.constexpr = 32 if GATED else 64
+    ACC: gl.constexpr = acc.type.layout
+    wait_for_launch_before(PDL)
+    finishes = True
+    if TILE.streamed:
+        acc, finishes = summed(acc, out.partial, out.tickets, part, sizes, WARPGROUP, TILE)
+    if finishes:
+        place = place_of(part.tile // sizes.tiles_m, out.num_rows, TILE)
+        first = part.tile % sizes.tiles_m * TILE.tokens
+        token = first + gl.arange(0, TILE.tokens, gl.SliceLayout(0, ACC))
+        factor = gl.load(out.factor + token, mask=token < out.num_tokens, other=0.0)
+        y = acc * factor[None, :]
+        if GATED:
+            y = gated(y, TILE)
+        LAYOUT: gl.constexpr = output_layout(ROWS)
+        y = gl.convert_layout(y, LAYOUT)
+        token = first.to(gl.int64) + gl.arange(0, TILE.tokens, gl.SliceLayout(0, LAYOUT))
+        row = place.row + WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        has_row = row < place.num_rows
+        mask = has_row[:, None] & (token < out.num_tokens)[None, :]
+        column = (place.column + row).to(gl.int64)
+        if out.bias is not None:
+            y += gl.load(out.bias + column, mask=has_row, other=0.0).to(gl.float32)[:, None]
+        if out.residual is not None:
+            residual = out.residual + token[None, :] * out.stride_residual + column[:, None]
+            y += gl.load(residual, mask=mask, other=0.0).to(gl.float32)
+        to = out.y + token[None, :] * out.stride_y + column[:, None]
+        gl.store(to, y.to(out.y.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def multiply_tiles(
+    out, w, x, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr, PDL: gl.constexpr
+):
+    """A warpgroup that multiplies."""
+    TOKENS: gl.constexpr = TILE.tokens
+    LAYOUT: gl.constexpr = accumulator(TOKENS)
+    share = share_of_program(sizes, TILE.streamed)
+    at, x_at = 0, 0
+    for i in range(share.count):
+        part = segment(share, i, sizes)
+        acc = gl.zeros([64, TOKENS], gl.float32, LAYOUT)
+        blocks = part.end - part.begin
+        if TILE.overlapped:
+            acc, at, x_at = add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP, TILE)
+        else:
+            acc, at, x_at = add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP, TILE)
+        finish(acc, out, part, sizes, WARPGROUP, TILE, PDL)
+
+
+@gluon.jit
+def buffers_of(desc, NUMBER: gl.constexpr):
+    """Shared memory for so many tiles of a tensor map, None of a plane that there is not."""
+    if desc is not None:
+        ROWS: gl.constexpr = desc.block_type.shape[0]
+        COLUMNS: gl.constexpr = desc.block_type.shape[1]
+        buffers = gl.allocate_shared_memory(desc.dtype, [NUMBER, ROWS, COLUMNS], desc.layout)
+    else:
+        buffers = None
+    return buffers
+
+
+@gluon_kernel(dynamic=("tiles", "tiles_m", "num_tokens"))
+def packed_kernel(
+    y_ptr,  # [m, n]
+    partial_ptr,  # float32 [programs, 2, warpgroups, 64, tokens], or None of whole tiles
+    tickets_ptr,  # int32 [tiles] zeros, which are left so
+    factor_ptr,  # [m]
+    bias_ptr,  # [n], or None
+    residual_ptr,  # [m, n], or None
+    q_desc,  # of planes, see _descriptors
+    h_desc,
+    s_desc,
+    d_desc,
+    second_q_desc,  # of up, or what follows in y; or None
+    second_h_desc,
+    second_s_desc,
+    second_d_desc,
+    third_q_desc,
+    third_h_desc,
+    third_s_desc,
+    third_d_desc,
+    x_desc,  # of activations, float16 [m, padded k]
+    stride_y_token,
+    stride_residual_token,
+    num_rows,
+    num_rows_second,
+    num_rows_third,
+    blocks,  # of K
+    tiles,
+    tiles_m,
+    num_tokens,
+    TILE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """y = factor · x · Wᵀ + bias + residual, or activation(gate) * up of two such products."""
+    TILES: gl.constexpr = TILE.stages * WARPGROUPS * (2 if TILE.activation != "" else 1)
+    first = Planes(q_desc, h_desc, s_desc, d_desc)
+    second, third = None, None
+    if second_q_desc is not None:
+        second = Planes(second_q_desc, second_h_desc, second_s_desc, second_d_desc)
+    if third_q_desc is not None:
+        third = Planes(third_q_desc, third_h_desc, third_s_desc, third_d_desc)
+    buffers = Planes(
+        buffers_of(q_desc, TILES),
+        buffers_of(h_desc, TILES),
+        buffers_of(s_desc, TILES),
+        buffers_of(d_desc, TILES),
+    )
+    w = Ring(buffers, make_barriers(TILE.stages, 1), make_barriers(TILE.stages, WARPGROUPS))
+    x = Ring(
+        buffers_of(x_desc, TILE.x_stages * TILE.span),
+        make_barriers(TILE.x_stages, 1),
+        make_barriers(TILE.x_stages, WARPGROUPS),
+    )
+    fence_async_shared()
+    matrices = (first, second, third)
+    sizes = Sizes(tiles, tiles_m, blocks)
+    out = Output(
+        y_ptr,
+        partial_ptr,
+        tickets_ptr,
+        factor_ptr,
+        bias_ptr,
+        residual_ptr,
+        stride_y_token,
+        stride_residual_token,
+        num_tokens,
+        (num_rows, num_rows_second, num_rows_third),
+    )
+    # Arguments stand where they are passed: in a variable, constants would become numbers.
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (out, w, x, sizes, 0, TILE, PDL)),
+            (multiply_tiles, (out, w, x, sizes, 1, TILE, PDL)),
+            (fetch_weights, (matrices, w, out, sizes, TILE)),
+            (fetch_tokens, (x_desc, x, sizes, TILE, PDL)),
+        ],
+        [4, 1, 1],
+        [TILE.registers, 24, 24],
+    )

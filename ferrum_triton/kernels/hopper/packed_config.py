@@ -1,0 +1,145 @@
+"""Launch choices of packed products on Hopper in Gluon, and what fits a GPU.
+
+The functions are pure, and import nothing of Gluon: they are asked on every GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.quant.activations import TICKETS, Order
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
+from ferrum_triton.quant.formats import FORMATS, BlockFormat
+from ferrum_triton.quant.kinds import file_kind
+
+# Weights of a row that are a stage, those of them that are a step, and a warpgroup's rows of W.
+BLOCK, STEP, ROWS = 256, 64, 64
+# Warpgroups that multiply, and rows of W in a tile.
+WARPGROUPS = 2
+TILE_ROWS = WARPGROUPS * ROWS
+# What activations are arranged in: of each block the steps, of 16 weights of each of four threads.
+ORDER = Order(words=BLOCK // 8, halves=BLOCK // STEP)
+
+
+class PackedConfig(NamedTuple):
+    """How a product is launched.
+
+    Attributes:
+        tokens: tokens in a tile.
+        span: steps of 64 of K that are multiplied in a row, before a wait for them: 1, 2 or 4.
+        overlapped: steps are unpacked while those before them are multiplied, or else in turns with
+            other warpgroups, which takes fewer registers.
+        streamed: programs share tiles' K, so that all have as much to do.
+        ctas_per_sm: programs for each SM.
+        stages: blocks of 256 weights in the ring of weights.
+        x_stages: stages in the ring of activations, a span each.
+    """
+
+    tokens: int
+    span: int = 1
+    overlapped: bool = False
+    streamed: bool = True
+    ctas_per_sm: int = 1
+    stages: int = 4
+    x_stages: int = 4
+
+
+# Registers of a thread that multiplies, and of all of a program's on average, which is what the
+# compiler is told: by programs for an SM.
+REGISTERS = {1: (240, 168), 2: (104, 80)}
+
+# Steps in the ring of activations, by a tile's tokens.
+_STEPS = {8: 16, 16: 12, 32: 8, 64: 8, 128: 6, 256: 4}
+MOST_STAGES = 8
+# How tiles of so many tokens are tried: span, overlapped, programs for an SM. Others would spill.
+_TRIED = {
+    8: [(2, False, 2), (4, True, 1)],
+    16: [(1, False, 2), (2, False, 2), (4, True, 1)],
+    32: [(1, False, 2), (2, False, 2), (4, True, 1)],
+    64: [(2, False, 1), (2, True, 1), (4, True, 1)],
+    128: [(1, False, 1), (2, False, 1), (2, True, 1)],
+    256: [(1, False, 1), (1, True, 1)],
+}
+
+
+def is_served(fmt: BlockFormat) -> bool:
+    """Whether the kernel unpacks a format: of four bits and more, with scales of whole words."""
+    return fmt.low_bits >= 4 and fmt.scale_code in ("", "pair", "byte")
+
+
+def block_bytes(fmt: BlockFormat) -> int:
+    """Bytes of a block of a warpgroup's rows in shared memory."""
+    words = 8 * (fmt.low_bits + fmt.high_bits) + (4 if fmt.scale_code else 0)
+    d = 32 if fmt.has_minimum and not fmt.scale_code else 16
+    return ROWS * (4 * words + d)
+
+
+def shared_bytes(config: PackedConfig, fmt: BlockFormat) -> int:
+    """Shared memory of a program: its rings, and what turns a tile round to be stored."""
+    weights = config.stages * WARPGROUPS * block_bytes(fmt)
+    tokens = config.x_stages * config.span * config.tokens * STEP * 2
+    turned = WARPGROUPS * min(ROWS * config.tokens * 4, 1 << 14)
+    barriers = 16 * (config.stages + config.x_stages) + 128
+    return weights + tokens + turned + barriers
+
+
+def most_shared(gpu: Gpu, ctas_per_sm: int) -> int:
+    """Shared memory that each of so many programs of an SM may have."""
+    reserved = 1024  # of every program, beside its own
+    return (gpu.shared_limit + reserved) // ctas_per_sm - reserved
+
+
+def with_rings(gpu: Gpu, config: PackedConfig, fmt: BlockFormat) -> PackedConfig:
+    """``config`` with as many stages of weights as there is room for beside the tokens'."""
+    x_stages = max(_STEPS[config.tokens] // config.span, 2)
+    config = config._replace(x_stages=x_stages, stages=0)
+    room = most_shared(gpu, config.ctas_per_sm) - shared_bytes(config, fmt)
+    stages = room // (WARPGROUPS * block_bytes(fmt) + 16)
+    return config._replace(stages=min(stages, MOST_STAGES))
+
+
+def packed_candidates(
+    gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_weights: int
+) -> list[PackedConfig]:
+    """Configurations worth timing."""
+    fmt = FORMATS[file_kind(kind)]
+    if not is_served(fmt):
+        return []
+    fewest = min(max(next_power_of_2(num_tokens), 8), 256)
+    tiles = (128, 256) if num_tokens > 128 else (fewest,)
+    found = []
+    for tokens in tiles:
+        for span, overlapped, ctas_per_sm in _TRIED[tokens]:
+            for streamed in (True, False):
+                config = PackedConfig(tokens, span, overlapped, streamed, ctas_per_sm)
+                found.append(with_rings(gpu, config, fmt))
+    shape = kind, num_tokens, num_rows, num_weights
+    return [config for config in found if not packed_fits(gpu, config, *shape)]
+
+
+def packed_fits(
+    gpu: Gpu, config: PackedConfig, kind: str, num_tokens: int, num_rows: int, num_weights: int
+) -> str:
+    """The reason why a configuration cannot be launched, "" if it can."""
+    if gpu.capability != (9, 0) or not _serves(gpu):
+        return "kernels in Gluon are for Hopper and tested versions of Triton"
+    fmt = FORMATS[file_kind(kind)]
+    if not is_served(fmt):
+        return f"{kind} is not unpacked for Hopper's products"
+    tiles = cdiv(num_rows, TILE_ROWS) * cdiv(num_tokens, config.tokens)
+    if config.streamed and tiles > TICKETS.value:
+        return f"{tiles} tiles are more than there are tickets for, {TICKETS.value}"
+    if config.stages < 2:
+        return "a ring has two stages at least"
+    limit, taken = most_shared(gpu, config.ctas_per_sm), shared_bytes(config, fmt)
+    if taken > limit:
+        return f"{taken} bytes of shared memory are more than {limit}"
+    return ""
+
+
+def _serves(gpu: Gpu) -> bool:
+    # Gluon moves between versions of Triton: it is imported where it may be used.
+    from ferrum_triton.kernels.gluon import serves
+
+    return serves(gpu)

@@ -1,0 +1,121 @@
+"""The two warps of a packed product that ask for what others multiply: weights, and activations.
+
+Weights are asked for before the kernel that arranges the activations has ended (PDL). Tokens past
+the last one are zeros by the tensor map, and so are rows past a matrix's last one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from ferrum_triton.kernels.hopper.packed_weights import columns_of
+from ferrum_triton.kernels.hopper.packed_work import (
+    WARPGROUPS,
+    place_of,
+    segment,
+    share_of_program,
+)
+from ferrum_triton.kernels.hopper.rings import acquire
+
+
+@gluon.jit
+def wait_for_launch_before(PDL: gl.constexpr):
+    """Wait until everything launched before has ended; see :mod:`ferrum_triton.kernels.pdl`."""
+    if PDL:
+        ASM: gl.constexpr = "griddepcontrol.wait; mov.b32 $0, 0;"
+        gl.inline_asm_elementwise(ASM, "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def let_next_launch_begin(PDL: gl.constexpr):
+    """Let the next launch begin once every program has come this far."""
+    if PDL:
+        ASM: gl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"
+        gl.inline_asm_elementwise(ASM, "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def copy_rows(desc, row, column, full, buffers, first, APART: gl.constexpr, TILE: gl.constexpr):
+    """Ask for the tiles of a plane, one for each warpgroup.
+
+    Args:
+        first: buffer of the first of them.
+        APART: buffers from one to the next.
+    """
+    if desc is not None:
+        ROWS: gl.constexpr = desc.block_type.shape[0]
+        for w in gl.static_range(WARPGROUPS):
+            to = buffers.index(first + w * APART)
+            tma.async_copy_global_to_shared(desc, [row + w * ROWS, column], full, to)
+
+
+@gluon.constexpr_function
+def block_columns(plane, fmt):
+    """Columns of a plane's tensor map from one block of K to the next."""
+    return 1 if plane == "d" and fmt.scale_code != "" else columns_of(plane, fmt)
+
+
+@gluon.jit
+def copy_block(planes, row, block, full, to, first, APART: gl.constexpr, TILE: gl.constexpr):
+    """Ask for a block of K of a matrix's rows, every plane of it."""
+    FORMAT: gl.constexpr = TILE.format
+    Q: gl.constexpr = block_columns("q", FORMAT)
+    H: gl.constexpr = block_columns("h", FORMAT)
+    S: gl.constexpr = block_columns("s", FORMAT)
+    D: gl.constexpr = block_columns("d", FORMAT)
+    copy_rows(planes.q, row, block * Q, full, to.q, first, APART, TILE)
+    copy_rows(planes.h, row, block * H, full, to.h, first, APART, TILE)
+    copy_rows(planes.s, row, block * S, full, to.s, first, APART, TILE)
+    copy_rows(planes.d, row, block * D, full, to.d, first, APART, TILE)
+
+
+@gluon.jit
+def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
+    """The warp that asks for weights."""
+    share = share_of_program(sizes, TILE.streamed)
+    GATED: gl.constexpr = TILE.activation != ""
+    BYTES: gl.constexpr = TILE.block_bytes
+    MATRICES: gl.constexpr = TILE.matrices
+    to = ring.buffers
+    step = 0
+    for i in range(share.count):
+        part = segment(share, i, sizes)
+        place = place_of(part.tile // sizes.tiles_m, out.num_rows, TILE)
+        row = place.row
+        for k in range(part.begin, part.end):
+            stage = acquire(ring, step, BYTES)
+            full = ring.full.index(stage)
+            if GATED:
+                first = stage * (2 * WARPGROUPS)
+                copy_block(matrices[0], row, k, full, to, first, 2, TILE)
+                copy_block(matrices[1], row, k, full, to, first + 1, 2, TILE)
+            elif MATRICES == 1:
+                copy_block(matrices[0], row, k, full, to, stage * WARPGROUPS, 1, TILE)
+            elif place.matrix == 0:
+                copy_block(matrices[0], row, k, full, to, stage * WARPGROUPS, 1, TILE)
+            elif MATRICES == 2 or place.matrix == 1:
+                copy_block(matrices[1], row, k, full, to, stage * WARPGROUPS, 1, TILE)
+            else:
+                copy_block(matrices[2], row, k, full, to, stage * WARPGROUPS, 1, TILE)
+            step += 1
+
+
+@gluon.jit
+def fetch_tokens(x_desc, ring, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
+    """The warp that asks for activations."""
+    share = share_of_program(sizes, TILE.streamed)
+    SPAN: gl.constexpr = TILE.span
+    BYTES: gl.constexpr = TILE.span * x_desc.block_type.nbytes
+    wait_for_launch_before(PDL)
+    let_next_launch_begin(PDL)
+    step = 0
+    for i in range(share.count):
+        part = segment(share, i, sizes)
+        token = part.tile % sizes.tiles_m * TILE.tokens
+        for k in range(part.begin * 4 // SPAN, part.end * 4 // SPAN):
+            stage = acquire(ring, step, BYTES)
+            full = ring.full.index(stage)
+            for j in gl.static_range(SPAN):
+                to = ring.buffers.index(stage * SPAN + j)
+                tma.async_copy_global_to_shared(x_desc, [token, (k * SPAN + j) * 64], full, to)
+            step += 1

@@ -1,0 +1,174 @@
+"""Launches of packed products on Hopper: tensor maps of planes, and what is constant."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ferrum_triton.kernels.gluon import describe
+from ferrum_triton.kernels.hopper.packed import packed_kernel
+from ferrum_triton.kernels.hopper.packed_config import (
+    BLOCK,
+    REGISTERS,
+    ROWS,
+    STEP,
+    WARPGROUPS,
+    PackedConfig,
+    block_bytes,
+)
+from ferrum_triton.kernels.hopper.packed_weights import columns_of
+from ferrum_triton.kernels.jit import processors
+from ferrum_triton.kernels.quant.activations import TICKETS, Arranged
+from ferrum_triton.kernels.quant.fragments import unpacking_of
+from ferrum_triton.kernels.quant.planes import row_sizes
+from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.quant.formats import FORMATS, BlockFormat
+from ferrum_triton.quant.kinds import file_kind
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What is constant in a launch.
+
+    Attributes:
+        format: the description of the weights' format.
+        asm: PTX that unpacks two words of their codes.
+        activation: y = activation(gate) * up, "silu" or "gelu_tanh"; or "".
+        matrices: how many there are.
+        tokens: tokens of a tile.
+        span: steps of 64 of K that are multiplied in a row, and a stage of activations.
+        overlapped: steps are unpacked while those before them are multiplied.
+        streamed: programs share tiles' K.
+        stages: blocks of 256 weights in the ring of weights.
+        x_stages: stages in the ring of activations.
+        block_bytes: bytes of a stage of weights.
+        registers: of a thread that multiplies.
+    """
+
+    format: BlockFormat
+    asm: str
+    activation: str
+    matrices: int
+    tokens: int
+    span: int
+    overlapped: bool
+    streamed: bool
+    stages: int
+    x_stages: int
+    block_bytes: int
+    registers: int
+
+
+@lru_cache(maxsize=1024)
+def _tile_of(fmt: BlockFormat, config: PackedConfig, activation: str, matrices: int) -> Tile:
+    registers, _ = REGISTERS[config.ctas_per_sm]
+    shape = config.tokens, config.span, config.overlapped, config.streamed
+    rings = config.stages, config.x_stages
+    num_bytes = WARPGROUPS * block_bytes(fmt)
+    return Tile(fmt, unpacking_of(fmt), activation, matrices, *shape, *rings, num_bytes, registers)
+
+
+def _descriptors(
+    planes: Tensor | None, kind: str, num_weights: int, num_rows: int
+) -> list[TensorDescriptor | None]:
+    """Tensor maps of a matrix's planes q, h, s and d: a tile is a block of so many rows.
+
+    Rows end with their last weight's numbers: what fills them up is any, and a d that is no number
+    would not become 0 by activations that are.
+    """
+    if planes is None or not len(planes):
+        return [None] * 4
+    fmt, sizes, data = (
+        FORMATS[file_kind(kind)],
+        row_sizes(planes, kind, num_weights),
+        planes.flatten(),
+    )
+    d_type = torch.int32 if fmt.has_minimum else torch.float16
+    found: dict[str, TensorDescriptor | None] = dict.fromkeys("qhstd")
+    first = 0
+    for plane in found:
+        size = sizes[plane] * len(planes)
+        if size:
+            dtype = d_type if plane == "d" else torch.int32
+            rows = data[first : first + size].view(dtype).view(len(planes), -1)
+            columns = num_weights // (BLOCK if fmt.scale_code else 32)
+            shape = len(planes), columns if plane == "d" else rows.shape[1]
+            tile = num_rows, columns_of(plane, fmt)
+            # Rows of 128 bytes would lie in the same banks.
+            wide = tile[1] * rows.element_size() >= 128
+            found[plane] = describe(rows, tile, shape, swizzled=wide)
+        first += size
+    return [found[plane] for plane in "qhsd"]
+
+
+def packed_products(
+    y: Tensor,
+    arranged: Arranged,
+    matrices: Sequence[Tensor],
+    kind: str,
+    config: PackedConfig,
+    k: int,
+    *,
+    activation: str = "",
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias[n] + residual[m, n], rounded once.
+
+    Args:
+        y: [m, n], of at least one element.
+        arranged: a, float16 or bfloat16 [m, k], in :data:`~.packed_config.ORDER`.
+        matrices: W, or up to three side by side in y; or gate and up. uint8 [rows, row_bytes].
+        kind: theirs, such as ``"Q4_K:planes"``.
+        config: the launch's configuration; of gate and up half of a tile's rows are either's.
+        activation: what gate passes through, ``"silu"`` or ``"gelu_tanh"``.
+        bias: [n], contiguous, in any float dtype.
+        residual: [m, n] in any float dtype.
+    """
+    num_tokens, rows = y.shape[0], ROWS // 2 if activation else ROWS
+    matrices = [w for w in matrices if len(w)]
+    counted = matrices[:1] if activation else matrices
+    tiles_m, blocks = cdiv(num_tokens, config.tokens), cdiv(k, BLOCK)
+    tiles = tiles_m * sum(cdiv(len(w), rows * WARPGROUPS) for w in counted)
+    if tiles > TICKETS.value:  # a measured choice may serve a shape of more than it was measured at
+        config = config._replace(streamed=False)
+    units = tiles * blocks if config.streamed else tiles
+    programs, partial = min(processors(y.device) * config.ctas_per_sm, units), None
+    if config.streamed:
+        parts = programs, 2, WARPGROUPS, ROWS, config.tokens
+        partial = torch.empty(parts, dtype=torch.float32, device=y.device)
+    _, maxnreg = REGISTERS[config.ctas_per_sm]
+    first, second, third = [*matrices, None, None][:3]
+    each = {"": first, "second_": second, "third_": third}
+    descriptors = {
+        f"{prefix}{plane}_desc": descriptor
+        for prefix, w in each.items()
+        for plane, descriptor in zip("qhsd", _descriptors(w, kind, k, rows), strict=True)
+    }
+    packed_kernel.launch(
+        (programs,),
+        y_ptr=y,
+        partial_ptr=partial,
+        tickets_ptr=arranged.tickets,
+        factor_ptr=arranged.factor,
+        bias_ptr=bias,
+        residual_ptr=residual,
+        **descriptors,
+        x_desc=describe(arranged.x, (config.tokens, STEP)),
+        stride_y_token=y.stride(0),
+        stride_residual_token=0 if residual is None else residual.stride(0),
+        num_rows=len(first),
+        num_rows_second=0 if second is None else len(second),
+        num_rows_third=0 if third is None else len(third),
+        blocks=blocks,
+        tiles=tiles,
+        tiles_m=tiles_m,
+        num_tokens=num_tokens,
+        TILE=_tile_of(FORMATS[file_kind(kind)], config, activation, len(matrices)),
+        num_warps=4,
+        maxnreg=maxnreg,
+    )
+    return y

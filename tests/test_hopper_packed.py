@@ -1,0 +1,300 @@
+"""Packed products on Hopper: executed by the emulator, and what is compiled of them."""
+
+import itertools
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from ferrum_triton.gluon_emulator import EmulationError, run
+from ferrum_triton.gluon_emulator.mutants import mutants
+from ferrum_triton.kernels.gpu import gpu_of_arch
+from ferrum_triton.kernels.hopper.packed import packed_kernel
+from ferrum_triton.kernels.hopper.packed_config import (
+    ORDER,
+    PackedConfig,
+    is_served,
+    packed_candidates,
+    packed_fits,
+    shared_bytes,
+)
+from ferrum_triton.kernels.hopper.packed_products import packed_products
+from ferrum_triton.kernels.jit import note_launches, record_launches
+from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
+from ferrum_triton.kernels.quant.products import candidates, heuristic, packed, product, products
+from ferrum_triton.kernels.sass import instructions, overwritten_operands
+from ferrum_triton.ops.elementwise import gelu_tanh
+from ferrum_triton.quant import FORMATS, dequantize_blocks, quantize_blocks, to_planes
+from ferrum_triton.quant.planes import PLANE_FORMATS, views
+from tests.compiling import compiled
+from tests.packed_twins import twins
+
+HOPPER = gpu_of_arch("sm_90")
+KINDS = [
+    kind for kind, fmt in FORMATS.items() if f"{kind}:planes" in PLANE_FORMATS if is_served(fmt)
+]
+SMALL = PackedConfig(16, span=2, stages=2, x_stages=2)
+CONFIGS = [
+    SMALL,
+    SMALL._replace(streamed=False),
+    SMALL._replace(span=1, ctas_per_sm=2),
+    SMALL._replace(tokens=8, span=4),
+    SMALL._replace(span=1, overlapped=True),
+    SMALL._replace(overlapped=True, streamed=False),
+    SMALL._replace(tokens=32, span=4, overlapped=True, stages=3, x_stages=3),
+]
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def matrix(kind, n, k, seed=0):
+    weights = torch.randn(n, k, generator=seeded(seed)) * k**-0.5
+    return quantize_blocks(weights, FORMATS[kind])
+
+
+def planes_of(blocks, kind):
+    """Planes whose rows end in what is no number, where anything may lie between them."""
+    planes, form = to_planes(blocks, kind), PLANE_FORMATS[f"{kind}:planes"]
+    num_blocks = blocks.shape[-1] // FORMATS[kind].block_bytes
+    for name, plane in views(planes, kind).items():
+        plane[..., form.used_bytes(name, num_blocks) :] = 0xFF
+    return planes
+
+
+def tokens(m, k, dtype=torch.float16, seed=1):
+    return torch.randn(m, k, generator=seeded(seed)).to(dtype)
+
+
+def emulate(a, blocks, kind, config, y=None, seed=0, mutant=None, **added):
+    """The product with matrices side by side, and the tickets that it left."""
+    arranged, matrices = arrange(a, *ORDER), [planes_of(each, kind) for each in blocks]
+    if y is None:
+        y = a.new_full((len(a), sum(map(len, matrices))), torch.nan)
+    with note_launches(runs=False) as launches:
+        packed_products(y, arranged, matrices, f"{kind}:planes", config, a.shape[1], **added)
+    ((kernel, grid, args, meta),) = [(x.kernel, x.grid, x.args, x.meta) for x in launches]
+    constexprs = {name: meta[name] for name in kernel.constexprs}
+    options = {"assembly": twins(FORMATS[kind]), "seed": seed, "mutant": mutant, "timeout": 60}
+    run(kernel.jit, grid, args, constexprs, **options)
+    return y, arranged.tickets
+
+
+def wanted(a, blocks, kind):
+    return a.double() @ dequantize_blocks(torch.cat(blocks), FORMATS[kind]).double().T
+
+
+def error(got, want):
+    """Squared error over the squares of what is wanted."""
+    return ((got.double() - want).square().sum() / want.square().sum()).item()
+
+
+# The result's own rounding, and that of weights and minimums to float16.
+LIMITS = {torch.float16: 1e-6, torch.bfloat16: 6e-6, torch.float32: 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [*zip(KINDS, itertools.cycle(CONFIGS)), *(("Q4_K", c) for c in CONFIGS)]
+)
+def test_values(kind, config):
+    a, blocks = tokens(20, 512), [matrix(kind, 330, 512)]
+    y, tickets = emulate(a, blocks, kind, config)
+    assert error(y, wanted(a, blocks, kind)) < LIMITS[a.dtype]
+    assert not tickets.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "m", "n", "k", "dtype"),
+    [
+        ("Q4_K", 1, 1, 256, torch.bfloat16),
+        ("Q4_0", 9, 129, 352, torch.float16),
+        ("Q5_0", 17, 8, 32, torch.float32),
+        ("Q4_Z", 33, 200, 800, torch.bfloat16),
+    ],
+)
+def test_odd_sizes(kind, m, n, k, dtype):
+    a, blocks = tokens(m, k, dtype) * 100, [matrix(kind, n, k)]
+    y, _ = emulate(a, blocks, kind, SMALL._replace(overlapped=m > 9))
+    assert error(y, wanted(a, blocks, kind)) < LIMITS[dtype]
+
+
+def test_what_is_added():
+    a, blocks = tokens(20, 512, torch.bfloat16), [matrix("Q4_K", 200, 512)]
+    bias, residual = torch.randn(200), tokens(20, 2 * 200)[:, :200]
+    y = torch.full((20, 300), torch.nan)
+    emulate(a, blocks, "Q4_K", SMALL, y[:, 50:250], bias=bias, residual=residual)
+    want = wanted(a, blocks, "Q4_K") + bias.double() + residual.double()
+    assert error(y[:, 50:250], want) < LIMITS[y.dtype]
+    assert y[:, :50].isnan().all() and y[:, 250:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"), zip(CONFIGS[:3], [(200, 70, 136), (0, 150, 20), (30, 140)], strict=True)
+)
+def test_matrices_side_by_side(config, counts):
+    a, blocks = tokens(20, 512), [matrix("Q6_K", n, 512, seed=i) for i, n in enumerate(counts)]
+    y, _ = emulate(a, blocks, "Q6_K", config)
+    assert error(y, wanted(a, blocks, "Q6_K")) < LIMITS[a.dtype]
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "activation"),
+    [(CONFIGS[0], "Q4_K", "silu"), (CONFIGS[5], "Q4_1", "gelu_tanh"), (CONFIGS[6], "Q8_0", "silu")],
+)
+def test_gate_and_up(config, kind, activation):
+    a, blocks = tokens(20, 512), [matrix(kind, 100, 512, seed=i) for i in range(2)]
+    y, _ = emulate(a, blocks, kind, config, a.new_empty(20, 100), activation=activation)
+    gate, up = wanted(a, blocks, kind).chunk(2, 1)
+    want = (gelu_tanh(gate) if activation == "gelu_tanh" else gate * gate.sigmoid()) * up
+    assert error(y, want) < 2 * LIMITS[a.dtype]
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL._replace(overlapped=True)])
+def test_sums_are_the_same_in_whatever_order_programs_run(config):
+    a, blocks = tokens(20, 512), [matrix("Q4_K", 330, 512)]
+    results = [emulate(a, blocks, "Q4_K", config, seed=seed) for seed in range(3)]
+    assert all(torch.equal(y, results[0][0]) and not tickets.any() for y, tickets in results)
+
+
+# What one launch of the emulator cannot miss: the launches before and after it, and the order of
+# a partition's own stores and its ticket.
+NOT_SEEN = {"wait_for_launch_before(PDL)", "let_next_launch_begin(PDL)", "gl.thread_barrier()"}
+
+
+def test_every_synchronisation_is_needed():
+    a, blocks = tokens(20, 512), [matrix("Q4_K", 330, 512)]
+    want, seen = wanted(a, blocks, "Q4_K"), []
+    variants = [SMALL, SMALL._replace(overlapped=True, span=4)]
+    for mutant in mutants(packed_kernel.jit):
+        if mutant.text in NOT_SEEN:
+            continue
+        seen.append(str(mutant))
+        for config, seed in itertools.product(variants, range(4)):
+            try:
+                y, tickets = emulate(a, blocks, "Q4_K", config, seed=seed, mutant=mutant)
+            except EmulationError:
+                break
+            if not error(y, want) < LIMITS[a.dtype] or tickets.any():
+                break
+        else:
+            pytest.fail(str(mutant))
+    assert len(seen) == 7, seen
+
+
+def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
+    for kind, m in itertools.product(KINDS, (5, 16, 64, 4096)):
+        bucket = "few" if m < 9 else "many"
+        shape = (kind, bucket, m, 4096, 128)
+        assert heuristic(HOPPER, *shape)["path"] != "packed"
+        assert any(config["path"] == "packed" for config in candidates(HOPPER, *shape))
+        for arch in ("sm_80", "sm_100", "gfx942"):
+            tried = candidates(gpu_of_arch(arch), *shape)
+            assert not any(config["path"] == "packed" for config in tried)
+            assert "Hopper" in packed_fits(gpu_of_arch(arch), SMALL, kind, m, 4096, 4096)
+    assert not packed_candidates(HOPPER, "Q2_K", 16, 4096, 4096)
+    assert "unpacked" in packed_fits(HOPPER, SMALL, "Q2_K", 16, 4096, 4096)
+    assert "tickets" in packed_fits(HOPPER, SMALL, "Q4_K", 16, 1 << 20, 4096)
+    many = SMALL._replace(stages=8, ctas_per_sm=2)
+    assert "shared memory" in packed_fits(HOPPER, many, "Q4_K", 16, 4096, 4096)
+    assert "stages" in packed_fits(HOPPER, SMALL._replace(stages=1), "Q4_K", 16, 4096, 4096)
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def packed_rows(kind, n, k):
+    return empty(n, PLANE_FORMATS[f"{kind}:planes"].row_bytes(k), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("m", [5, 16])
+def test_whoever_asks_for_products_gets_it(m):
+    w, kind = packed_rows("Q4_K", 256, 512), "Q4_K:planes"
+    calls = (
+        lambda: product(empty(m, 512), w, kind),
+        lambda: gemv_quant_gate_up_silu(empty(m, 512), w, w, kind, kind),
+        lambda: gemv_quant_qkv(empty(m, 512), w, w, w, kind, kind, kind),
+    )
+    with products.forced(packed(SMALL)):
+        for call in calls:
+            with record_launches((9, 0)) as launches:
+                call()
+            assert [x.kernel.name for x in launches] == ["_arrange_kernel", "packed_kernel"]
+
+
+def launch_of(kind, config, m, n=28672, k=4096, matrices=1, **added):
+    with record_launches((9, 0)) as launches:
+        arranged = arrange(empty(m, k), *ORDER)
+        w = [packed_rows(kind, n, k)] * matrices
+        packed_products(empty(m, n), arranged, w, f"{kind}:planes", config, k, **added)
+    return launches[-1]
+
+
+def assembler_says(ptx):
+    """What ptxas prints of a kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as directory:
+        source = Path(directory, "kernel.ptx")
+        source.write_text(ptx)
+        command = [tool, "-v", "--gpu-name=sm_90a", source, "-o", source.with_suffix(".cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def unpacking_in_flight(code):
+    """Of the instructions that mask codes, those between a product and the wait for it."""
+    found, in_flight = [], False
+    for each in code:
+        if each.name.startswith("HGMMA"):
+            in_flight = True
+        elif each.name.startswith("WARPGROUP.DEPBAR"):
+            in_flight = False
+        elif each.name.startswith("LOP3") and re.search(
+            r"0xf000f|0xf000f0|0x1f001f|0xff00ff", " ".join(each.operands)
+        ):
+            found.append(in_flight)
+    return found
+
+
+TRIED = [
+    ("Q4_K", 16, PackedConfig(16, 2, False, True, 2, 4, 6), {"matrices": 3}),
+    ("Q4_0", 64, PackedConfig(64, 4, True, False, 1, 6, 2), {}),
+    ("Q4_K", 256, PackedConfig(256, 1, True, False, 1, 3, 4), {}),
+    ("Q4_Z", 32, PackedConfig(32, 4, True, True, 1, 8, 2), {"matrices": 2, "activation": "silu"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "m", "config", "added"), TRIED)
+def test_what_is_compiled(kind, m, config, added):
+    assert not packed_fits(HOPPER, config, kind, m, 28672, 4096)
+    resources = compiled(launch_of(kind, config, m, **added))
+    assert resources.registers == (80 if config.ctas_per_sm == 2 else 168)
+    # Gate and up are turned round as one tile.
+    spare = 256 + (64 * config.tokens * 4 if "activation" in added else 0)
+    assert 0 <= shared_bytes(config, FORMATS[kind]) - resources.shared <= spare
+    code = instructions(resources.asm["cubin"])
+    assert not overwritten_operands(code)
+    # Two warpgroups, four products for each of a block's four steps; codes unpacked once for the
+    # loop, and once before it where they are unpacked ahead.
+    assert sum(each.name.startswith("HGMMA.64x") for each in code) == 2 * 4 * 4
+    ahead = config.span if config.overlapped else 0
+    found = unpacking_in_flight(code)
+    assert len(found) == 2 * 16 * (4 + ahead)
+    if config.overlapped:
+        # All of those that the loop carries over its end.
+        assert sum(found) >= 2 * 16 * config.span
+    assert "C75" not in assembler_says(resources.asm["ptx"])
+
+
+@pytest.mark.parametrize("m", [16, 64])
+@pytest.mark.every_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_candidate_compiles(kind, m):
+    for config in packed_candidates(HOPPER, kind, m, 28672, 4096):
+        code = instructions(compiled(launch_of(kind, config, m)).asm["cubin"])
+        assert not overwritten_operands(code)
