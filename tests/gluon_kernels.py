@@ -292,7 +292,6 @@ def multiply_gathered(y_ptr, ring, bars, steps, STAGES: gl.constexpr):
         mbarrier.wait(full.index(stage), (k // STAGES) & 1)
         # What threads copied, tensor cores see after a fence, of whichever side.
         fence_async_shared()
-        gl.thread_barrier()
         rows = ring.index(stage)
         acc = warpgroup_mma(rows, rows.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))

@@ -14,7 +14,11 @@ from ferrum_triton.gluon_emulator import EmulationError, run
 from ferrum_triton.gluon_emulator.mutants import mutants
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper.packed import packed_kernel
-from ferrum_triton.kernels.hopper.packed_config import (
+from ferrum_triton.kernels.hopper.packed_products import packed_products
+from ferrum_triton.kernels.jit import note_launches, record_launches
+from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
+from ferrum_triton.kernels.quant.packed_config import (
     ORDER,
     PackedConfig,
     is_served,
@@ -22,10 +26,6 @@ from ferrum_triton.kernels.hopper.packed_config import (
     packed_fits,
     shared_bytes,
 )
-from ferrum_triton.kernels.hopper.packed_products import packed_products
-from ferrum_triton.kernels.jit import note_launches, record_launches
-from ferrum_triton.kernels.quant.activations import arrange
-from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
 from ferrum_triton.kernels.quant.products import candidates, heuristic, packed, product, products
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.ops.elementwise import gelu_tanh

@@ -79,7 +79,8 @@ class _AsTriton(ast.NodeTransformer):
         self.generic_visit(node)
         target, values = node.targets[0], getattr(node.value, "elts", [node.value])
         targets = getattr(target, "elts", [target])
-        made = [isinstance(each, ast.Call) for each in values] * (len(targets) // len(values))
+        each_of = len(targets) // max(len(values), 1)  # none of an empty tuple
+        made = [isinstance(each, ast.Call) for each in values] * each_of
         names = [ast.unparse(each) if new else "" for each, new in zip(targets, made, strict=False)]
         node.value = _call("__assigned", node.value, *(ast.Constant(name) for name in names))
         return node

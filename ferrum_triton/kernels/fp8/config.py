@@ -3,8 +3,8 @@
 The functions are pure: they take a GPU's facts and a product's sizes, and ask no device.
 """
 
+from ferrum_triton.kernels import hopper_config as hopper
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
-from ferrum_triton.kernels.hopper import gemm_config as hopper
 from ferrum_triton.kernels.parameters import (
     Config,
     integer,

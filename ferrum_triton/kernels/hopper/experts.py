@@ -41,7 +41,6 @@ from ferrum_triton.kernels.hopper.experts_pairs import (
     pairs_of,
     store,
 )
-from ferrum_triton.kernels.hopper.gemm_config import ALIGNED, STEP_BYTES
 from ferrum_triton.kernels.hopper.gemm_tiles import (
     ROWS,
     TOKENS,
@@ -53,6 +52,7 @@ from ferrum_triton.kernels.hopper.gemm_tiles import (
     sums_layout,
 )
 from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers, wait_full
+from ferrum_triton.kernels.hopper_config import ALIGNED, STEP_BYTES
 from ferrum_triton.kernels.jit import processors
 from ferrum_triton.kernels.moe.activation import clamped_swiglu
 from ferrum_triton.kernels.moe.pairs import moe_align_block_size

@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ferrum_triton.kernels.gluon import describe, gluon_kernel
-from ferrum_triton.kernels.hopper.gemm_config import ALIGNED
 from ferrum_triton.kernels.hopper.gemm_tiles import (
     GROUP,
     ROWS,
@@ -29,6 +28,7 @@ from ferrum_triton.kernels.hopper.gemm_tiles import (
     scaled_sums,
 )
 from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers
+from ferrum_triton.kernels.hopper_config import ALIGNED
 from ferrum_triton.kernels.jit import processors
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait

@@ -21,13 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ferrum_triton.kernels.hopper import gemm_config
+from ferrum_triton.kernels import hopper_config
 from ferrum_triton.kernels.hopper.rings import wait_full
 
 # Tokens of a consumer, rows of weights of a half, and columns in FP8 that have one scale: a step.
-TOKENS = gl.constexpr(gemm_config.TOKENS)
-ROWS = gl.constexpr(gemm_config.ROWS)
-GROUP = gl.constexpr(gemm_config.STEP_BYTES)
+TOKENS = gl.constexpr(hopper_config.TOKENS)
+ROWS = gl.constexpr(hopper_config.ROWS)
+GROUP = gl.constexpr(hopper_config.STEP_BYTES)
 
 
 class Buffers(NamedTuple):

@@ -10,7 +10,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ferrum_triton.kernels.gluon import describe
 from ferrum_triton.kernels.hopper.packed import packed_kernel
-from ferrum_triton.kernels.hopper.packed_config import (
+from ferrum_triton.kernels.hopper.packed_weights import columns_of
+from ferrum_triton.kernels.jit import processors
+from ferrum_triton.kernels.quant.activations import TICKETS, Arranged
+from ferrum_triton.kernels.quant.fragments import unpacking_of
+from ferrum_triton.kernels.quant.packed_config import (
     BLOCK,
     REGISTERS,
     ROWS,
@@ -19,10 +23,6 @@ from ferrum_triton.kernels.hopper.packed_config import (
     PackedConfig,
     block_bytes,
 )
-from ferrum_triton.kernels.hopper.packed_weights import columns_of
-from ferrum_triton.kernels.jit import processors
-from ferrum_triton.kernels.quant.activations import TICKETS, Arranged
-from ferrum_triton.kernels.quant.fragments import unpacking_of
 from ferrum_triton.kernels.quant.planes import row_sizes
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.formats import FORMATS, BlockFormat

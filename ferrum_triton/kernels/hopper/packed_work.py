@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ferrum_triton.kernels.hopper import packed_config
+from ferrum_triton.kernels.quant import packed_config
 
 WARPGROUPS = gl.constexpr(packed_config.WARPGROUPS)
 

@@ -5,8 +5,8 @@ The functions are pure: they take a GPU's facts and a product's sizes, and ask n
 
 from functools import partial
 
+from ferrum_triton.kernels import hopper_config as hopper
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
-from ferrum_triton.kernels.hopper import gemm_config as hopper
 from ferrum_triton.kernels.parameters import (
     Config,
     one_of,

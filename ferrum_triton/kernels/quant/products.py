@@ -17,13 +17,8 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
-from ferrum_triton.kernels.hopper import packed_config
-from ferrum_triton.kernels.hopper.packed_config import (
-    PackedConfig,
-    packed_candidates,
-    packed_fits,
-)
 from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_two
+from ferrum_triton.kernels.quant import packed_config
 from ferrum_triton.kernels.quant.activations import Tokens, arrange
 from ferrum_triton.kernels.quant.gemm import gemm_blocks
 from ferrum_triton.kernels.quant.gemv import gemv_blocks
@@ -36,6 +31,11 @@ from ferrum_triton.kernels.quant.mma_config import (
     mma_candidates,
     mma_fits,
     mma_heuristic,
+)
+from ferrum_triton.kernels.quant.packed_config import (
+    PackedConfig,
+    packed_candidates,
+    packed_fits,
 )
 from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
@@ -308,6 +308,8 @@ def fits(
     if path == "mma":
         return mma_fits(gpu, mma_config(config), kind)
     if path == "packed":
+        if bucket_of(num_tokens) != bucket:
+            return f"{num_tokens} tokens are not {bucket}"
         tile = packed_tile(config)
         return packed_fits(gpu, tile, kind, num_tokens, num_rows, 32 * num_groups)
     return "" if path == "decode" else f"there is no path {path!r}"
