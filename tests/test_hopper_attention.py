@@ -159,14 +159,24 @@ def test_strides_that_a_tensor_map_holds(backend_name, dtype, monkeypatch):
     check(backend, arguments)
 
 
-@on_kernels
 @pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.gpu) for n in range(8, 200))]
+    ("backend_name", "seeds"),
+    [
+        *(("interpret", [seed]) for seed in range(8)),
+        *(
+            pytest.param("cuda", range(first, first + 25), marks=pytest.mark.gpu)
+            for first in range(0, 200, 25)
+        ),
+    ],
+    ids=str,
 )
-def test_drawn_calls(backend_name, seed):
+def test_drawn_calls(backend_name, seeds):
     """Every feature beside every other, at sizes off every tile."""
-    if backend_name == "interpret" and seed >= 8:
-        pytest.skip("eight are emulated")
+    for seed in seeds:
+        check_drawn(get_backend(backend_name), seed)
+
+
+def check_drawn(backend, seed):
     pick = random.Random(seed)
     head_dim, config = pick.choice(
         (
@@ -196,7 +206,6 @@ def test_drawn_calls(backend_name, seed):
         "with_sinks": pick.random() < 0.3,
         "with_lse": pick.random() < 0.5,
     }
-    backend = get_backend(backend_name)
     arguments = sample(backend, seed=seed, **axes)
     arguments["pos_offset"] = pick.choice((None, None, 0, 100))
     check(backend, arguments, config)

@@ -228,6 +228,20 @@ def test_whoever_asks_for_products_gets_it(m):
             assert [x.kernel.name for x in launches] == ["_arrange_kernel", "packed_kernel"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [5, 16, 33, 64, 128, 300])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_candidate_on_a_gpu(kind, m):
+    """Right, and the same bits at every launch, tickets of the launch before included."""
+    a, blocks = tokens(m, 1024, torch.bfloat16), matrix(kind, 1000, 1024)
+    x, planes, want = a.cuda(), to_planes(blocks, kind).cuda(), wanted(a, [blocks], kind)
+    for config in packed_candidates(HOPPER, kind, m, 1000, 1024):
+        with products.forced(packed(config)):
+            y = product(x, planes, f"{kind}:planes")
+            assert torch.equal(product(x, planes, f"{kind}:planes"), y), config
+        assert error(y.cpu(), want) < LIMITS[a.dtype], config
+
+
 def launch_of(kind, config, m, n=28672, k=4096, matrices=1, **added):
     with record_launches((9, 0)) as launches:
         arranged = arrange(empty(m, k), *ORDER)
