@@ -274,7 +274,9 @@ def test_what_is_compiled(kind, m, config, added):
     assert not packed_fits(HOPPER, config, kind, m, 28672, 4096)
     resources = compiled(launch_of(kind, config, m, **added))
     assert resources.registers == (80 if config.ctas_per_sm == 2 else 168)
-    assert 0 <= shared_bytes(config, FORMATS[kind]) - resources.shared <= 256
+    # Of gate and up half a tile is turned round.
+    spare = (shared_bytes(config, FORMATS[kind]) - resources.shared) / resources.shared
+    assert 0 <= spare < (0.05 if "activation" in added else 0.002)
     code = instructions(resources.asm["cubin"])
     assert not overwritten_operands(code)
     # Two warpgroups, four products for each of a block's four steps; codes unpacked once for the
