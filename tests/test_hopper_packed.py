@@ -200,6 +200,7 @@ def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
     assert not packed_candidates(HOPPER, "Q2_K", 16, 4096, 4096)
     assert "unpacked" in packed_fits(HOPPER, SMALL, "Q2_K", 16, 4096, 4096)
     assert "tickets" in packed_fits(HOPPER, SMALL, "Q4_K", 16, 1 << 20, 4096)
+    assert "spill" in packed_fits(HOPPER, SMALL._replace(ctas_per_sm=2), "Q5_K", 16, 4096, 4096)
     many = SMALL._replace(stages=8, ctas_per_sm=2)
     assert "shared memory" in packed_fits(HOPPER, many, "Q4_K", 16, 4096, 4096)
     assert "stages" in packed_fits(HOPPER, SMALL._replace(stages=1), "Q4_K", 16, 4096, 4096)
@@ -305,7 +306,7 @@ def test_what_is_compiled(kind, m, config, added):
     assert "C75" not in assembler_says(resources.asm["ptx"])
 
 
-@pytest.mark.parametrize("m", [16, 64])
+@pytest.mark.parametrize("m", [8, 32, 64, 256])
 @pytest.mark.every_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_candidate_compiles(kind, m):

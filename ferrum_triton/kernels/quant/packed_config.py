@@ -54,9 +54,9 @@ _STEPS = {8: 16, 16: 12, 32: 8, 64: 8, 128: 6, 256: 4}
 MOST_STAGES = 8
 # How tiles of so many tokens are tried: span, overlapped, programs for an SM. Others would spill.
 _TRIED = {
-    8: [(2, False, 2), (4, True, 1)],
-    16: [(1, False, 2), (2, False, 2), (4, True, 1)],
-    32: [(1, False, 2), (2, False, 2), (4, True, 1)],
+    8: [(2, False, 2), (2, False, 1), (4, True, 1)],
+    16: [(1, False, 2), (2, False, 2), (2, False, 1), (4, True, 1)],
+    32: [(1, False, 2), (2, False, 2), (2, False, 1), (4, True, 1)],
     64: [(2, False, 1), (2, True, 1), (4, True, 1)],
     128: [(1, False, 1), (2, False, 1), (2, True, 1)],
     256: [(1, False, 1), (1, True, 1)],
@@ -127,6 +127,10 @@ def packed_fits(
     fmt = FORMATS[file_kind(kind)]
     if not is_served(fmt):
         return f"{kind} is not unpacked for Hopper's products"
+    if fmt.bits > 4 and (config.ctas_per_sm > 1 or (config.tokens == 256 and config.streamed)):
+        return (
+            f"{kind} would spill: two programs for an SM, and tiles of 256 tokens that are shared"
+        )
     tiles = cdiv(num_rows, TILE_ROWS) * cdiv(num_tokens, config.tokens)
     if config.streamed and tiles > TICKETS.value:
         return f"{tiles} tiles are more than there are tickets for, {TICKETS.value}"
