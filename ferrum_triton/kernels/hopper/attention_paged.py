@@ -147,10 +147,10 @@ def blocks_of(seq, batch, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def first_walk(batch):
-    """Behind the last sequence. What is added is 0: see attention_roles.store_rows."""
+def begin(batch):
+    """A program's first rank, and the walk before it. 0 is added: see attention_roles.store_rows."""
     nothing = (gl.load(batch.cu_seqlens_q_ptr) >> 31).to(gl.int32)
-    return Walk(batch.num_seqs + nothing, 0)
+    return gl.program_id(0) + nothing, Walk(batch.num_seqs + nothing, 0)
 
 
 @gluon.jit
@@ -220,9 +220,9 @@ def produce_pages(streams, batch, VARIANT: gl.constexpr):
     """Ask for all that the consumers take, in their order."""
     CONSUMERS: gl.constexpr = VARIANT.consumers
     BLOCK_N: gl.constexpr = VARIANT.block_n
-    rank = gl.program_id(0)
     turn, done = 0, 0  # blocks and tiles before
-    walk = walk_to(first_walk(batch), rank // VARIANT.num_kv_heads, batch, VARIANT)
+    rank, walk = begin(batch)
+    walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
     while rank // VARIANT.num_kv_heads < walk.end:
         part = part_of(walk, rank, batch, VARIANT)
         block = part.block
@@ -268,9 +268,9 @@ class Targets(NamedTuple):
 @gluon.jit
 def consume_pages(streams, targets, batch, OWN: gl.constexpr, VARIANT: gl.constexpr):
     """The part of a consumer: 64 rows of each of the program's blocks."""
-    rank = gl.program_id(0)
     turn, done = 0, 0  # blocks and tiles before
-    walk = walk_to(first_walk(batch), rank // VARIANT.num_kv_heads, batch, VARIANT)
+    rank, walk = begin(batch)
+    walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
     while rank // VARIANT.num_kv_heads < walk.end:
         part = part_of(walk, rank, batch, VARIANT)
         rows = rows_of(part, batch, OWN, VARIANT)
