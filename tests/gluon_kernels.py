@@ -1,8 +1,12 @@
 """Small Gluon kernels for Hopper, right ones and faulty ones, which test_gluon_emulator.py runs."""
 
 import torch
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
@@ -12,12 +16,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import mangle_type
 
 TYPES = {torch.float32: gl.float32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 ROWS = gl.constexpr(64)
 # A row to eight threads, for blocks of 64 rows.
 LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def type_of(x):
+    if isinstance(x, tuple):
+        return type(x)(*map(type_of, x))
+    return mangle_type(x)
+
+
+def translate(kernel, args, constexprs):
+    """Triton takes the kernel: its types, layouts and calls are those of real Gluon."""
+    positions = {p.name: i for i, p in enumerate(kernel.params)}
+    names = [p.name for p in kernel.params if not p.is_constexpr]
+    types = {name: type_of(arg) for name, arg in zip(names, args, strict=True)}
+    signature = {name: types.get(name, "constexpr") for name in positions}
+    constants = {(positions[name],): value for name, value in constexprs.items()}
+    source, backend = GluonASTSource(kernel, signature, constants), make_backend(HOPPER)
+    options, context = backend.parse_options({"num_warps": 4}), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options)
+    source.make_ir(HOPPER, options, functions, backend.get_module_map(), context)
 
 
 def describe(x, block):
@@ -134,7 +163,7 @@ def consume(c_desc, out, rings, bars, tiles_n, num_tiles, steps, STAGES: gl.cons
     it = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         acc = gl.zeros([ROWS, ROWS], gl.float32, layout)
-        for k in range(steps):
+        for _ in range(steps):
             stage = it % STAGES
             mbarrier.wait(full.index(stage), (it // STAGES) & 1)
             b = b_ring.index(stage).permute((1, 0))
@@ -182,6 +211,42 @@ def sum_by_tickets(total_ptr, parts_ptr, ticket_ptr, x_ptr, size, BLOCK: gl.cons
 
 
 @gluon.jit
+def in_turn(y_ptr, flag_ptr, SEM: gl.constexpr):
+    """y = 2 · y + program, one program after the other."""
+    program = gl.program_id(0)
+    while gl.atomic_add(flag_ptr, 0, sem=SEM) < program:
+        pass
+    gl.store(y_ptr, gl.load(y_ptr) * 2 + program)
+    gl.atomic_add(flag_ptr, 1, sem=SEM)
+
+
+@gluon.jit
+def in_memory(y_ptr, y_desc, FAULT: gl.constexpr):
+    """Mistakes of programs, or of copies, that meet in y, float32 [64, 64]."""
+    at = gl.arange(0, 128, LINE)
+    program = gl.program_id(0)
+    mine = (program + at * 0).to(gl.float32)
+    if FAULT == "two write":
+        gl.store(y_ptr + at, mine)
+    if FAULT == "the next one reads":
+        gl.store(y_ptr + program * 128 + at, gl.load(y_ptr + (program + 1) * 128 + at) + mine + 1)
+    if FAULT == "added and set":
+        gl.atomic_add(y_ptr + at, mine + 1)
+        gl.store(y_ptr + program, 0.5)
+    if FAULT == "read after a TMA store":
+        ones = gl.full([64, 64], 1.0, gl.float32, LAYOUT)
+        buf = gl.allocate_shared_memory(gl.float32, [64, 64], y_desc.layout)
+        put(y_desc, 0, 0, buf, ones)
+        tma.store_wait(0)
+        gl.thread_barrier()
+        gl.store(y_ptr + at, gl.load(y_ptr + at) + 1)
+    if FAULT == "none":
+        gl.store(y_ptr + program * 128 + at, gl.load(y_ptr + program * 128 + at) + mine)
+        gl.store(y_ptr + 1024 + at, at.to(gl.float32))
+        gl.atomic_add(y_ptr + 2048 + at, mine + 1)
+
+
+@gluon.jit
 def copy_by_threads(y_ptr, x_ptr, num_blocks, BLOCK: gl.constexpr, STAGES: gl.constexpr):
     """y = x through shared memory by cp.async, a group of copies for each stage."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -199,6 +264,59 @@ def copy_by_threads(y_ptr, x_ptr, num_blocks, BLOCK: gl.constexpr, STAGES: gl.co
         async_copy.wait_group(STAGES - 1)
         gl.thread_barrier()
         gl.store(y_ptr + i * BLOCK + at, ring.index(i % STAGES).load(LINE))
+
+
+@gluon.jit
+def gather(x_ptr, index_ptr, ring, bars, columns, steps, STAGES: gl.constexpr):
+    """Rows by their indices, 64 columns a step; each thread arrives when its copies are there."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    full, empty = bars
+    rows = gl.load(index_ptr + gl.arange(0, ROWS, gl.SliceLayout(1, wide)))
+    there = x_ptr + rows[:, None] * columns + gl.arange(0, ROWS, gl.SliceLayout(0, wide))[None, :]
+    for k in range(steps):
+        stage = k % STAGES
+        mbarrier.wait(empty.index(stage), ((k // STAGES) & 1) ^ 1)
+        async_copy.async_copy_global_to_shared(ring.index(stage), there + k * ROWS)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def multiply_gathered(y_ptr, ring, bars, steps, STAGES: gl.constexpr):
+    full, empty = bars
+    tile: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]
+    )
+    acc = gl.zeros([ROWS, ROWS], gl.float32, tile)
+    for k in range(steps):
+        stage = k % STAGES
+        mbarrier.wait(full.index(stage), (k // STAGES) & 1)
+        # What threads copied, tensor cores see after a fence, of whichever side.
+        fence_async_shared()
+        gl.thread_barrier()
+        rows = ring.index(stage)
+        acc = warpgroup_mma(rows, rows.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(stage), count=1)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, tile))
+    column = gl.arange(0, ROWS, gl.SliceLayout(0, tile))
+    gl.store(y_ptr + row[:, None] * ROWS + column[None, :], acc)
+
+
+@gluon.jit
+def gram_of_gathered(y_ptr, x_ptr, index_ptr, columns, steps, STAGES: gl.constexpr):
+    """G Gᵀ of 64 rows G of x, by a warpgroup that gathers and one that multiplies."""
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+    ring = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, ROWS], shared)
+    full, empty = make_barriers(STAGES, 128), make_barriers(STAGES, 1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (multiply_gathered, (y_ptr, ring, (full, empty), steps, STAGES)),
+            (gather, (x_ptr, index_ptr, ring, (full, empty), columns, steps, STAGES)),
+        ],
+        [4],
+        [64],
+    )
 
 
 @gluon.constexpr_function

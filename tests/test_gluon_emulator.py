@@ -2,33 +2,11 @@
 
 import pytest
 import torch
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import mangle_type
 
 from ferrum_triton.gluon_emulator import Deadlock, EmulationError, Misuse, OutOfBounds, Race, run
 from ferrum_triton.gluon_emulator.mutants import mutants, redundant, survivors
 from tests import gluon_kernels as kernels
-from tests.gluon_kernels import describe
-
-HOPPER = GPUTarget("cuda", 90, 32)
-
-
-def translate(kernel, args, constexprs):
-    """Triton takes the kernel: its types, layouts and calls are those of real Gluon."""
-    positions = {p.name: i for i, p in enumerate(kernel.params)}
-    names = [p.name for p in kernel.params if not p.is_constexpr]
-    types = {name: mangle_type(arg) for name, arg in zip(names, args, strict=True)}
-    signature = {name: types.get(name, "constexpr") for name in positions}
-    constants = {(positions[name],): value for name, value in constexprs.items()}
-    source, backend = GluonASTSource(kernel, signature, constants), make_backend(HOPPER)
-    options, context = backend.parse_options({"num_warps": 4}), ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    functions = backend.get_codegen_implementation(options)
-    source.make_ir(HOPPER, options, functions, backend.get_module_map(), context)
+from tests.gluon_kernels import describe, translate
 
 
 def scale_ring(seed=0, mutant=None):
@@ -73,6 +51,15 @@ def copy_by_threads(seed=0, mutant=None):
     assert torch.equal(x, y)
 
 
+def gram_of_gathered(seed=0, mutant=None):
+    x, index = torch.randn(100, 320).half(), torch.randint(100, (64,)).int()
+    y = torch.full((64, 64), torch.nan)
+    args = (y, x, index, 320, 5)
+    run(kernels.gram_of_gathered, 1, args, {"STAGES": 2}, seed=seed, mutant=mutant)
+    rows = x[index].double()
+    torch.testing.assert_close(y.double(), rows @ rows.T, rtol=1e-4, atol=1e-3)
+
+
 def copy_by_turns(seed=0, mutant=None):
     x = torch.randn(4 * 128)
     y = torch.full_like(x, torch.nan)
@@ -88,6 +75,7 @@ LAUNCHES = {
         specialised_product,
         sum_by_tickets,
         copy_by_threads,
+        gram_of_gathered,
         copy_by_turns,
     )
 }
@@ -173,7 +161,7 @@ def test_each_mistake_is_found_whatever_the_order(fault):
         with pytest.raises(FAULTS[fault][0], match=FAULTS[fault][1]) as raised:
             run_faulty(fault, seed)
     assert "gluon_kernels.py:" in str(raised.value)
-    assert raised.value.__notes__ == ["in program (0, 0, 0) of faulty, with seed 3"]
+    assert raised.value.__notes__ == ["in program (0, 0, 0) of faulty, seed 3"]
 
 
 # Triton's own types refuse a product that was never waited for at all.
@@ -181,3 +169,48 @@ def test_each_mistake_is_found_whatever_the_order(fault):
 def test_triton_takes_what_is_faulty(fault):
     args = (torch.zeros(64), describe(torch.zeros(64, 64).half(), [64, 64]))
     translate(kernels.faulty, args, {"FAULT": fault})
+
+
+@pytest.mark.parametrize(
+    "fault", ["barrier not fenced", "fence without barrier", "waited without barrier"]
+)
+def test_what_triton_adds_may_be_counted_on(fault):
+    run_faulty(fault, strict=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_programs_wait_for_another_where_they_run_together(seed):
+    y, flag = torch.zeros(1), torch.zeros(1).int()
+    run(kernels.in_turn, 4, (y, flag), {"SEM": None}, seed=seed, concurrent=4)
+    assert y.item() == 11
+    with pytest.raises(Race, match=r"y_ptr: gl\.(load|store) .* no atomic of one program"):
+        run(kernels.in_turn, 4, (y, flag * 0), {"SEM": "relaxed"}, seed=seed, concurrent=4)
+
+
+def test_a_program_cannot_wait_for_a_later_one():
+    args = torch.zeros(1), -torch.ones(1).int()
+    with pytest.raises(Deadlock, match=r"the time given is over\n.* goes on at .* in in_turn"):
+        run(kernels.in_turn, 4, args, {"SEM": None}, timeout=0.3)
+    translate(kernels.in_turn, args, {"SEM": None})
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    {
+        "two write": "y_ptr: gl.store .* program .1, 0, 0., and gl.store .* no atomic",
+        "the next one reads": "y_ptr: gl.store .* and gl.load .* no atomic",
+        "added and set": "y_ptr: gl.(store .* and gl.atomic_add|atomic_add .* and gl.store)",
+        "read after a TMA store": "y_ptr: gl.load .* and TMA store .* nothing in a launch waits",
+    }.items(),
+)
+def test_programs_that_meet_in_memory_race(fault, message):
+    y = torch.zeros(64, 64)
+    with pytest.raises(Race, match=message):
+        run(kernels.in_memory, 3, (y, describe(y, [64, 64])), {"FAULT": fault})
+    translate(kernels.in_memory, (y, describe(y, [64, 64])), {"FAULT": fault})
+
+
+def test_programs_that_write_the_same_or_add_do_not_race():
+    y = torch.zeros(64, 64)
+    run(kernels.in_memory, 3, (y, describe(y, [64, 64])), {"FAULT": "none"}, seed=1, concurrent=2)
+    assert torch.equal(y[32:34].flatten(), torch.full((128,), 6.0))

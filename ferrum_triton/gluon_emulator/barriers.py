@@ -17,8 +17,8 @@ class Barrier:
     ``lacking_bytes``, which is negative where a copy has landed before the arrival that expects it.
     """
 
-    def __init__(self, name: str, count: int, partition: Partition) -> None:
-        self.name, self.count, self.maker = name, count, partition
+    def __init__(self, view: View, count: int, partition: Partition) -> None:
+        self.view, self.count, self.maker = view, count, partition
         self.made_in, self.made_at = partition.clock.of(partition), here()
         self.completed, self.pending, self.lacking_bytes = 0, count, 0
         self.clock = Clock()  # of the phase under way
@@ -29,7 +29,7 @@ class Barrier:
         self.last_copy: Operation | None = None
 
     def __str__(self) -> str:
-        return self.name
+        return str(self.view)
 
     def check_usable(self, me: Partition) -> None:
         """Raise unless its initialisation is known to a partition, and was fenced."""
@@ -48,15 +48,15 @@ class Barrier:
     def arrive(self, me: Partition, count: int, expected_bytes: int = 0) -> None:
         if count < 1:
             raise Misuse(f"{self}: {count} arrivals at {here()}")
+        self.lacking_bytes += expected_bytes
+        self.arrive_with(me.publish(), count, f"{here()} by {me}")
+
+    def arrive_with(self, clock: Clock, count: int, by: str) -> None:
         if self.pending < count:
             raise Misuse(
-                f"{self}: {count} arrivals at {here()} by {me}, where phase {self.completed} has "
+                f"{self}: {count} arrivals at {by}, where phase {self.completed} has "
                 f"{self.pending} of {self.count} left"
             )
-        self.lacking_bytes += expected_bytes
-        self.arrive_with(me.publish(), count)
-
-    def arrive_with(self, clock: Clock, count: int) -> None:
         self.pending -= count
         self.clock.join(clock)
         self._complete_if_done()
@@ -108,7 +108,7 @@ class Barrier:
         phase = me.clock.of(self) - 1
         if phase % 2 != parity:
             phase += 1
-        me.program.block(
+        me.program.scheduler.block(
             lambda: self.completed > phase,
             lambda: (
                 f"{_named(phase)} of {self}, which has completed {self.completed} phases and lacks "
@@ -156,7 +156,7 @@ def init(view: View, count: Any) -> None:
     if int(count) < 1:
         raise Misuse(f"{view} is initialised at {here()} for {int(count)} arrivals")
     view.access("mbarrier.init", writes=True)
-    view.allocation.barriers[view.offset] = Barrier(str(view), int(count), me)
+    view.allocation.barriers[view.offset] = Barrier(view, int(count), me)
 
 
 def invalidate(view: View) -> None:
@@ -202,7 +202,7 @@ class NamedBarrier:
             self.over, self.clock = self.clock, Clock()
             self.generation, self.arrived, self.members = generation + 1, 0, []
         if sync:
-            me.program.block(
+            me.program.scheduler.block(
                 lambda: self.generation > generation,
                 lambda: f"{self}, at which {self.arrived} of {self.threads} threads are",
             )

@@ -73,11 +73,11 @@ class Access:
     ``generic`` accesses go through the generic proxy, as ordinary loads and stores do.
     """
 
-    __slots__ = ("bit", "epoch", "generic", "place", "what", "who", "writes")
+    __slots__ = ("atomic", "bit", "epoch", "generic", "place", "what", "who", "writes")
 
     def __init__(self, who: Any, what: str, writes: bool, bit: int, generic: bool) -> None:
         self.who, self.what, self.writes, self.bit, self.generic = who, what, writes, bit, generic
-        self.epoch, self.place = who.clock.of(who), here()
+        self.epoch, self.place, self.atomic = who.clock.of(who), here(), False
 
     def known_to(self, clock: Clock) -> bool:
         if self.bit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,12 +81,9 @@ def make_tensor_descriptor(
 ) -> tensors.Descriptor:
     if base.base is None:
         raise Misuse(f"a descriptor at {here()} of an address that was read from memory")
-    item = base.dtype.element_ty.primitive_bitwidth // 8
-    first = (int(base.data) - base.base.start) // item
+    sizes = shape, strides, block_shape
     dtype = base.dtype.element_ty
-    return tensors.Descriptor(
-        base.base, first, shape, strides, block_shape, dtype, layout, padding_option
-    )
+    return tensors.Descriptor(base.base, int(base.data), *sizes, dtype, layout, padding_option)
 
 
 def _check_tile(desc: tensors.Descriptor, view: View, coord: Any) -> list[int]:
@@ -115,9 +111,9 @@ def tma_load(
     at, signalled = _check_tile(tensor_desc, result, coord), barriers.barrier_of(barrier)
     operation = Operation(program, "TMA load")
     result.access("TMA load", writes=True, operation=operation)
+    tensor_desc.note("TMA load", at, None, operation)
     result.poison()
-    operation.barrier, operation.bytes = signalled, result.nbytes
-    operation.phase = signalled.completed
+    operation.bytes, operation.phase = result.nbytes, signalled.completed
     signalled.copies.append(operation)
 
     def land() -> None:
@@ -125,7 +121,7 @@ def tma_load(
         signalled.land(operation)
 
     program.loads.append(operation)
-    program.in_flight.append((operation, land))
+    program.fly(operation, land)
 
 
 @emulates("tma.async_copy_shared_to_global")
@@ -137,8 +133,10 @@ def tma_store(tensor_desc: tensors.Descriptor, coord: Any, src: View) -> None:
     operation = Operation(program, "TMA store")
     src.access("TMA store", writes=False, operation=operation)
     tile = src.tensor.clone()
+    # What is written has a bit of its own, since nothing in a launch waits for that.
+    tensor_desc.note("TMA store", at, tile, Operation(program, "TMA store"))
     me.stores.append(operation)
-    program.in_flight.append((operation, lambda: tensor_desc.write(at, tile)))
+    program.fly(operation, lambda: tensor_desc.write(at, tile))
 
 
 @emulates("tma.store_wait")
@@ -187,13 +185,9 @@ def warpgroup_mma(
             operands.append(each.tensor)
         else:
             operands.append(each.data)
-    if acc.product is not None and acc.product not in me.products:
-        raise Misuse(
-            f"the accumulator of the product at {here()} is the result of {acc.product}, which is "
-            "done, and no warpgroup_mma_wait handed it back"
-        )
     data = _multiplied(operands[0], operands[1], acc.dtype)
     if bool(use_acc):
+        # Products of a warpgroup are done in turn, so that one may add to another in flight.
         data = acc._data + data
     me.products.append(operation)
     result = Value(data, acc.dtype, acc.layout, product=operation)
@@ -268,7 +262,7 @@ def copy_to_shared(
     smem.access("cp.async", writes=True, operation=operation, generic=True)
     smem.poison()
     me.copies.append(operation)
-    program.in_flight.append((operation, lambda: smem.tensor.copy_(value.data)))
+    program.fly(operation, lambda: smem.tensor.copy_(value.data))
 
 
 @emulates("async_copy.commit_group")
@@ -284,7 +278,7 @@ def wait_group(num_outstanding: Any = 0) -> None:
     me.program.checkpoint()
     done, me.groups = _but_last(me.groups, int(num_outstanding))
     operations = [operation for group in done for operation in group]
-    me.program.land_now(operations)
+    me.program.scheduler.land_now(operations)
     for each in operations:
         me.half_done |= each.bit
     me.after_wait()
@@ -300,23 +294,13 @@ def mbarrier_arrive(mbarrier: View, increment_count: Any = True) -> None:
     if bool(increment_count):
         barrier.pending += threads
     copies = [*me.copies, *(each for group in me.groups for each in group)]
-    operation, clock = Operation(program, "cp.async's arrival"), me.publish()
+    operation, clock, by = Operation(program, "cp.async"), me.publish(), f"{here()} by {me}"
     for each in copies:
         clock.done |= each.bit
 
     def land() -> None:
-        program.land_now(copies)
-        barrier.arrive_with(clock, threads)
+        program.scheduler.land_now(copies)
+        barrier.arrive_with(clock, threads, by)
 
     me.copies, me.groups = [], []
-    program.in_flight.append((operation, land))
-
-
-def emulated_name(function: Callable) -> str:
-    """A function of Gluon's as this package's table has it."""
-    module = getattr(function, "__module__", "") or ""
-    name = getattr(function, "__name__", "")
-    for part in ("tma", "mbarrier", "async_copy"):
-        if module.endswith("." + part):
-            return f"{part}.{name}"
-    return name
+    program.fly(operation, land)

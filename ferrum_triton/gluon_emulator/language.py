@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import SliceLayout
 from triton.language import core as tl
 from triton.language import standard
+from triton.runtime.jit import JITFunction
 
 from ferrum_triton.gluon_emulator import barriers, memory, tensors, values
 from ferrum_triton.gluon_emulator.clocks import here
@@ -30,6 +31,18 @@ def emulates(*names: str) -> Callable:
         return function
 
     return register
+
+
+def emulated_name(function: Any) -> str:
+    """A function of Triton's as the table has it; no name of anything else."""
+    module, name = (getattr(function, each, None) or "" for each in ("__module__", "__name__"))
+    if not callable(function) or isinstance(function, (type, JITFunction)):
+        return ""
+    plain = module.startswith("triton.language") and name in EMULATED
+    if not plain and not getattr(function, "__triton_builtin__", False):
+        return ""
+    part = module.rpartition(".")[2]
+    return f"{part}.{name}" if part in ("tma", "mbarrier", "async_copy") else name
 
 
 def shape_of(given: tuple) -> list[int]:
@@ -63,7 +76,7 @@ def program_id(axis: Any) -> Value:
 
 @emulates("num_programs")
 def num_programs(axis: Any) -> Value:
-    return constant(current().program.grid[int(axis)], tl.int32)
+    return constant(current().program.settings.grid[int(axis)], tl.int32)
 
 
 @emulates("num_warps")
@@ -92,7 +105,7 @@ def convert_layout(value: Value, layout: Any, assert_trivial: bool = False) -> V
     return Value(value.data, value.dtype, layout, value.base)
 
 
-@emulates("assume", "static_print", "device_print")
+@emulates("static_print", "device_print")
 def ignored(*args: Any, **options: Any) -> None:
     pass
 
@@ -115,6 +128,11 @@ def device_assert(condition: Any, message: str = "", mask: Any = None) -> None:
         held = held | ~to_value(mask).data
     if not bool(held.all()):
         raise Misuse(f"gl.device_assert at {here()}: {message}")
+
+
+@emulates("assume")
+def assume(condition: Any) -> None:
+    device_assert(condition, "what gl.assume says does not hold")
 
 
 @emulates("reshape", "view")
@@ -252,7 +270,7 @@ def umulhi(x: Any, y: Any) -> Value:
 
 def _atomic(name: str, kind: str) -> None:
     def call(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Value:
-        return tensors.atomic(kind, pointer, val, mask)
+        return tensors.atomic(kind, pointer, val, mask, sem, scope)
 
     EMULATED[name] = call
 
@@ -263,19 +281,12 @@ for _kind in ("add", "and", "or", "xor", "max", "min", "xchg"):
 
 @emulates("atomic_cas")
 def atomic_cas(pointer: Any, cmp: Any, val: Any, sem: Any = None, scope: Any = None) -> Value:
-    return tensors.compare_and_swap(pointer, cmp, val)
+    return tensors.compare_and_swap(pointer, cmp, val, sem, scope)
 
 
 @emulates("gather")
 def gather(src: Value, index: Value, axis: Any) -> Value:
     return Value(torch.gather(src.data, int(axis), index.data.long()), src.dtype, index.layout)
-
-
-@emulates("histogram")
-def histogram(input: Value, num_bins: Any, mask: Any = None, layout: Any = None) -> Value:
-    data = input.data if mask is None else input.data[to_value(mask).data]
-    bins = torch.bincount(data.long().flatten(), minlength=int(num_bins))[: int(num_bins)]
-    return Value(bins.int(), tl.int32, layout)
 
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -365,27 +376,6 @@ def associative_scan(input: Any, axis: Any, combine_fn: Any, reverse: Any = Fals
     return tuple(results) if several else results[0]
 
 
-@emulates("map_elementwise")
-def map_elementwise(scalar_fn: Callable, *args: Any, pack: int = 1) -> Any:
-    if pack != 1:
-        raise Misuse("gl.map_elementwise with a pack is not emulated")
-    blocks = [to_value(each) for each in args]
-    shape = torch.broadcast_shapes(*(each.data.shape for each in blocks))
-    flat = [each.data.expand(shape).reshape(-1) for each in blocks]
-    rows = []
-    for lane in range(flat[0].numel()):
-        each = [Value(x[lane], block.dtype) for x, block in zip(flat, blocks, strict=True)]
-        result = scalar_fn(*each)
-        rows.append(result if isinstance(result, tuple) else (result,))
-    columns = [
-        Value(
-            torch.stack([v.data for v in column]).reshape(shape), column[0].dtype, blocks[0].layout
-        )
-        for column in zip(*rows, strict=True)
-    ]
-    return tuple(columns) if len(columns) > 1 else columns[0]
-
-
 @emulates("dot_fma")
 def dot_fma(a: Value, b: Value, acc: Value) -> Value:
     return acc.like(acc.data + a.data.to(acc.data.dtype) @ b.data.to(acc.data.dtype))
@@ -396,7 +386,7 @@ def counted(*bounds: Any, **options: Any) -> Iterator[Value]:
     given = [to_value(each) for each in bounds]
     dtype = tl.int32
     for each in given:
-        dtype = values._promoted(dtype, False, each.dtype, False, False)
+        dtype = values.promoted(dtype, False, each.dtype, False, False)
     for number in range(*(int(x) for x in given)):
         yield constant(number, dtype)
 

@@ -18,7 +18,8 @@ from ferrum_triton.gluon_emulator.errors import Misuse, OutOfBounds, Race
 from ferrum_triton.gluon_emulator.schedule import Operation, current
 from ferrum_triton.gluon_emulator.values import Value, torch_type
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Integers as wide as an element.
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Region:
@@ -54,7 +55,7 @@ class Allocation:
     def _divide(self, view: View) -> list[int]:
         touched = torch.zeros_like(self.bytes)
         # Every bit of every element.
-        view.elements(touched, _WORDS[view.item_bytes]).fill_(-1)
+        view.elements(touched, WORDS[view.item_bytes]).fill_(-1)
         inside = touched.numpy() != 0
         found = []
         for each in np.unique(self._region_of[inside]).tolist():
@@ -122,7 +123,7 @@ class View:
 
     def poison(self) -> None:
         """Make the bytes what no reader takes for data."""
-        self.elements(self.allocation.bytes, _WORDS[self.item_bytes]).fill_(-1)
+        self.elements(self.allocation.bytes, WORDS[self.item_bytes]).fill_(-1)
 
     def _view(self, shape: Any, strides: Any, offset: int, path: str, moved: bool = False) -> View:
         args = (self.allocation, self.dtype, tuple(shape), tuple(strides), offset, self.layout)

@@ -17,7 +17,7 @@ from typing import Any
 from triton.runtime.jit import JITFunction
 
 from ferrum_triton.gluon_emulator.errors import EmulationError
-from ferrum_triton.gluon_emulator.hopper import emulated_name
+from ferrum_triton.gluon_emulator.language import emulated_name
 from ferrum_triton.gluon_emulator.twins import tree_of, unwrapped
 
 SYNCHRONISES = {
@@ -52,9 +52,9 @@ class Mutant:
 
 def mutants(kernel: JITFunction) -> Iterator[Mutant]:
     """One for each statement that synchronises, in the kernel and in the functions it calls."""
-    for function, node, reason in _statements(kernel):
+    for function, call, reason in _calls(kernel):
         if reason is None:
-            yield _without(function, node)
+            yield _without(function, call)
 
 
 def survivors(kernel: JITFunction, *launches: Callable[..., Any]) -> list[str]:
@@ -80,23 +80,22 @@ def _fails(launch: Callable[..., Any], mutant: Mutant) -> bool:
 def redundant(kernel: JITFunction) -> dict[str, str]:
     """The statements that are marked as redundant, and the reason of each."""
     return {
-        str(_without(function, node)): reason
-        for function, node, reason in _statements(kernel)
+        str(_without(function, call)): reason
+        for function, call, reason in _calls(kernel)
         if reason is not None
     }
 
 
-def _statements(kernel: JITFunction) -> Iterator[tuple[JITFunction, ast.stmt, str | None]]:
+def _calls(kernel: JITFunction) -> Iterator[tuple[JITFunction, ast.Call, str | None]]:
     for function in reached(kernel):
         tree, scope = tree_of(function), function.get_capture_scope()
-        lines = function.raw_src
+        statements = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
-            if isinstance(node, (ast.Expr, ast.Assign)) and isinstance(node.value, ast.Call):
-                found = _named(node.value.func, scope)
-                if emulated_name(found) in SYNCHRONISES or (
-                    isinstance(node, ast.Expr) and _holds_assembly(found)
-                ):
-                    yield function, node, _reason(function, lines, node)
+            if isinstance(node, ast.Call):
+                called = _named(node.func, scope)
+                wrapper = node in statements and _holds_assembly(called)
+                if wrapper or emulated_name(called) in SYNCHRONISES:
+                    yield function, node, _reason(function, node)
 
 
 def reached(kernel: JITFunction) -> list[JITFunction]:
@@ -143,9 +142,9 @@ def _holds_assembly(x: Any) -> bool:
     return any(emulated_name(_named(each, scope)) == "inline_asm_elementwise" for each in called)
 
 
-def _reason(function: JITFunction, lines: list[str], node: ast.stmt) -> str | None:
+def _reason(function: JITFunction, node: ast.Call) -> str | None:
     """What a mark on the statement's lines, or alone on the line above, says."""
-    first = function.starting_line_number
+    lines, first = function.raw_src, function.starting_line_number
     inside = lines[node.lineno - first : (node.end_lineno or node.lineno) - first + 1]
     above = lines[node.lineno - first - 1].strip() if node.lineno > first else ""
     for line in [*inside, *([above] if above.startswith("#") else [])]:
@@ -155,32 +154,23 @@ def _reason(function: JITFunction, lines: list[str], node: ast.stmt) -> str | No
 
 
 class _Removal(ast.NodeTransformer):
-    def __init__(self, line: int, column: int) -> None:
-        self._at = (line, column)
+    """A call replaced by nothing, or that of a wait by what it hands back."""
 
-    def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.stmt) and (node.lineno, node.col_offset) == self._at:
-            if isinstance(node, ast.Assign):
-                node.value = _passed_through(node.value)
-                return node
-            if isinstance(node, ast.Expr):
-                return ast.copy_location(ast.Pass(), node)
-        return self.generic_visit(node)
+    def __init__(self, call: ast.Call) -> None:
+        self._at = (call.lineno, call.col_offset, call.end_lineno, call.end_col_offset)
 
-
-def _passed_through(call: ast.expr) -> ast.expr:
-    """The dependencies of a wait, as they were."""
-    assert isinstance(call, ast.Call)
-    named = {each.arg: each.value for each in call.keywords}
-    deps = named.get("deps", call.args[1] if len(call.args) > 1 else None)
-    assert deps is not None, ast.unparse(call)
-    if isinstance(deps, (ast.Tuple, ast.List)) and len(deps.elts) == 1:
-        return deps.elts[0]
-    return deps
+    def visit_Call(self, node: ast.Call) -> Any:
+        if self._at != (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset):
+            return self.generic_visit(node)
+        named = {each.arg: each.value for each in node.keywords}
+        deps = named.get("deps", node.args[1] if len(node.args) > 1 else None)
+        if not ast.unparse(node.func).endswith("warpgroup_mma_wait") or deps is None:
+            return ast.copy_location(ast.Constant(None), node)
+        each = getattr(deps, "elts", [])
+        return each[0] if len(each) == 1 else deps
 
 
-def _without(function: JITFunction, node: ast.stmt) -> Mutant:
-    tree = tree_of(function)
-    tree = _Removal(node.lineno, node.col_offset).visit(tree)
-    text = ast.unparse(node)
-    return Mutant(function, tree, function.fn.__code__.co_filename, node.lineno, text)
+def _without(function: JITFunction, call: ast.Call) -> Mutant:
+    tree = _Removal(call).visit(tree_of(function))
+    file = function.fn.__code__.co_filename
+    return Mutant(function, tree, file, call.lineno, ast.unparse(call))

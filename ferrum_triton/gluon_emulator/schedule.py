@@ -7,6 +7,8 @@ which order is drawn decides little of what is found.
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 import threading
 import time
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ferrum_triton.gluon_emulator.clocks import Clock, Place, here
-from ferrum_triton.gluon_emulator.errors import Deadlock, Misuse
+from ferrum_triton.gluon_emulator.errors import Deadlock, EmulationError, Misuse
 
 _running = threading.local()
 
@@ -34,12 +36,12 @@ class _Stopped(BaseException):
 class Operation:
     """Something asynchronous: its bit in clocks, what it is and where it was begun."""
 
-    __slots__ = ("barrier", "bit", "bytes", "phase", "place", "what")
+    __slots__ = ("bit", "bytes", "phase", "place", "program", "what")
 
     def __init__(self, program: Program, what: str) -> None:
-        self.bit, self.what, self.place = program.new_bit(), what, here()
-        self.barrier: Any = None
-        self.bytes = self.phase = 0
+        self.program, self.what, self.place = program, what, here()
+        self.bit = 1 << next(program.settings.bits)
+        self.bytes = self.phase = 0  # of a TMA load: how many, and the barrier's
 
     def __str__(self) -> str:
         return f"{self.what} at {self.place}"
@@ -66,7 +68,9 @@ class Partition:
         self.turn = threading.Semaphore(0)
 
     def __str__(self) -> str:
-        return self.name
+        if math.prod(self.program.settings.grid) == 1:
+            return self.name
+        return f"{self.name} of program {self.program.index}"
 
     def publish(self) -> Clock:
         """What others know once they are told, which is not what this partition does next."""
@@ -105,96 +109,58 @@ class Partition:
             raise Misuse(f"{self} ends, and nobody has waited for {last[0]}")
 
 
-class Program:
-    """One program of a grid: its partitions, and what they have in flight."""
+class Scheduler:
+    """Whose turn it is, and what is in flight, of the programs that run together."""
 
-    def __init__(self, index: tuple[int, ...], grid: tuple[int, ...], settings: Any) -> None:
-        self.index, self.grid, self.settings = index, grid, settings
-        self.random = random.Random(repr((settings.seed, index)))
+    def __init__(self, settings: Any, key: Any) -> None:
+        self.settings = settings
+        self.random = random.Random(repr((settings.seed, key)))
         # Some orders land what is in flight early, others late.
         self.haste = self.random.choice((0.05, 0.3, 0.7))
-        self.deadline = settings.deadline
-        self.bits = 0
         self.in_flight: list[tuple[Operation, Callable[[], None]]] = []
-        self.loads: list[Operation] = []
-        self.named_barriers: dict[int, Any] = {}
+        self.partitions: list[Partition] = []
         self.failure: BaseException | None = None
-        self.partitions = [Partition(self, "the kernel", settings.num_warps, Clock())]
 
-    def new_bit(self) -> int:
-        self.bits += 1
-        return 1 << self.bits
-
-    def run(self, body: Callable[[], Any]) -> None:
-        main = self.partitions[0]
-        outer = getattr(_running, "partition", None)
-        _running.partition = main
-        try:
-            body()
-            main.end()
-            while self.in_flight:
-                self._land()
-            lost = [load for load in self.loads if not main.clock.done & load.bit]
-            if lost:
-                raise Misuse(f"the kernel ends, and nobody has waited for {lost[0]}")
-        finally:
-            _running.partition = outer
-
-    def specialise(self, functions: list[tuple[Callable, tuple]], warps: list[int]) -> Any:
-        """Run the first function here and each other in a partition of its own."""
-        main = current()
-        if not all(each.finished for each in self.partitions[1:]):
-            raise Misuse(f"gl.warp_specialize at {here()}, inside of a partition")
-        # The kernel's warps meet the others at a barrier.
-        main.synchronise()
-        clock, outer_name = main.publish(), main.name
-        names = _names([getattr(function, "__name__", "?") for function, _ in functions])
-        main.name = names[0]
-        workers = [
-            Partition(self, name, count, clock.copy())
-            for name, count in zip(names[1:], warps, strict=True)
-        ]
-        self.partitions[1:] = workers
+    def run(self, programs: list[Program], body: Callable[[], Any]) -> None:
         threads = [
-            threading.Thread(target=self._work, args=(worker, *each), daemon=True)
-            for worker, each in zip(workers, functions[1:], strict=True)
+            self.start(each.main, functools.partial(each.execute, body)) for each in programs
         ]
-        for thread in threads:
-            thread.start()
         try:
-            function, args = functions[0]
-            result = function(*args)
-            main.end()
-            self.block(
-                lambda: all(worker.finished for worker in workers),
-                lambda: "the other partitions to end",
-            )
-        except BaseException as error:
-            self._fail(error)
-            raise self.failure from None  # type: ignore[misc]
-        finally:
+            self._next().turn.release()
             for thread in threads:
                 thread.join()
-        for worker in workers:
-            main.clock.join(worker.clock)
-        main.name = outer_name
-        return result
-
-    def _work(self, worker: Partition, function: Callable, args: tuple) -> None:
-        worker.turn.acquire()
-        _running.partition = worker
-        try:
-            if self.failure is None:
-                function(*args)
-                worker.end()
         except BaseException as error:
             self._fail(error)
-        worker.finished = True
-        if self.failure is None:
-            try:
+        if self.failure is not None:
+            raise self.failure
+
+    def start(self, partition: Partition, body: Callable[[], Any]) -> threading.Thread:
+        """A thread that runs a partition, once it is its turn."""
+        self.partitions.append(partition)
+        thread = threading.Thread(target=self._work, args=(partition, body), daemon=True)
+        thread.start()
+        return thread
+
+    def _work(self, partition: Partition, body: Callable[[], Any]) -> None:
+        partition.turn.acquire()
+        _running.partition = partition
+        try:
+            if self.failure is None:
+                body()
+                self.partitions.remove(partition)
+            partition.finished = True
+            if self.failure is None and self.partitions:
                 self._next().turn.release()
-            except BaseException as error:
-                self._fail(error)
+        except BaseException as error:
+            if isinstance(error, EmulationError):
+                self._note(error, partition.program)
+            partition.finished = True
+            self._fail(error)
+
+    def _note(self, error: EmulationError, program: Program) -> None:
+        if not hasattr(error, "__notes__"):
+            settings = self.settings
+            error.add_note(f"in program {program.index} of {settings.name}, seed {settings.seed}")
 
     def _fail(self, error: BaseException) -> None:
         if self.failure is None and not isinstance(error, _Stopped):
@@ -204,8 +170,7 @@ class Program:
 
     def checkpoint(self) -> None:
         """Before anything that others can see: perhaps it is another's turn first."""
-        if time.monotonic() > self.deadline:
-            raise Deadlock(self._report("the time given is over"))
+        self._check_time()
         if self.in_flight and self.random.random() < self.haste:
             self._land()
         if len(self.partitions) > 1 and self.random.random() < 0.3:
@@ -222,6 +187,12 @@ class Program:
             self._hand_over()
         me.waits_until = None
 
+    def _check_time(self) -> None:
+        if self.failure is not None:
+            raise _Stopped
+        if time.process_time() > self.settings.deadline:
+            raise Deadlock(self._report("the time given is over"))
+
     def _hand_over(self) -> None:
         me, other = current(), self._next()
         if other is me:
@@ -234,13 +205,11 @@ class Program:
     def _next(self) -> Partition:
         """Draw who goes on; what is in flight lands where nobody can."""
         while True:
-            if time.monotonic() > self.deadline:
-                raise Deadlock(self._report("the time given is over"))
+            self._check_time()
             able = [
                 partition
                 for partition in self.partitions
-                if not partition.finished
-                and (partition.waits_until is None or partition.waits_until())
+                if partition.waits_until is None or partition.waits_until()
             ]
             if self.in_flight and (not able or self.random.random() < self.haste):
                 self._land()
@@ -250,29 +219,96 @@ class Program:
                 raise Deadlock(self._report("every partition waits, and nothing is in flight"))
 
     def _land(self) -> None:
-        _, action = self.in_flight.pop(self.random.randrange(len(self.in_flight)))
-        action()
+        self._finish(self.in_flight.pop(self.random.randrange(len(self.in_flight))))
 
     def land_now(self, operations: list[Operation]) -> None:
         """Those of the operations that are still in flight."""
         now = [each for each in self.in_flight if each[0] in operations]
         self.in_flight = [each for each in self.in_flight if each[0] not in operations]
-        for _, action in now:
+        for each in now:
+            self._finish(each)
+
+    def _finish(self, flight: tuple[Operation, Callable[[], None]]) -> None:
+        operation, action = flight
+        try:
             action()
+        except EmulationError as error:
+            self._note(error, operation.program)
+            raise
 
     def _report(self, reason: str) -> str:
-        lines = [f"program {self.index}: {reason}"]
+        lines = [reason]
         for partition in self.partitions:
-            if partition.finished:
-                lines.append(f"{partition} has ended")
-            elif partition.waits_until is None:
-                at = f" at {here()}" if partition is current() else ""
+            if partition.waits_until is None:
+                at = f" at {here()}" if partition is getattr(_running, "partition", None) else ""
                 lines.append(f"{partition} goes on{at}")
             else:
-                lines.append(
-                    f"{partition} waits at {partition.waits_at} for {partition.waits_for()}"  # type: ignore[misc]
-                )
+                what = partition.waits_for() if partition.waits_for else ""
+                lines.append(f"{partition} waits at {partition.waits_at} for {what}")
         return "\n  ".join(lines)
+
+
+class Program:
+    """One program of a grid."""
+
+    def __init__(self, index: tuple[int, ...], scheduler: Scheduler) -> None:
+        self.index, self.scheduler, self.settings = index, scheduler, scheduler.settings
+        self.loads: list[Operation] = []
+        self.named_barriers: dict[int, Any] = {}
+        self.main = Partition(self, "the kernel", self.settings.num_warps, Clock())
+        self.specialised = False
+
+    def execute(self, body: Callable[[], Any]) -> None:
+        main, scheduler = self.main, self.scheduler
+        body()
+        main.end()
+        scheduler.block(
+            lambda: all(operation.program is not self for operation, _ in scheduler.in_flight),
+            lambda: "what is in flight",
+        )
+        lost = [load for load in self.loads if not main.clock.done & load.bit]
+        if lost:
+            raise Misuse(f"the kernel ends, and nobody has waited for {lost[0]}")
+
+    def checkpoint(self) -> None:
+        self.scheduler.checkpoint()
+
+    def fly(self, operation: Operation, action: Callable[[], None]) -> None:
+        """Begin an operation, whose effect comes at a time that is drawn."""
+        self.scheduler.in_flight.append((operation, action))
+
+    def specialise(self, functions: list[tuple[Callable, tuple]], warps: list[int]) -> Any:
+        """Run the first function here and each other in a partition of its own."""
+        main = current()
+        if self.specialised:
+            raise Misuse(f"gl.warp_specialize at {here()}, inside of a partition")
+        self.specialised = True
+        # The kernel's warps meet the others at a barrier.
+        main.synchronise()
+        clock, outer_name = main.publish(), main.name
+        names = _names([getattr(function, "__name__", "?") for function, _ in functions])
+        main.name = names[0]
+        workers = [
+            Partition(self, name, count, clock.copy())
+            for name, count in zip(names[1:], warps, strict=True)
+        ]
+        for worker, (function, args) in zip(workers, functions[1:], strict=True):
+            self.scheduler.start(worker, functools.partial(_whole, worker, function, args))
+        function, args = functions[0]
+        result = function(*args)
+        self.scheduler.block(
+            lambda: all(worker.finished for worker in workers),
+            lambda: "the other partitions to end",
+        )
+        for worker in workers:
+            main.clock.join(worker.clock)
+        main.name, self.specialised = outer_name, False
+        return result
+
+
+def _whole(worker: Partition, function: Callable, args: tuple) -> None:
+    function(*args)
+    worker.end()
 
 
 def _names(functions: list[str]) -> list[str]:

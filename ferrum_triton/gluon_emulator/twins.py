@@ -26,8 +26,8 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 from ferrum_triton.gluon_emulator import language
 from ferrum_triton.gluon_emulator.clocks import here
 from ferrum_triton.gluon_emulator.errors import Misuse
-from ferrum_triton.gluon_emulator.hopper import emulated_name
-from ferrum_triton.gluon_emulator.language import EMULATED
+from ferrum_triton.gluon_emulator.hopper import EMULATED
+from ferrum_triton.gluon_emulator.language import emulated_name
 from ferrum_triton.gluon_emulator.memory import View
 from ferrum_triton.gluon_emulator.schedule import current
 from ferrum_triton.gluon_emulator.tensors import Descriptor
@@ -77,8 +77,10 @@ class _AsTriton(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         self.generic_visit(node)
-        target = node.targets[0]
-        names = [ast.unparse(each) for each in getattr(target, "elts", [target])]
+        target, values = node.targets[0], getattr(node.value, "elts", [node.value])
+        targets = getattr(target, "elts", [target])
+        made = [isinstance(each, ast.Call) for each in values] * (len(targets) // len(values))
+        names = [ast.unparse(each) if new else "" for each, new in zip(targets, made, strict=False)]
         node.value = _call("__assigned", node.value, *(ast.Constant(name) for name in names))
         return node
 
@@ -136,8 +138,9 @@ def _decayed(x: Any) -> Any:
 
 
 def _assigned(x: Any, *names: str) -> Any:
+    """What is assigned, where calls made shared memory that the variables' names are given to."""
     for each, name in zip(x if len(names) > 1 else (x,), names, strict=False):
-        if isinstance(each, View) and not each.path and each.allocation.name == "shared memory":
+        if name and isinstance(each, View) and not each.path:
             each.allocation.name = name
     return _decayed(x)
 
@@ -158,6 +161,11 @@ def compiled(function: JITFunction, tree: ast.Module) -> CodeType:
 @functools.cache
 def _code(function: JITFunction) -> CodeType:
     return compiled(function, tree_of(function))
+
+
+@functools.cache
+def _names(function: JITFunction) -> set[str]:
+    return {node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)}
 
 
 class Twins:
@@ -184,11 +192,9 @@ class Twins:
         tree = self.trees.get(function)
         code = _code(function) if tree is None else compiled(function, tree)
         scope = function.get_capture_scope()
-        named = {
-            node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)
-        } & set(scope)
         namespace = dict(_BUILTINS) | _HELPERS
-        namespace |= {name: self.translate(scope[name]) for name in named}
+        for name in _names(function) & set(scope):
+            namespace[name] = self.translate(scope[name])
         exec(code, namespace)
         return namespace[function.fn.__name__]
 
@@ -209,13 +215,16 @@ class Twins:
             if x not in self._classes:
                 self._classes[x] = self._aggregate(x)
             return self._classes[x]
-        if callable(x) and not isinstance(x, type) and _is_tritons(x):
-            return EMULATED.get(emulated_name(x)) or _refused(emulated_name(x))
+        if name := emulated_name(x):
+            return EMULATED.get(name) or _refused(name)
         return x
 
     def _aggregate(self, cls: Any) -> type:
         """A class that ``aggregate`` decorated, whose methods are twins."""
-        constructor = self._method(cls.hash_attrs[0])
+        constructor = cls.hash_attrs[0]
+        # One of constants is called with values too.
+        plain = isinstance(constructor, ConstexprFunction)
+        constructor = constructor.fn if plain else self._method(constructor)
 
         class Aggregate:
             __init__ = constructor
@@ -255,13 +264,6 @@ class _Module:
         found = self._twins.translate(getattr(self._module, name))
         setattr(self, name, found)
         return found
-
-
-def _is_tritons(x: Any) -> bool:
-    module = getattr(x, "__module__", "") or ""
-    return getattr(x, "__triton_builtin__", False) or (
-        module.startswith("triton.language") and getattr(x, "__name__", "") in EMULATED
-    )
 
 
 def _refused(name: str) -> Callable:

@@ -237,7 +237,7 @@ _semantic = TritonSemantic(None)
 
 
 @functools.cache
-def _promoted(a: Any, a_number: bool, b: Any, b_number: bool, division: bool) -> Any:
+def promoted(a: Any, a_number: bool, b: Any, b_number: bool, division: bool) -> Any:
     try:
         return _semantic.computation_type_impl(a, a_number, b, b_number, division)
     except TypeError as error:
@@ -250,7 +250,7 @@ def pair(a: Any, b: Any, division: bool = False) -> tuple[Value, Value]:
     x, y = to_value(a), to_value(b)
     if x.dtype.is_ptr() or y.dtype.is_ptr():
         return broadcast(x, y)
-    dtype = _promoted(x.dtype, a_number, y.dtype, b_number, division)
+    dtype = promoted(x.dtype, a_number, y.dtype, b_number, division)
     x = constant(a, dtype) if a_number else cast(x, dtype)
     y = constant(b, dtype) if b_number else cast(y, dtype)
     return broadcast(x, y)
