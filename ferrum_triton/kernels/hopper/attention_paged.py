@@ -148,7 +148,10 @@ def blocks_of(seq, batch, VARIANT: gl.constexpr):
 
 @gluon.jit
 def begin(batch):
-    """A program's first rank, and the walk before it. 0 is added: see attention_roles.store_rows."""
+    """A program's first rank, and the walk before it.
+
+    0 is added to both, as attention_roles.store_rows says why.
+    """
     nothing = (gl.load(batch.cu_seqlens_q_ptr) >> 31).to(gl.int32)
     return gl.program_id(0) + nothing, Walk(batch.num_seqs + nothing, 0)
 
