@@ -1,30 +1,23 @@
 """Attention on Hopper in Gluon: executed by the emulator, compiled, and chosen where it may be."""
 
-import ast
 import random
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 from ferrum_triton import get_backend
-from ferrum_triton.gluon_emulator import EmulationError, run
-from ferrum_triton.gluon_emulator.mutants import Mutant, mutants, reached
-from ferrum_triton.gluon_emulator.twins import tree_of
 from ferrum_triton.kernels import gluon
 from ferrum_triton.kernels.attention.flash_plan import flash_config, hopper_tile
 from ferrum_triton.kernels.gpu import gpu_of_arch
-from ferrum_triton.kernels.hopper import rings
-from ferrum_triton.kernels.jit import OPTIONS, record_launches
+from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
 from tests.compiling import launches_of
+from tests.hopper_kernels import emulate, softmax_runs_beside, unnoticed, warnings_of
 
 OP = OPS["flash_attention"]
 KERNEL = "_hopper_attention_kernel"
@@ -159,21 +152,12 @@ def test_strides_that_a_tensor_map_holds(backend_name, dtype, monkeypatch):
     check(backend, arguments)
 
 
-@pytest.mark.parametrize(
-    ("backend_name", "seeds"),
-    [
-        *(("interpret", [seed]) for seed in range(8)),
-        *(
-            pytest.param("cuda", range(first, first + 25), marks=pytest.mark.gpu)
-            for first in range(0, 200, 25)
-        ),
-    ],
-    ids=str,
-)
-def test_drawn_calls(backend_name, seeds):
-    """Every feature beside every other, at sizes off every tile."""
-    for seed in seeds:
-        check_drawn(get_backend(backend_name), seed)
+@on_kernels
+@pytest.mark.parametrize("part", range(8))
+def test_drawn_calls(backend_name, part):
+    """Every feature beside every other, at sizes off every tile: eight emulated, 200 on a GPU."""
+    for i in range(1 if backend_name == "interpret" else 25):
+        check_drawn(get_backend(backend_name), seed=part + 8 * i)
 
 
 def check_drawn(backend, seed):
@@ -230,11 +214,6 @@ def recorded(**axes):
     return launch, out
 
 
-def emulate(launch, seed, mutant=None):
-    constexprs = {k: v for k, v in launch.meta.items() if k not in OPTIONS}
-    run(launch.kernel.jit, launch.grid, launch.args, constexprs, seed=seed, mutant=mutant)
-
-
 def test_every_wait_fence_and_arrival_is_needed():
     """Without one, of those in rings at each of their uses, the emulator finds a race or worse."""
     launches = [
@@ -242,46 +221,8 @@ def test_every_wait_fence_and_arrival_is_needed():
         # Results leave through the buffers of queries.
         recorded(q_len=150, kv_len=200, head_dim=256, num_kv_heads=3, group_size=1),
     ]
-    kernel = launches[0][0].kernel.jit
-    without = [*mutants(kernel), *without_a_ring(kernel)]
-    assert len(without) >= 24
-    unnoticed = [str(m) for m in without if not any(is_noticed(*each, m) for each in launches)]
-    assert len(unnoticed) == 1
-    (held,) = unnoticed
-    assert "in fold_tile: without wait_full(streams.v.ring, step - 1)" in held, unnoticed
-
-
-def is_noticed(launch, out, mutant):
-    want = out.clone()
-    try:
-        emulate(launch, 1, mutant)
-    except EmulationError:
-        return True
-    finally:
-        changed = not torch.equal(out, want)
-        out.copy_(want)
-    return changed
-
-
-def without_a_ring(kernel):
-    """The kernel without one of the uses that its roles make of rings."""
-    names = {each.fn.__name__ for each in (rings.acquire, rings.wait_full, rings.release)}
-    for function in reached(kernel):
-        for node in ast.walk(tree_of(function)):
-            called = getattr(node, "value", None) if isinstance(node, ast.Expr) else None
-            if isinstance(called, ast.Call) and getattr(called.func, "id", "") in names:
-                yield without(function, node)
-
-
-def without(function, node):
-    tree = tree_of(function)
-    for parent in ast.walk(tree):
-        for body in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
-            for i, each in enumerate(body if isinstance(body, list) else ()):
-                if (each.lineno, each.col_offset) == (node.lineno, node.col_offset):
-                    body[i] = ast.copy_location(ast.Pass(), each)
-    file = function.fn.__code__.co_filename
-    return Mutant(function, tree, file, node.lineno, ast.unparse(node))
+    (held,) = unnoticed(launches)
+    assert "in fold_tile: without wait_full(streams.v.ring, step - 1)" in held
 
 
 # What bench.tune times first for each prefill.
@@ -310,22 +251,6 @@ def test_machine_code(case):
     assert sum(name.startswith("USETMAXREG") for name in names) >= 3
     assert not any(name.startswith("PRMT") for name in names)
     assert softmax_runs_beside(code)
-
-
-def softmax_runs_beside(code):
-    """Whether exponentials stand between the wait for scores and that for values."""
-    waits = [i for i, line in enumerate(code) if line.name.startswith("WARPGROUP.DEPBAR")]
-    ends = [(i, waits[waits.index(i) + 1]) for i in waits if code[i].operands[1] == "0x1"]
-    between = [sum(line.name == "MUFU.EX2" for line in code[begin:end]) for begin, end in ends]
-    return len(between) == 2 and min(between) >= 32
-
-
-def warnings_of(ptx):
-    """What the assembler says of products that it had to put in a row."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    command = [tool, "-v", "--gpu-name=sm_90a", "-", "-o", "/dev/null"]
-    said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
-    return [line for line in said.splitlines() if re.search(r"C75\d\d|serializ|warning", line)]
 
 
 def tensors(q_len, head_dim=64, dtype=torch.float16, heads=264, device="meta"):

@@ -18,9 +18,7 @@ import triton.language as tl
 from ferrum_triton.kernels.attention.flash_plan import (
     MANY_QUERIES,
     flash_refusal,
-    hopper_shared,
     hopper_tile,
-    padded,
     tile,
 )
 from ferrum_triton.kernels.attention.merge import strides_of
@@ -41,7 +39,7 @@ from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, finish, first_s
 from ferrum_triton.kernels.attention.tensor_maps import LARGE
 from ferrum_triton.kernels.gpu import Gpu, gpu_of
 from ferrum_triton.kernels.jit import kernel, processors
-from ferrum_triton.kernels.parameters import one_of, shared_refusal
+from ferrum_triton.kernels.parameters import one_of
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Dim, Tunable
@@ -334,11 +332,7 @@ def prefill_refusal(gpu: Gpu, config: Config, head_dim: int, is_float32: bool, *
         return ""
     if config["BLOCK_M"] != 128:
         return "Hopper's kernel over pages has blocks of 128 rows"
-    # Results change hands between threads on their way, half of them at a time.
-    shared = hopper_shared(config, head_dim, head_dim, own_out=False)
-    shared += config["BLOCK_M"] * padded(head_dim)
-    refusal = flash_refusal(gpu, config, MANY_QUERIES, head_dim, head_dim, is_float32)
-    return refusal or shared_refusal(gpu, shared)
+    return flash_refusal(gpu, config, MANY_QUERIES, head_dim, head_dim, is_float32)
 
 
 prefill_config = Tunable(

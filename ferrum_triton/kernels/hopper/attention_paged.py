@@ -114,13 +114,11 @@ class Walk(NamedTuple):
 
     Attributes:
         seq: the sequence.
-        before: blocks of those after it, which come first.
-        blocks: its own.
+        end: blocks of it and of those after it, which come first.
     """
 
     seq: Any
-    before: Any
-    blocks: Any
+    end: Any
 
 
 class Part(NamedTuple):
@@ -149,21 +147,23 @@ def blocks_of(seq, batch, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def first_walk(batch):
-    """Behind the last sequence. What is added is 0: see attention_roles.store_rows."""
+def begin(batch):
+    """A program's first rank, and the walk before it.
+
+    0 is added to both, as attention_roles.store_rows says why.
+    """
     nothing = (gl.load(batch.cu_seqlens_q_ptr) >> 31).to(gl.int32)
-    return Walk(batch.num_seqs + nothing, 0, 0)
+    return gl.program_id(0) + nothing, Walk(batch.num_seqs + nothing, 0)
 
 
 @gluon.jit
 def walk_to(walk, index, batch, VARIANT: gl.constexpr):
     """Go on to the sequence of a block, or to the first one."""
-    seq, before, blocks = walk.seq, walk.before, walk.blocks
-    while (index >= before + blocks) & (seq > 0):
-        before += blocks
+    seq, end = walk.seq, walk.end
+    while (index >= end) & (seq > 0):
         seq -= 1
-        blocks = blocks_of(seq, batch, VARIANT)
-    return Walk(seq, before, blocks)
+        end += blocks_of(seq, batch, VARIANT)
+    return Walk(seq, end)
 
 
 @gluon.jit
@@ -176,7 +176,7 @@ def part_of(walk, rank, batch, VARIANT: gl.constexpr):
     keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
     index = rank // VARIANT.num_kv_heads
     step: gl.constexpr = VARIANT.consumers * VARIANT.queries
-    first_query = (walk.blocks - 1 - (index - walk.before)) * step
+    first_query = (walk.end - 1 - index) * step
     position = keys - num_queries
     seen = gl.minimum(gl.minimum(first_query + step, num_queries) + position, keys)
     end = gl.maximum(gl.cdiv(seen, VARIANT.block_n), 1) * VARIANT.block_n
@@ -223,10 +223,10 @@ def produce_pages(streams, batch, VARIANT: gl.constexpr):
     """Ask for all that the consumers take, in their order."""
     CONSUMERS: gl.constexpr = VARIANT.consumers
     BLOCK_N: gl.constexpr = VARIANT.block_n
-    rank = gl.program_id(0)
     turn, done = 0, 0  # blocks and tiles before
-    walk = walk_to(first_walk(batch), rank // VARIANT.num_kv_heads, batch, VARIANT)
-    while rank // VARIANT.num_kv_heads < walk.before + walk.blocks:
+    rank, walk = begin(batch)
+    walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
+    while rank // VARIANT.num_kv_heads < walk.end:
         part = part_of(walk, rank, batch, VARIANT)
         block = part.block
         key = block.end - BLOCK_N
@@ -271,10 +271,10 @@ class Targets(NamedTuple):
 @gluon.jit
 def consume_pages(streams, targets, batch, OWN: gl.constexpr, VARIANT: gl.constexpr):
     """The part of a consumer: 64 rows of each of the program's blocks."""
-    rank = gl.program_id(0)
     turn, done = 0, 0  # blocks and tiles before
-    walk = walk_to(first_walk(batch), rank // VARIANT.num_kv_heads, batch, VARIANT)
-    while rank // VARIANT.num_kv_heads < walk.before + walk.blocks:
+    rank, walk = begin(batch)
+    walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
+    while rank // VARIANT.num_kv_heads < walk.end:
         part = part_of(walk, rank, batch, VARIANT)
         rows = rows_of(part, batch, OWN, VARIANT)
         state = attend(part.block, rows, done, turn, streams, targets, batch, OWN, VARIANT)

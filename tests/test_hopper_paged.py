@@ -1,0 +1,155 @@
+"""Prefill over paged pools on Hopper in Gluon: emulated, compiled, and chosen where it may be."""
+
+import pytest
+import torch
+
+from ferrum_triton import get_backend
+from ferrum_triton.kernels.attention.flash_plan import hopper_tile
+from ferrum_triton.kernels.attention.paged_prefill import prefill_config
+from ferrum_triton.kernels.gpu import gpu_of_arch
+from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.sass import instructions, overwritten_operands
+from ferrum_triton.registry import OPS
+from ferrum_triton.testing import assert_close
+from tests import harness
+from tests.compiling import launches_of
+from tests.hopper_kernels import softmax_runs_beside, unnoticed, warnings_of
+
+OP = OPS["paged_varlen_attention"]
+KERNEL = "_hopper_paged_kernel"
+SMALL, WIDE = hopper_tile(128, 64, 2), hopper_tile(128, 128, 2)
+
+on_kernels = pytest.mark.parametrize(
+    "backend_name", ["interpret", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+def sample(backend, dtype=torch.float16, **axes):
+    axes = {"num_kv_heads": 2, "group_size": 2, "head_dim": 64, "block_size": 16} | axes
+    axes = {"q_lens": (70, 3, 20), "max_offset": 200, "with_lse": True} | axes
+    scale = axes.pop("softmax_scale", None)
+    made = harness.sample(OP, dtype, backend.device, torch.seed() % 2**31, **axes)
+    return made | {"softmax_scale": scale}
+
+
+def attend(backend, arguments, config=SMALL):
+    """What a call makes of its sequences of many queries by Hopper's kernel; its launches."""
+    with prefill_config.forced(config), record_launches() as launches:
+        got = backend.paged_varlen_attention(**arguments)
+    assert launches[0].kernel.name == KERNEL
+    return got, launches
+
+
+def check(backend, arguments, config=SMALL):
+    """Hold a call to the reference, in float64."""
+    got, _ = attend(backend, arguments, config)
+    wide = harness.in_float64(arguments)
+    assert_close(got, OP.reference(**wide))
+    # A maximum and a logarithm, which may cancel.
+    assert_close(arguments["lse"], wide["lse"], name="lse", scale=4)
+
+
+FEATURES = {
+    "one sequence": {"q_lens": (150,)},
+    "no context": {"q_lens": (100, 0, 70), "max_offset": 0},
+    "a window": {"sliding_window": 33},
+    "a cap and sinks": {"softcap": 5.0, "with_sinks": True},
+    "a negative scale": {"softmax_scale": -0.2},
+    "a head alone": {"group_size": 1},
+    "five heads a group": {"group_size": 5},
+    "tokens before heads": {"layout": "nhd", "group_size": 3},
+    "pages of 32": {"block_size": 32},
+    "pages of a tile": {"block_size": 64},
+    "pages of two tiles": {"block_size": 128},
+    "heads of 96": {"head_dim": 96},
+    "heads of 128": {"head_dim": 128},
+    "heads of 256": {"head_dim": 256, "num_kv_heads": 1},
+}
+
+
+@on_kernels
+@pytest.mark.parametrize("axes", FEATURES.values(), ids=FEATURES)
+def test_equals_the_reference(backend_name, axes):
+    backend = get_backend(backend_name)
+    check(backend, sample(backend, **axes), WIDE if axes.get("head_dim") == 128 else SMALL)
+
+
+@on_kernels
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_nothing_past_a_sequence_is_read(backend_name, block_size):
+    """Slots behind a sequence's last key and blocks of nobody hold NaN, unused entries nonsense."""
+    backend = get_backend(backend_name)
+    call = sample(backend, block_size=block_size, q_lens=(70, 40, 9, 20), max_offset=300)
+    used = torch.zeros(call["k_cache"].shape[0], block_size, dtype=torch.bool)
+    queries = call["cu_seqlens_q"].diff()
+    for seq, keys in enumerate((call["pos_offsets"] + queries).tolist()):
+        pages = -(-keys // block_size)
+        for page, block in enumerate(call["block_tables"][seq, :pages].tolist()):
+            used[block, : keys - page * block_size] = True
+        call["block_tables"][seq, pages:] = 2_147_480_000 if seq % 2 else -1
+    for name in ("k_cache", "v_cache"):
+        call[name].movedim(1, 2)[~used.to(backend.device)] = float("nan")
+    check(backend, call)
+
+
+def test_every_wait_fence_and_arrival_is_needed():
+    launches = [recorded(), recorded(head_dim=96)]
+    (held,) = unnoticed(launches)
+    assert "in fold_tile: without wait_full(streams.v.ring, step - 1)" in held
+
+
+def recorded(**axes):
+    """A launch of programs that take several blocks, and what it left."""
+    backend = get_backend("interpret")
+    call = sample(backend, q_lens=(150, 90), group_size=4, with_lse=False, **axes)
+    got, launches = attend(backend, call)
+    return launches[0], got
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("config", [WIDE, hopper_tile(128, 64, 4)], ids=["wide", "narrow"])
+def test_machine_code(block_size, config):
+    case = OP.bench[0]
+    case = type(case)(case.id, case.dtype, case.axes | {"block_size": block_size}, case.metric)
+    with prefill_config.forced(config):
+        launch = launches_of(OP, case, TARGETS["sm_90"])[0]
+    assert launch.kernel.name == KERNEL
+    used = compile_launch(launch, TARGETS["sm_90"])
+    assert used.spilled == 0
+    assert used.shared <= TARGETS["sm_90"].shared_limit
+    assert warnings_of(used.asm["ptx"]) == []
+    code = instructions(used.asm["cubin"])
+    assert overwritten_operands(code) == []
+    assert sum(line.name.startswith("USETMAXREG") for line in code) >= 3
+    assert softmax_runs_beside(code)
+
+
+def kernels_of(config=WIDE, dtype=torch.float16, **axes):
+    backend = get_backend("interpret")
+    with prefill_config.forced(config), record_launches() as launches:
+        backend.paged_varlen_attention(**sample(backend, dtype, **axes))
+    return [launch.kernel.name for launch in launches]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"cache_dtype": torch.int8},
+        {"layout": "vllm_x"},
+        {"block_size": 8},
+        {"head_dim": 36},
+    ],
+    ids=["codes", "vectors in pieces", "small pages", "vectors off the grid"],
+)
+def test_the_plain_kernel_serves_what_this_one_cannot(axes):
+    assert kernels_of(**axes)[0] == "_paged_prefill_kernel"
+
+
+def test_it_is_chosen_by_a_measured_row_alone():
+    hopper, other = gpu_of_arch("sm_90"), gpu_of_arch("sm_80")
+    assert "path" not in prefill_config.heuristic(hopper, 128, False, True)
+    assert WIDE in prefill_config.candidates(hopper, 128, False, True)
+    assert WIDE not in prefill_config.candidates(other, 128, False, True)
+    assert "16 bits" in prefill_config.refusal(hopper, WIDE, 128, True, True)
+    assert "128 rows" in prefill_config.refusal(hopper, hopper_tile(192, 64, 2), 64, False, True)
