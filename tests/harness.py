@@ -28,6 +28,8 @@ DISTINCT_ROWS = {
     # A pair in two experts' buckets has two results.
     "gemm_quant_moe_id": ("bucket_ids",),
     "gemm_quant_moe_id_gate_up_silu": ("bucket_ids",),
+    # Keys that are all alike leave nothing of 16 bits (docs/linear-attention.md).
+    "gdn_prefill": ("k",),
     # A page of two sequences may be given two tokens for one slot.
     "kv_cache_append_paged": ("block_tables",),
     "qkv_paged_decode_attention": ("block_tables",),
@@ -240,7 +242,7 @@ def assert_call_matches(
 ) -> None:
     """Hold outputs and mutated arguments against the reference's."""
     assert len(got) == len(want)
-    chunked = 2 if op.name in CHUNKED else 1
+    chunked = 4 if op.name in CHUNKED else 1
     scale *= chunked * (2 if op.name in ROUNDED_SUMS and _has_minimums(arguments) else 1)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert g.shape == w.shape, f"{op.name} output {i}: {g.shape} for {w.shape}"
