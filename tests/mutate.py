@@ -75,8 +75,8 @@ FAMILIES = {
     K + "attention/paged": ("interpret and paged", "test_paged_launches test_paged_attention"),
     K + "quant": (
         "interpret and quant and not moe",
-        "test_quant_planes test_quant_mma test_gemv_repacked test_small_m test_quant_fused "
-        "test_quant_ops",
+        "test_quant_planes test_quant_mma test_quant_mma_kinds test_gemv_repacked test_small_m "
+        "test_quant_fused test_quant_ops",
     ),
     K + "quant/descriptors": ("", "test_moe_planes test_quant_mma"),
     K + "quant/plane_rows": ("", "test_quant_planes test_quant_mma"),

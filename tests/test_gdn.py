@@ -11,7 +11,7 @@ from hypothesis import settings as limits
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.linear_attention.sequences import layout_of
 from ferrum_triton.registry import OPS
-from ferrum_triton.testing import TensorFactory, assert_close
+from ferrum_triton.testing import TensorFactory, assert_close, tolerance
 from tests.harness import BACKENDS, clone, expected
 
 both = pytest.mark.parametrize("backend_name", BACKENDS)
@@ -47,6 +47,24 @@ def check(op, got, arguments, want, left):
     assert_close(got, want[0].to(got.device), name=op)
     states = arguments["states"].to(got.dtype)
     assert_close(states, left["states"].to(got.device), name=f"{op} states")
+
+
+@pytest.mark.parametrize(("width", "alike", "most"), [(1, True, 20), (16, False, 4)])
+def test_keys_that_are_alike_leave_little_of_16_bits(width, alike, most):
+    """Where nothing decays, tokens undo one another's changes: docs/linear-attention.md."""
+    backend, worst = get_backend("interpret"), 0.0
+    for seed in range(40):
+        arguments = delta(backend, [64], seed=seed, heads=(1, 1), width=width)
+        arguments["g"].zero_()
+        names = ("beta", "k") if alike else ("beta",)
+        arguments |= {name: arguments[name][:1].expand_as(arguments[name]) for name in names}
+        want, left = expected(OPS["gdn_decode"], {**arguments, "kept_slots": None})
+        got = backend.gdn_prefill(**arguments)
+        rtol, atol = tolerance(got.dtype)
+        for found, exact in ((got, want[0]), (arguments["states"], left["states"])):
+            error = (found.double() - exact).abs() / (atol + rtol * exact.abs())
+            worst = max(worst, error.max().item())
+    assert worst < most
 
 
 @on_kernels

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ferrum_triton import get_backend
-from ferrum_triton.kernels import gluon
+from ferrum_triton.kernels import hopper_config
 from ferrum_triton.kernels.attention.flash_plan import flash_config, hopper_tile
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.jit import record_launches
@@ -304,7 +304,7 @@ def test_it_is_chosen_by_a_measured_row_alone():
 
 
 def test_other_versions_of_triton_never_see_it(monkeypatch):
-    monkeypatch.setattr(gluon, "TESTED", False)
+    monkeypatch.setattr(hopper_config, "TESTED", False)
     shape, hopper = (4096, 128, 128, False, True, False), gpu_of_arch("sm_90")
     assert not any("path" in config for config in flash_config.candidates(hopper, *shape))
     assert "version of Triton" in flash_config.refusal(hopper, WIDE, *shape)

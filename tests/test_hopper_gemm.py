@@ -14,9 +14,8 @@ from ferrum_triton.gluon_emulator import EmulationError, run
 from ferrum_triton.gluon_emulator.mutants import mutants
 from ferrum_triton.kernels.fp8 import config as fp8_config
 from ferrum_triton.kernels.fp8 import experts_config as fp8_experts_config
-from ferrum_triton.kernels.gluon import serves
 from ferrum_triton.kernels.gpu import gpu_of, gpu_of_arch
-from ferrum_triton.kernels.hopper_config import dense, experts
+from ferrum_triton.kernels.hopper_config import dense, experts, serves
 from ferrum_triton.kernels.jit import OPTIONS, note_launches, record_launches
 from ferrum_triton.kernels.moe import dense_config
 from ferrum_triton.kernels.sass import cuobjdump, overwritten_operands, parse

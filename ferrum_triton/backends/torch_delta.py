@@ -15,9 +15,6 @@ from torch import Tensor
 from ferrum_triton.ops.linear_attention import delta
 from ferrum_triton.ops.linear_attention.sequences import sequences
 
-CHUNK = 64
-LEAST_GATE = -104.0  # below it e^g is zero in float32; sums of a chunk of these stay finite
-
 
 @delta.gdn_prefill.impl("torch")
 def gdn_prefill(
@@ -39,7 +36,7 @@ def gdn_prefill(
     y = v.new_zeros(v.shape) if out is None else out
     if v.device.type != "cpu":
         return y.copy_(delta.gdn_prefill.reference(*given, query_scale, tiled_values))
-    return _in_parts(_chunk, CHUNK, y, *given, query_scale, tiled_values)
+    return _in_parts(_chunk, delta.CHUNK, y, *given, query_scale, tiled_values)
 
 
 @delta.gdn_decode.impl("torch")
@@ -123,7 +120,7 @@ def _chunk(
         g, beta: [num_heads, tokens].
         state: [num_heads, head_k_dim, head_v_dim].
     """
-    total = g.clamp(min=LEAST_GATE).cumsum(dim=1)[..., None]
+    total = g.clamp(min=delta.LEAST_GATE).cumsum(dim=1)[..., None]
     decay = (total - total.mT).exp().tril()  # from one token to another behind it
     alike = (beta[..., None] * decay * (k @ k.mT)).tril(-1)
     wanted = beta[..., None] * (v - total.exp() * (k @ state))

@@ -59,13 +59,14 @@ class Ledger:
         """An access by the current partition.
 
         Args:
-            name: of the tensor.
-            what: the access is.
-            entries: of its elements.
-            writes: whether it does.
-            changed: of a write, whether an element gets another value; the others race with nobody.
-            operation: that it is part of, if it is asynchronous.
-            atomic: it races with no other atomic.
+            name: the tensor's name.
+            what: the kind of access, for messages.
+            entries: the entries of its elements.
+            writes: whether the access writes.
+            changed: whether each element gets another value by a write. Where it keeps its value,
+                the write races with nobody.
+            operation: the asynchronous operation that the access is part of, if any.
+            atomic: whether the access is atomic, which races with no other atomic.
 
         Raises:
             Race: another access, of which one writes, may happen at the same time.

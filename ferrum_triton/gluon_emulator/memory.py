@@ -122,7 +122,7 @@ class View:
         return self.elements(self.allocation.bytes, torch_type(self.dtype))
 
     def poison(self) -> None:
-        """Make the bytes what no reader takes for data."""
+        """Set every bit: a reader finds NaN or -1, and nothing that looks like data."""
         self.elements(self.allocation.bytes, WORDS[self.item_bytes]).fill_(-1)
 
     def _view(self, shape: Any, strides: Any, offset: int, path: str, moved: bool = False) -> View:

@@ -62,9 +62,10 @@ def run(
         args: the parameters that are not ``gl.constexpr``, in order: tensors, which stand for
             pointers and are written in place, host ``TensorDescriptor``, numbers, tuples of them.
         constexprs: the others, by name.
-        seed: of the orders in which partitions go on and asynchronous operations take effect.
+        seed: decides in which order partitions go on and asynchronous operations take effect.
         timeout: seconds that the launch may compute.
-        num_warps: of the kernel, as in a launch; of its own partition where it is specialised.
+        num_warps: the kernel's warps, as a launch gives them. Where a kernel is specialised, they
+            are its first partition's.
         assembly: Python twins of inline assembly, as :func:`twin_of` registers them, by its keys.
         strict: ask for what PTX asks for. Otherwise count on the barriers of a partition's threads
             that Triton 3.6 adds around fences and waits for copies, and take barriers that were

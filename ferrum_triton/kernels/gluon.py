@@ -3,7 +3,7 @@
 Gluon is Triton's lower dialect: layouts, shared memory, tensor maps, barriers and asynchronous
 products are written by hand. It is experimental, so it is used on versions of Triton that were
 tested, on Hopper, where a measured row of a table asks for it. Everywhere else, and in the
-interpreter, a plain kernel serves.
+interpreter, a plain kernel serves (:func:`ferrum_triton.kernels.hopper_config.serves`).
 """
 
 from __future__ import annotations
@@ -12,32 +12,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import Kernel
 
-TESTED = triton.__version__.startswith("3.6.") and torch.version.hip is None
-
-TYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float32: gl.float32,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.int32: gl.int32,
-    torch.uint8: gl.uint8,
-    torch.int8: gl.int8,
-}
-
-
-def serves(gpu: Gpu) -> bool:
-    """Whether Gluon kernels may be launched on a GPU."""
-    return TESTED and gpu.capability == (9, 0)
+# A layout in shared memory depends on the width of what lies there.
+BY_BYTES = {1: gl.int8, 2: gl.int16, 4: gl.int32}
 
 
 class GluonKernel(Kernel):
@@ -80,11 +63,12 @@ def describe(
         block: the shape of a block.
         shape: the sizes that the map sees; those of x if not given. What a block has beyond them
             reads as zero and is not written.
-        strides: of these sizes, in elements.
+        strides: the step of each of these sizes, in elements; those of x if not given.
         swizzled: False where threads read the blocks in an order of their own.
     """
-    dtype, shape, strides = TYPES[x.dtype], list(shape or x.shape), list(strides or x.stride())
-    return TensorDescriptor(x, shape, strides, list(block), _layout(tuple(block), dtype, swizzled))
+    shape, strides = list(shape or x.shape), list(strides or x.stride())
+    layout = _layout(tuple(block), BY_BYTES[x.element_size()], swizzled)
+    return TensorDescriptor(x, shape, strides, list(block), layout)
 
 
 @functools.cache

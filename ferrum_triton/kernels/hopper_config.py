@@ -3,9 +3,15 @@
 The functions are pure: they take a GPU's facts and a product's sizes, and ask no device.
 """
 
+import torch
+import triton
+
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.parameters import Config, Parameter, integer, one_of, shared_refusal
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS
+
+# Whether this is a version of Triton on which Gluon was tested. Others never import it.
+TESTED = triton.__version__.startswith("3.6.") and torch.version.hip is None
 
 # A tile: two consumers' tokens by two blocks of rows; and the bytes of a step of K.
 TOKENS, ROWS, STEP_BYTES = 64, 128, 128
@@ -19,6 +25,11 @@ BARRIERS, EPILOGUE = 1024, 2 * TOKENS * ROWS
 ALIGNED = 16
 
 PARAMETERS: dict[str, Parameter] = {"STAGES": integer(2, 8), "OUTPUTS": one_of(1, 2)}
+
+
+def serves(gpu: Gpu) -> bool:
+    """Whether kernels in Gluon may be launched on a GPU."""
+    return TESTED and gpu.capability == (9, 0)
 
 
 def dense(together: int, stages: int, outputs: int) -> Config:
@@ -61,8 +72,6 @@ def experts_refusal(gpu: Gpu, config: Config, num_experts: int, num_cols: int, b
 
 
 def _refusal(gpu: Gpu, shared: int, num_cols: int) -> str:
-    from ferrum_triton.kernels.gluon import serves
-
     if not serves(gpu):
         return f"kernels in Gluon are not for {gpu.arch}"
     if num_cols % ALIGNED:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.attention.tensor_maps import LARGE, can_describe
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu, gpu_of
+from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.parameters import one_of, shared_refusal
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Dim, Tunable, cached_picks
@@ -247,7 +248,7 @@ def flash_refusal(
     """Why a GPU cannot launch Hopper's kernel with a configuration, or ""."""
     if "path" not in config:
         return ""
-    if not _is_served(gpu):
+    if not serves(gpu):
         return f"Hopper's kernel is not for {gpu.arch}, or not with this version of Triton"
     if is_float32 or rows < MANY_QUERIES:
         return f"Hopper's kernel takes 16 bits and {MANY_QUERIES} queries or more"
@@ -260,14 +261,6 @@ def flash_refusal(
     # Where there is room for no others, results leave through buffers of queries, of their width.
     own_out = split_columns(head_dim)[0] != padded(value_dim)
     return shared_refusal(gpu, hopper_shared(config, head_dim, value_dim, own_out=own_out))
-
-
-def _is_served(gpu: Gpu) -> bool:
-    if gpu.capability != (9, 0):
-        return False
-    from ferrum_triton.kernels.gluon import serves  # what other versions of Triton may lack
-
-    return serves(gpu)
 
 
 def hopper_shared(config: Config, head_dim: int, value_dim: int, *, own_out: bool) -> int:

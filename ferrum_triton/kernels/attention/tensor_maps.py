@@ -1,5 +1,7 @@
 """Tensor maps: which tensors can have one, and their rows in blocks."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -27,11 +29,13 @@ def can_describe(x: Tensor) -> bool:
         supported
         and x.data_ptr() % 16 == 0
         and x.shape[3] * size % 16 == 0
-        and all(
-            n == 1 or (step > 0 and step * size % 16 == 0 and step * size < MAX_MAP_STRIDE)
-            for n, step in zip(x.shape[:3], x.stride()[:3], strict=True)
-        )
+        and steps_fit([s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1], size)
     )
+
+
+def steps_fit(steps: Sequence[int], size: int) -> bool:
+    """Whether a tensor map holds such strides, in elements of so many bytes."""
+    return all(0 < step * size < MAX_MAP_STRIDE and step * size % 16 == 0 for step in steps)
 
 
 def describe(x: Tensor, num_rows: int, block: int, width: int) -> TensorDescriptor:

@@ -5,6 +5,7 @@ a program's warps have roles. A producer asks for tiles through tensor maps, as 
 are buffers (:mod:`.rings`); consumers multiply them, and compute on what comes out while the next
 product runs. Roles talk through barriers in shared memory alone.
 
-Nothing here is imported where :data:`ferrum_triton.kernels.gluon.TESTED` is False. Each launcher
-stands behind one of the plain kernels, which serves whatever this one cannot.
+Versions of Triton that were not tested never import this room
+(:data:`ferrum_triton.kernels.hopper_config.TESTED`). Each launcher stands behind a plain kernel,
+which serves whatever this one cannot.
 """

@@ -5,6 +5,7 @@ A persistent program on each SM has one producer warp and two or three consumer 
 (:mod:`.attention_tiles`). Nothing depends on which program is faster: results repeat bit for bit.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from ferrum_triton.kernels.attention.flash_plan import (
     split_columns,
 )
 from ferrum_triton.kernels.attention.merge import strides_of
+from ferrum_triton.kernels.attention.softmax import LOG2_E
 from ferrum_triton.kernels.attention.tensor_maps import sizes_of
 from ferrum_triton.kernels.gluon import TensorDescriptor, describe, gluon_kernel
 from ferrum_triton.kernels.gpu import SHARED_LIMITS, gpu_of
@@ -31,7 +33,7 @@ from ferrum_triton.kernels.hopper.attention_roles import (
     make_ring,
     produce,
 )
-from ferrum_triton.kernels.hopper.attention_tiles import LOG2_E, ROWS, Call, Variant
+from ferrum_triton.kernels.hopper.attention_tiles import ROWS, Call, Variant
 from ferrum_triton.kernels.rows import cdiv
 
 # Registers of a thread as a program starts, by its consumers: an even share for all its warps.
@@ -189,6 +191,8 @@ def attend_prefill(
         has_window=masks.sliding_window > 0,
         has_softcap=softcap > 0,
     )
+    of_q, of_out = (_rows_of(x, q_len, ROWS.value) for x in (q, out))
+    of_k, of_v = (_rows_of(x, masks.kv_len, block_n) for x in (k, v))
     blocks_per_head = cdiv(q_len, block_m)
     blocks = blocks_per_head * batch * num_heads
     _hopper_attention_kernel.launch(
@@ -197,12 +201,12 @@ def attend_prefill(
         lse_ptr=lse,
         sinks_ptr=sinks,
         kv_lens_ptr=masks.kv_lens,
-        q_desc=_columns(q, q_len, ROWS.value, 0, block_d),
-        q_rest_desc=_columns(q, q_len, ROWS.value, block_d, block_e),
-        k_desc=_columns(k, masks.kv_len, block_n, 0, block_d),
-        k_rest_desc=_columns(k, masks.kv_len, block_n, block_d, block_e),
-        v_desc=_columns(v, masks.kv_len, block_n, 0, variant.block_v),
-        out_desc=_columns(out, q_len, ROWS.value, 0, variant.block_v),
+        q_desc=columns_of(q, *of_q, 0, block_d),
+        q_rest_desc=columns_of(q, *of_q, block_d, block_e),
+        k_desc=columns_of(k, *of_k, 0, block_d),
+        k_rest_desc=columns_of(k, *of_k, block_d, block_e),
+        v_desc=columns_of(v, *of_v, 0, variant.block_v),
+        out_desc=columns_of(out, *of_out, 0, variant.block_v),
         **strides_of("lse", lse, "batch", "head", "token"),
         num_heads=num_heads,
         sliding_window=masks.sliding_window,
@@ -221,12 +225,24 @@ def attend_prefill(
     )
 
 
-def _columns(
-    x: Tensor, num_rows: int, block: int, first: int, width: int
+def _rows_of(
+    x: Tensor, num_rows: int, block: int
+) -> tuple[list[int], list[int], tuple[int, int, int]]:
+    """The first rows of x as a map takes them, without columns: sizes, strides, and a block."""
+    sizes, steps = sizes_of(x, num_rows)
+    return sizes[:-1], steps[:-1], (1, 1, block)
+
+
+def columns_of(
+    x: Tensor,
+    sizes: Sequence[int],
+    steps: Sequence[int],
+    block: tuple[int, ...],
+    first: int,
+    width: int,
 ) -> TensorDescriptor | None:
-    """A map of a block of rows of some of x's columns; None of none."""
+    """A map of some of x's columns, in blocks of what sizes and their strides say; None of none."""
     if width == 0:
         return None
-    shape, strides = sizes_of(x, num_rows)
-    shape[3] = min(shape[3] - first, width)
-    return describe(x[..., first:], (1, 1, block, width), shape, strides)
+    shape = [*sizes, min(x.shape[-1] - first, width)]
+    return describe(x[..., first:], (*block, width), shape, [*steps, 1])

@@ -10,11 +10,9 @@ Sequences differ in length and lie in device memory. Every warp walks through th
 the first, in step with the blocks that its program takes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
@@ -22,11 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ferrum_triton.kernels.attention.flash_plan import HOPPER_REGISTERS, padded, split_columns
 from ferrum_triton.kernels.attention.merge import strides_of
 from ferrum_triton.kernels.attention.paged_decode import Call
-from ferrum_triton.kernels.attention.softmax import LEAST_SCALE
-from ferrum_triton.kernels.attention.tensor_maps import MAX_MAP_STRIDE
-from ferrum_triton.kernels.gluon import TensorDescriptor, describe, gluon_kernel
+from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, LOG2_E
+from ferrum_triton.kernels.attention.tensor_maps import steps_fit
+from ferrum_triton.kernels.gluon import gluon_kernel
 from ferrum_triton.kernels.gpu import gpu_of
-from ferrum_triton.kernels.hopper.attention import LAUNCH_REGISTERS
+from ferrum_triton.kernels.hopper.attention import LAUNCH_REGISTERS, columns_of
 from ferrum_triton.kernels.hopper.attention_roles import (
     Rows,
     Stream,
@@ -37,7 +35,6 @@ from ferrum_triton.kernels.hopper.attention_roles import (
     make_ring,
 )
 from ferrum_triton.kernels.hopper.attention_tiles import (
-    LOG2_E,
     ROWS,
     Block,
     Variant,
@@ -233,7 +230,7 @@ def produce_pages(streams, batch, VARIANT: gl.constexpr):
         ask_pages(streams.k, done, key, part, batch, VARIANT)
         for c in gl.static_range(CONSUMERS):
             token = part.token + block.first_row + c * VARIANT.queries
-            ask(streams.q, turn * CONSUMERS + c, block.head, token, 0, CONSUMERS)
+            ask(streams.q, turn * CONSUMERS + c, block.head, token, 0)
         for n in range(1, block.tiles):
             ask_pages(streams.k, done + n, key - BLOCK_N, part, batch, VARIANT)
             ask_pages(streams.v, done + n - 1, key, part, batch, VARIANT)
@@ -410,7 +407,7 @@ def can_gather(call: Call) -> bool:
         and call.group <= ROWS.value
         and all(x.data_ptr() % 16 == 0 for x in tensors)
         and call.q.shape[3] * size % 16 == 0
-        and all(0 < step * size < MAX_MAP_STRIDE and step * size % 16 == 0 for step in strides)
+        and steps_fit(strides, size)
     )
 
 
@@ -461,11 +458,11 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
         block_tables_ptr=call.block_tables,
         pos_offsets_ptr=call.pos_offsets,
         cu_seqlens_q_ptr=call.cu_seqlens_q,
-        q_desc=_columns(q, *rows, of_q, 0, block_d),
-        q_rest_desc=_columns(q, *rows, of_q, block_d, block_e),
-        k_desc=_columns(pool.k, pages, k_steps, of_page, 0, block_d),
-        k_rest_desc=_columns(pool.k, pages, k_steps, of_page, block_d, block_e),
-        v_desc=_columns(pool.v, pages, v_steps, of_page, 0, variant.block_v),
+        q_desc=columns_of(q, *rows, of_q, 0, block_d),
+        q_rest_desc=columns_of(q, *rows, of_q, block_d, block_e),
+        k_desc=columns_of(pool.k, pages, k_steps, of_page, 0, block_d),
+        k_rest_desc=columns_of(pool.k, pages, k_steps, of_page, block_d, block_e),
+        v_desc=columns_of(pool.v, pages, v_steps, of_page, 0, variant.block_v),
         **strides_of("lse", None if call.lse is None else call.lse[0], "token", "head"),
         stride_table=call.block_tables.stride(0),
         num_seqs=call.block_tables.shape[0],
@@ -478,18 +475,3 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
-
-
-def _columns(
-    x: Tensor,
-    sizes: Sequence[int],
-    steps: Sequence[int],
-    block: tuple[int, ...],
-    first: int,
-    width: int,
-) -> TensorDescriptor | None:
-    """A map of blocks of some of x's columns; None of none."""
-    if width == 0:
-        return None
-    shape = [*sizes, min(x.shape[-1] - first, width)]
-    return describe(x[..., first:], (*block, width), shape, [*steps, 1])

@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ferrum_triton.kernels.attention.softmax import Softmax
 from ferrum_triton.kernels.hopper.attention_tiles import (
     ROWS,
-    Softmax,
     block_of_rank,
     finish,
     first_state,
@@ -100,11 +100,12 @@ def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def ask(stream, step, batch, head, row, STAGES: gl.constexpr):
+def ask(stream, step, batch, head, row):
     """Ask for the block from a row on, once there is room for it."""
     others: gl.constexpr = 0 if stream.rest_desc is None else stream.rest_desc.block_type.nbytes
     num_bytes: gl.constexpr = stream.desc.block_type.nbytes + others
     acquire(stream.ring, step, num_bytes)
+    STAGES: gl.constexpr = stream.ring.full.shape[0]
     stage = step % STAGES
     full = stream.ring.full.index(stage)
     at = [batch, head, row, 0]
@@ -116,7 +117,6 @@ def ask(stream, step, batch, head, row, STAGES: gl.constexpr):
 @gluon.jit
 def produce(streams, call, VARIANT: gl.constexpr):
     """Ask for all that the consumers take, in their order."""
-    STAGES: gl.constexpr = VARIANT.stages
     CONSUMERS: gl.constexpr = VARIANT.consumers
     rank = gl.program_id(0)
     turn, done = 0, 0  # blocks and tiles before
@@ -125,16 +125,16 @@ def produce(streams, call, VARIANT: gl.constexpr):
         batch, kv_head = block.batch, block.head // VARIANT.group
         # Keys first: there is room for them before the consumers are done with the last queries.
         key = block.end - VARIANT.block_n
-        ask(streams.k, done, batch, kv_head, key, STAGES)
+        ask(streams.k, done, batch, kv_head, key)
         for c in gl.static_range(CONSUMERS):
             row = block.first_row + c * ROWS
-            ask(streams.q, turn * CONSUMERS + c, batch, block.head, row, CONSUMERS)
+            ask(streams.q, turn * CONSUMERS + c, batch, block.head, row)
         for n in range(1, block.tiles):
-            ask(streams.k, done + n, batch, kv_head, key - VARIANT.block_n, STAGES)
-            ask(streams.v, done + n - 1, batch, kv_head, key, STAGES)
+            ask(streams.k, done + n, batch, kv_head, key - VARIANT.block_n)
+            ask(streams.v, done + n - 1, batch, kv_head, key)
             key -= VARIANT.block_n
         done += block.tiles
-        ask(streams.v, done - 1, batch, kv_head, key, STAGES)
+        ask(streams.v, done - 1, batch, kv_head, key)
         turn += 1
         rank = next_rank(rank, turn)
 

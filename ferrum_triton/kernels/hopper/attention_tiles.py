@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-3.4028234663852886e38)
+from ferrum_triton.kernels.attention.softmax import LN_2, LOG2_E, LOWEST, Softmax
+from ferrum_triton.kernels.hopper.layouts import operand_layout, sums_layout
 
 # Rows of a consumer: a warpgroup's product has 64.
 ROWS = gl.constexpr(64)
@@ -63,23 +62,17 @@ class Variant:
     @property
     def scores(self) -> gl.NVMMADistributedLayout:
         """How a warpgroup holds scores [64, block_n]."""
-        return _product_layout(self.block_n)
+        return sums_layout(self.block_n)
 
     @property
     def result(self) -> gl.NVMMADistributedLayout:
         """How a warpgroup holds its result [64, block_v]."""
-        return _product_layout(self.block_v)
+        return sums_layout(self.block_v)
 
     @property
     def weights(self) -> gl.DotOperandLayout:
         """How it holds weights of 16 bits that a product takes from registers."""
-        return gl.DotOperandLayout(operand_index=0, parent=self.result, k_width=2)
-
-
-def _product_layout(columns: int) -> gl.NVMMADistributedLayout:
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
+        return operand_layout(self.block_v)
 
 
 class Call(NamedTuple):
@@ -134,20 +127,6 @@ class Block(NamedTuple):
     tiles: Any
     edge: Any
     shift: Any
-
-
-class Softmax(NamedTuple):
-    """The softmax over the keys seen so far, as in the plain kernels.
-
-    Attributes:
-        acc: sum of the weighted values, [rows, columns].
-        row_max: largest score times log2(e), [rows].
-        row_sum: sum of exp2(score - row_max), [rows].
-    """
-
-    acc: Any
-    row_max: Any
-    row_sum: Any
 
 
 @gluon.jit

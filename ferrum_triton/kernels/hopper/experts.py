@@ -22,7 +22,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
-    mbarrier,
     tma,
 )
 
@@ -49,9 +48,9 @@ from ferrum_triton.kernels.hopper.gemm_tiles import (
     mappable,
     plain_sums,
     scaled_sums,
-    sums_layout,
 )
-from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers, wait_full
+from ferrum_triton.kernels.hopper.layouts import sums_layout
+from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers, release, wait_full
 from ferrum_triton.kernels.hopper_config import ALIGNED, STEP_BYTES
 from ferrum_triton.kernels.jit import processors
 from ferrum_triton.kernels.moe.activation import clamped_swiglu
@@ -187,7 +186,7 @@ def _scales(stacks, expert, row_block, up_block):
 @gluon.jit
 def _biased(left, right, stacks, expert, first_row, num_rows, GATED: gl.constexpr):
     """Sums plus the bias of their rows."""
-    n = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, sums_layout(16)))
+    n = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, sums_layout(ROWS)))
     left_row = gl.minimum(n, num_rows - 1)
     right_row = left_row + num_rows if GATED else gl.minimum(n + ROWS, num_rows - 1)
     bias = stacks.bias + expert * stacks.stride_bias_expert
@@ -247,8 +246,8 @@ def _consume(
                 store(result, activated(left, ACTIVATION) * right, at, known, first_row)
         else:
             for step in range(num_steps):
-                stage = wait_full(ring, i + step)
-                mbarrier.arrive(ring.empty.index(stage), count=1)
+                wait_full(ring, i + step)
+                release(ring, i + step)
         i += num_steps
         expert, entry = later_expert, later_entry
 

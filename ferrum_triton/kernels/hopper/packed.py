@@ -25,11 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.gluon import gluon_kernel
+from ferrum_triton.kernels.hopper.layouts import operand_layout, sums_layout
 from ferrum_triton.kernels.hopper.packed_fetch import (
     fetch_tokens,
     fetch_weights,
-    wait_for_launch_before,
 )
 from ferrum_triton.kernels.hopper.packed_weights import (
     Planes,
@@ -46,6 +47,7 @@ from ferrum_triton.kernels.hopper.packed_work import (
     summed,
 )
 from ferrum_triton.kernels.hopper.rings import Ring, make_barriers, release, wait_full
+from ferrum_triton.kernels.pdl import pdl_wait
 
 
 class Output(NamedTuple):
@@ -63,20 +65,6 @@ class Output(NamedTuple):
     num_rows: Any  # of each matrix
 
 
-@gluon.constexpr_function
-def accumulator(tokens):
-    """How a product of 64 rows lies in registers."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tokens, 16]
-    )
-
-
-@gluon.constexpr_function
-def operand(tokens):
-    """How its first operand does."""
-    return gl.DotOperandLayout(operand_index=0, parent=accumulator(tokens), k_width=2)
-
-
 @gluon.jit
 def steps_of(block, FIRST: gl.constexpr, TILE: gl.constexpr):
     """The steps of a block from one on that are multiplied in a row."""
@@ -90,7 +78,7 @@ def steps_of(block, FIRST: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def fragments(steps, TILE: gl.constexpr):
     """First operands of products."""
-    LAYOUT: gl.constexpr = operand(TILE.tokens)
+    LAYOUT: gl.constexpr = operand_layout(TILE.tokens)
     SPAN: gl.constexpr = TILE.span
     a = ()
     for j in gl.static_range(SPAN):
@@ -185,13 +173,9 @@ def output_layout(rows):
 def gated(y, TILE: gl.constexpr):
     """activation(gate) · up, [32, tokens], of a tile with eight rows of each in turn."""
     TOKENS: gl.constexpr = TILE.tokens
+    ACTIVATION: gl.constexpr = TILE.activation
     gate, up = gl.split(y.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-    if TILE.activation == "silu":
-        inner = gate
-    else:  # tanh(z) = 2 sigmoid(2 z) - 1
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    # exp of what is beyond float32 is infinite, and its inverse 0.
-    return (gate / (1.0 + gl.exp(-inner)) * up).reshape([32, TOKENS])
+    return (activated(gate, ACTIVATION) * up).reshape([32, TOKENS])
 
 
 @gluon.jit
@@ -200,7 +184,7 @@ def finish(acc, out, part, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr, P
     GATED: gl.constexpr = TILE.activation != ""
     ROWS: gl.constexpr = 32 if GATED else 64
     ACC: gl.constexpr = acc.type.layout
-    wait_for_launch_before(PDL)
+    pdl_wait(PDL)
     finishes = True
     if TILE.streamed:
         acc, finishes = summed(acc, out.partial, out.tickets, part, sizes, WARPGROUP, TILE)
@@ -234,7 +218,7 @@ def multiply_tiles(
 ):
     """A warpgroup that multiplies."""
     TOKENS: gl.constexpr = TILE.tokens
-    LAYOUT: gl.constexpr = accumulator(TOKENS)
+    LAYOUT: gl.constexpr = sums_layout(TOKENS)
     share = share_of_program(sizes, TILE.streamed)
     at, x_at = 0, 0
     for i in range(share.count):

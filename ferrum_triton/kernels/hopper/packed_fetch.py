@@ -16,22 +16,7 @@ from ferrum_triton.kernels.hopper.packed_work import (
     share_of_program,
 )
 from ferrum_triton.kernels.hopper.rings import acquire
-
-
-@gluon.jit
-def wait_for_launch_before(PDL: gl.constexpr):
-    """Wait until everything launched before has ended; see :mod:`ferrum_triton.kernels.pdl`."""
-    if PDL:
-        ASM: gl.constexpr = "griddepcontrol.wait; mov.b32 $0, 0;"
-        gl.inline_asm_elementwise(ASM, "=r", [], gl.int32, False, 1)
-
-
-@gluon.jit
-def let_next_launch_begin(PDL: gl.constexpr):
-    """Let the next launch begin once every program has come this far."""
-    if PDL:
-        ASM: gl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"
-        gl.inline_asm_elementwise(ASM, "=r", [], gl.int32, False, 1)
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 
 
 @gluon.jit
@@ -106,8 +91,8 @@ def fetch_tokens(x_desc, ring, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
     share = share_of_program(sizes, TILE.streamed)
     SPAN: gl.constexpr = TILE.span
     BYTES: gl.constexpr = TILE.span * x_desc.block_type.nbytes
-    wait_for_launch_before(PDL)
-    let_next_launch_begin(PDL)
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
     step = 0
     for i in range(share.count):
         part = segment(share, i, sizes)

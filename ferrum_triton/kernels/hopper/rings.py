@@ -38,18 +38,11 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def wait_empty(ring, step):
-    """A producer's wait for the buffer of a step; its stage."""
+def acquire(ring, step, num_bytes: gl.constexpr):
+    """A producer's wait for the buffer of a step, which that many bytes go to next; its stage."""
     STAGES: gl.constexpr = ring.empty.shape[0]
     stage = step % STAGES
     mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    return stage
-
-
-@gluon.jit
-def acquire(ring, step, num_bytes: gl.constexpr):
-    """The same, of a buffer that so many bytes are about to be copied to."""
-    stage = wait_empty(ring, step)
     mbarrier.expect(ring.full.index(stage), num_bytes)
     return stage
 
@@ -64,7 +57,7 @@ def wait_full(ring, step, is_new=True):
 
 
 @gluon.jit
-def release(ring, step):
-    """Let go of the buffer of a step: one arrival of a consumer."""
+def release(ring, step, is_held=True):
+    """Let go of the buffer of a step, where it is held: one arrival of a consumer."""
     STAGES: gl.constexpr = ring.empty.shape[0]
-    mbarrier.arrive(ring.empty.index(step % STAGES), count=1)
+    mbarrier.arrive(ring.empty.index(step % STAGES), count=1, pred=is_held)

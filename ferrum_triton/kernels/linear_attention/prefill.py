@@ -35,10 +35,7 @@ from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops.linear_attention import delta as ops
 
-CHUNK = tl.constexpr(64)
-
-# Below this e^g is zero in float32. Sums of a chunk stay finite, and so do their differences.
-LEAST_GATE = tl.constexpr(-104.0)
+CHUNK, LEAST_GATE = tl.constexpr(ops.CHUNK), tl.constexpr(ops.LEAST_GATE)
 
 
 @triton.jit

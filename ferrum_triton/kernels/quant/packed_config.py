@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.quant.activations import TICKETS, Order
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
@@ -122,7 +123,7 @@ def packed_fits(
     gpu: Gpu, config: PackedConfig, kind: str, num_tokens: int, num_rows: int, num_weights: int
 ) -> str:
     """The reason why a configuration cannot be launched, "" if it can."""
-    if gpu.capability != (9, 0) or not _serves(gpu):
+    if not serves(gpu):
         return "kernels in Gluon are for Hopper and tested versions of Triton"
     fmt = FORMATS[file_kind(kind)]
     if not is_served(fmt):
@@ -140,10 +141,3 @@ def packed_fits(
     if taken > limit:
         return f"{taken} bytes of shared memory are more than {limit}"
     return ""
-
-
-def _serves(gpu: Gpu) -> bool:
-    # Gluon moves between versions of Triton: it is imported where it may be used.
-    from ferrum_triton.kernels.gluon import serves
-
-    return serves(gpu)

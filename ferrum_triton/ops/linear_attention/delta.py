@@ -35,8 +35,14 @@ from ferrum_triton.registry import Case, Op, op
 
 MAX_HEAD_DIM = 256
 
+CHUNK = 64
+"""Tokens that are taken together."""
+
+LEAST_GATE = -104.0
+"""Below it e^g is zero in float32. Sums of a chunk of these stay finite, and so do differences."""
+
 MOST_IN_TURN = 16
-"""Tokens of a sequence that models take in turn; more are taken in chunks of 64.
+"""Tokens of a sequence that models take in turn; more are taken in chunks.
 
 A quarter of a chunk, which has not been measured.
 """
