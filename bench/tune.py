@@ -1,6 +1,6 @@
 """Times the candidate launches of ops on this GPU and writes the best ones down.
 
-    python -m bench.tune [OP ...] [--case TEXT] [--again] [--ship | --out DIRECTORY]
+    python -m bench.tune [OP ...] [--case TEXT] [--path NAME] [--again] [--ship | --out DIRECTORY]
 
 Every shape that a bench case asks a launch choice for is one measurement. All candidates are
 compiled first, in as many processes as there are cores; what does not compile, spills or takes more
@@ -73,11 +73,13 @@ class Job:
         tunable: the choice.
         shape: the shape.
         calls: the bench cases that ask for it; their times are added.
+        path: the candidates that are timed beside what is chosen today; "": all.
     """
 
     tunable: Tunable
     shape: tuple[Dim, ...]
     calls: tuple[tuple[Op, Case], ...]
+    path: str = ""
 
     def __str__(self) -> str:
         dims = zip(self.tunable.dims, self.shape, strict=True)
@@ -88,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="OP", help="(default: all with a choice)")
     parser.add_argument("--case", default="", help="only cases whose op/id contains this")
+    parser.add_argument("--path", default="", help="only candidates of this path, beside today's")
     parser.add_argument("--again", action="store_true", help="measure what has been measured too")
     add_place(parser)
     options = parser.parse_args(arguments)
@@ -95,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = place_of(parser, options, options.ops)
     versions = environment(options.commit)
     print(f"finding shapes for {machine.gpu.arch}; tables go to {out}", flush=True)
-    jobs = find_jobs(set(options.ops) or set(TUNABLES), options.case, machine.gpu)
+    jobs = find_jobs(set(options.ops) or set(TUNABLES), options.case, machine.gpu, options.path)
     move_bad_tables(jobs, out, machine.gpu)
     run_jobs(jobs, machine, out, versions, options.again)
 
@@ -141,8 +144,8 @@ def target_of(gpu: Gpu) -> Target:
     return Target(GPUTarget("cuda", number, gpu.warp_size), gpu.shared_limit, gpu.capability)
 
 
-def find_jobs(names: set[str], text: str, gpu: Gpu) -> list[Job]:
-    """The shapes that bench cases ask the named choices for."""
+def find_jobs(names: set[str], text: str, gpu: Gpu, path: str = "") -> list[Job]:
+    """The shapes that bench cases ask the named choices for, and that a path has candidates for."""
     found: dict[tuple[str, tuple[Dim, ...]], list[tuple[Op, Case]]] = {}
     for op in OPS.values():
         for case in op.bench if "triton" in op.impls else ():
@@ -151,7 +154,15 @@ def find_jobs(names: set[str], text: str, gpu: Gpu) -> list[Job]:
             for pick in picks_of(op, case, gpu.capability):
                 if pick.tunable.op in names:
                     found.setdefault((pick.tunable.op, pick.shape), []).append((op, case))
-    return [Job(TUNABLES[name], shape, tuple(calls)) for (name, shape), calls in found.items()]
+    jobs = [
+        Job(TUNABLES[name], shape, tuple(calls), path) for (name, shape), calls in found.items()
+    ]
+    return [job for job in jobs if not path or has_path(job, gpu)]
+
+
+def has_path(job: Job, gpu: Gpu) -> bool:
+    """Whether there is a candidate of the path that is asked for."""
+    return any(c.get("path") == job.path for c in job.tunable.candidates(gpu, *job.shape))
 
 
 def move_bad_tables(jobs: Sequence[Job], out: Path, gpu: Gpu) -> None:
@@ -171,12 +182,12 @@ def run_jobs(
 ) -> None:
     """Measure each shape, and write its table before the next."""
     gpu = machine.gpu
-    work = [len(candidates_of(job.tunable, job.shape, gpu)) for job in jobs]
+    work = [len(candidates_of(job.tunable, job.shape, gpu, job.path)) for job in jobs]
     start, done, skipped = time.monotonic(), 0, 0
     recorders = [
         partial(launches_with, job.tunable.op, dict(config), op.name, case.id, gpu.capability)
         for job in jobs
-        for config in candidates_of(job.tunable, job.shape, gpu)
+        for config in candidates_of(job.tunable, job.shape, gpu, job.path)
         for op, case in job.calls
     ]
     compile_all(recorders)
@@ -228,21 +239,24 @@ def spell(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def candidates_of(tunable: Tunable, shape: tuple[Dim, ...], gpu: Gpu) -> list[Config]:
-    """The heuristic's configuration, what tables say, and the candidates: each once."""
+def candidates_of(
+    tunable: Tunable, shape: tuple[Dim, ...], gpu: Gpu, path: str = ""
+) -> list[Config]:
+    """The heuristic's configuration, what tables say, and the candidates (of a path): each once."""
     measured = [
         row.config
         for row in tunable.rows(gpu, with_users=True)
         if tunable.distance(row.shape, shape) == 0
     ]
-    every = [tunable.heuristic(gpu, *shape), *measured, *tunable.candidates(gpu, *shape)]
+    tried = [c for c in tunable.candidates(gpu, *shape) if path in ("", c.get("path"))]
+    every = [tunable.heuristic(gpu, *shape), *measured, *tried]
     return list({tuple(sorted(config.items())): config for config in every}.values())
 
 
 def tune(job: Job, machine: Machine, versions: dict[str, str]) -> Row | None:
     """The best configuration for one shape; None if nothing could be measured."""
     bench = Bench(job, machine)
-    default, *others = candidates_of(job.tunable, job.shape, machine.gpu)
+    default, *others = candidates_of(job.tunable, job.shape, machine.gpu, job.path)
     times = []
     for candidate in (default, *others):
         us = bench.time_checked(candidate, must_run=candidate is default)
@@ -267,6 +281,7 @@ def tune(job: Job, machine: Machine, versions: dict[str, str]) -> Row | None:
     verdict = "the heuristic stays" if best is default else "kept"
     print(f"  {gain}: {verdict}, {us_again:.2f} us {dict(best)}", flush=True)
     cases = f" --case {job.calls[0][0].name}/{job.calls[0][1].id}"
+    cases += f" --path {job.path}" if job.path else ""
     command = {"command": f"python -m bench.tune {job.tunable.op}{cases}"}
     slower = None if default_again is None else round(default_again, 3)
     measured = command | {name: str(value) for name, value in versions.items()}

@@ -225,6 +225,15 @@ def test_what_ships_is_a_candidate_too(timed, tmp_path, monkeypatch):
     assert tune.candidates_of(TUNABLE, (16, HIDDEN), GPU) == expected
 
 
+def test_a_path_alone_is_timed_beside_what_is_chosen(timed, tmp_path, monkeypatch):
+    fast = config(4, rows=2) | {"path": "fast"}
+    monkeypatch.setattr(TUNABLE, "candidates", lambda gpu, m, n: [config(8), fast])
+    default = TUNABLE.heuristic(GPU, 16, HIDDEN)
+    assert tune.candidates_of(TUNABLE, (16, HIDDEN), GPU, "fast") == [default, fast]
+    assert tune.find_jobs({TUNABLE.op}, "", GPU, "fast")
+    assert not tune.find_jobs({TUNABLE.op}, "", GPU, "slow")
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [(["made_up"], "no launch choice: made_up"), (["--ship", "--out", "x"], "not allowed")],
