@@ -147,6 +147,8 @@ def faulty(y_ptr, x_desc, FAULT: gl.constexpr):
         gl.store(y_ptr + at - 1, at.to(gl.float32))
     if FAULT == "added outside":
         gl.atomic_add(y_ptr + at * 2, at.to(gl.float32))
+    if FAULT == "begun off 16 bytes":
+        tma.async_copy_global_to_shared(x_desc, [0, 4], bar, buf)
     if FAULT == "stage out of range":
         two = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         mbarrier.init(two.index(gl.num_programs(0) + 1), count=1)

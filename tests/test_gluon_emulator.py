@@ -143,6 +143,7 @@ FAULTS = {
     "loaded outside": (OutOfBounds, "gl.load at .* byte 4 to 260 of y_ptr, which has 256"),
     "stored outside": (OutOfBounds, "gl.store at .* byte -4 to 252 of y_ptr"),
     "added outside": (OutOfBounds, "gl.atomic_add at .* byte 0 to 508 of y_ptr"),
+    "begun off 16 bytes": (Misuse, "begins at column 4 of x_desc, in fp16; allowed: columns at"),
     "stage out of range": (OutOfBounds, "index 2 of two at .*, which has 2"),
     "nobody arrives": (Deadlock, "the kernel waits at .* phase 0 of bar"),
     "everybody waits": (Deadlock, "wait_twice 0 waits .*\n.*wait_twice 1 waits"),

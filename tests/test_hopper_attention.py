@@ -10,9 +10,10 @@ import torch
 from ferrum_triton import get_backend
 from ferrum_triton.kernels import hopper_config
 from ferrum_triton.kernels.attention.flash_plan import flash_config, hopper_tile
-from ferrum_triton.kernels.gpu import gpu_of_arch
+from ferrum_triton.kernels.gpu import gpu_of, gpu_of_arch
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
+from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
@@ -30,6 +31,10 @@ on_kernels = pytest.mark.parametrize(
 
 def sample(backend, dtype=torch.float16, seed=None, **axes):
     axes = {"batch": 1, "num_kv_heads": 2, "group_size": 2, "head_dim": 64} | axes
+    if backend.device.type == "cuda":
+        # The plan asks for blocks enough for half of a GPU's SMs.
+        blocks = axes["num_kv_heads"] * axes["group_size"] * cdiv(axes["q_len"], 192)
+        axes["batch"] = max(axes["batch"], cdiv(gpu_of(backend.device).num_sms, 2 * blocks))
     seed = torch.seed() % 2**31 if seed is None else seed
     return OP.make_sample(TensorFactory(dtype, backend.device, seed), **axes)
 
@@ -123,7 +128,8 @@ def test_nothing_past_a_length_is_read(backend_name):
     """Stale rows hold NaN, which a product would spread; a length of 0 leaves zeros."""
     backend = get_backend(backend_name)
     arguments = sample(backend, q_len=140, kv_len=300, batch=4, with_lse=True, causal=False)
-    lens = [0, 1, 130, 299]
+    lens = [0, 1, 130, 299] * cdiv(len(arguments["q"]), 4)
+    lens = lens[: len(arguments["q"])]
     for name in ("k", "v"):
         for b, n in enumerate(lens):
             arguments[name][b, :, n:] = float("nan")
@@ -131,7 +137,7 @@ def test_nothing_past_a_length_is_read(backend_name):
     check(backend, arguments)
     check(backend, arguments | {"causal": True})
     of_host = arguments | {"kv_lens": None, "kv_len": 130, "lse": None}
-    check(backend, of_host | {name: arguments[name][3:] for name in "qkv"})
+    check(backend, of_host | {name: arguments[name][3::4].repeat(4, 1, 1, 1) for name in "qkv"})
 
 
 @on_kernels
@@ -143,7 +149,7 @@ def test_strides_that_a_tensor_map_holds(backend_name, dtype, monkeypatch):
         monkeypatch.setattr(name, lambda x: True)
     backend = get_backend(backend_name)
     arguments = sample(backend, dtype, q_len=130, kv_len=130, with_lse=True)
-    rows = torch.randn(1, 130, 9, 64, device=backend.device).to(dtype)
+    rows = torch.randn(len(arguments["q"]), 130, 9, 64, device=backend.device).to(dtype)
     arguments |= {
         "q": rows[:, :, 1:5].transpose(1, 2),
         "k": rows[:, :, 5:7].transpose(1, 2),

@@ -15,6 +15,9 @@ from ferrum_triton.gluon_emulator.memory import View
 from ferrum_triton.gluon_emulator.schedule import Operation, Partition, current
 from ferrum_triton.gluon_emulator.values import Value, torch_type
 
+# Bytes that a tile of TMA, its tensor and its steps begin at multiples of.
+TMA_ALIGNED = 16
+
 EMULATED["mbarrier.init"] = barriers.init
 EMULATED["mbarrier.invalidate"] = barriers.invalidate
 
@@ -96,7 +99,13 @@ def _check_tile(desc: tensors.Descriptor, view: View, coord: Any) -> list[int]:
         raise Misuse(f"{view} at {here()} has layout {view.layout}, the descriptor {desc.layout}")
     if len(coord) != len(desc.block_shape):
         raise Misuse(f"{len(coord)} coordinates at {here()} for {desc}, which has another rank")
-    return [int(each) for each in coord]
+    at = [int(each) for each in coord]
+    if at[-1] * torch_type(desc.dtype).itemsize % TMA_ALIGNED:
+        raise Misuse(
+            f"TMA at {here()} begins at column {at[-1]} of {desc}, in {desc.dtype}; allowed: "
+            f"columns at multiples of {TMA_ALIGNED} bytes, which a GPU stops at otherwise"
+        )
+    return at
 
 
 @emulates("tma.async_copy_global_to_shared")

@@ -81,18 +81,20 @@ def _quantise(x: Tensor, codes: Tensor, scales: Tensor, stride_row: int, stride_
     )
 
 
-def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantised(x: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
     """Codes, uint8 [rows, k], and scales, float32 [groups, rows], of x, which is not empty.
 
     Args:
         x: [rows, k], or [num_tokens, top_k, k] of as many rows.
+        multiple: what the scales' step from group to group is a multiple of.
     """
     num_cols = x.shape[-1]
     num_rows = x.numel() // num_cols
     codes = x.new_empty((num_rows, num_cols), dtype=torch.uint8)
-    steps = x.new_empty((fp8.num_blocks(num_cols), num_rows), dtype=torch.float32)
-    _quantise(x, codes, steps, 1, num_rows)
-    return codes, steps
+    apart = cdiv(num_rows, multiple) * multiple
+    steps = x.new_empty((fp8.num_blocks(num_cols), apart), dtype=torch.float32)
+    _quantise(x, codes, steps, 1, apart)
+    return codes, steps[:, :num_rows]
 
 
 def multiplies_codes(a: Tensor) -> bool:

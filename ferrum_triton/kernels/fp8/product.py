@@ -166,7 +166,7 @@ def _by_hopper(y: Tensor, a: Tensor, weight: Tensor, scales: Tensor, config: Con
 
     if not gemm_fp8.takes(y, weight):
         return False
-    codes, steps = quantised(a)
+    codes, steps = quantised(a, gemm_fp8.STEPS_APART)
     codes, of_weight = operands_of(True, codes, weight)
     gemm_fp8.gemm_fp8(y, codes, steps, of_weight, scales, config)
     return True

@@ -35,6 +35,11 @@ from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
 
 
+# What scales of activations are a multiple of apart, group from group: TMA reads from multiples of
+# 16 bytes.
+STEPS_APART = 4
+
+
 class Work(NamedTuple):
     """What there is to do: the product's sizes, and the number of tiles."""
 
@@ -42,6 +47,7 @@ class Work(NamedTuple):
     num_rows: Any
     groups: Any
     num_tiles: Any
+    steps_apart: Any  # scales of activations from one group to the next
 
 
 @gluon.jit
@@ -84,7 +90,7 @@ def _produce(codes_desc, steps_desc, weight_desc, ring, buffers, work, GROUP_M: 
                 )
             # Past the last token are the next group's: of tokens that are none.
             tma.async_copy_global_to_shared(
-                steps_desc, [group * work.num_tokens + token], full, buffers.steps.index(stage)
+                steps_desc, [group * work.steps_apart + token], full, buffers.steps.index(stage)
             )
             i += 1
 
@@ -128,17 +134,18 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon_kernel(dynamic=("num_tokens",))
+@gluon_kernel(dynamic=("num_tokens", "steps_apart"))
 def _fp8_gemm_kernel(
     scales_ptr,  # float32 [row_blocks, groups], scales of weights
     y_desc,  # [m, n] in blocks of TOKENS x ROWS
     codes_desc,  # float8_e4m3fn [m, k] in blocks of TOKENS x GROUP
-    steps_desc,  # float32 [groups * m], scales of codes, of 2 TOKENS at a time
+    steps_desc,  # float32 [groups * steps_apart], scales of codes, of 2 TOKENS at a time
     weight_desc,  # float8_e4m3fn [n, k] in blocks of ROWS x GROUP
     stride_scales_row,
     num_rows,
     groups,
     num_tokens,
+    steps_apart,
     GROUP_M: gl.constexpr,  # tiles of tokens side by side
     STAGES: gl.constexpr,
     OUTPUTS: gl.constexpr,  # buffers of results that a consumer has
@@ -158,7 +165,7 @@ def _fp8_gemm_kernel(
     ring = Ring(None, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     fence_async_shared()  # tensor maps see barriers
     tiles = gl.cdiv(num_tokens, 2 * TOKENS) * gl.cdiv(num_rows, 2 * ROWS)
-    work = Work(num_tokens, num_rows, groups, tiles)
+    work = Work(num_tokens, num_rows, groups, tiles, steps_apart)
     stride = stride_scales_row
     gl.warp_specialize(
         [
@@ -184,25 +191,28 @@ def gemm_fp8(
     Args:
         y: [m, n] in 16 bits, not empty.
         codes: float8_e4m3fn [m, k].
-        steps: float32 [groups, m], contiguous.
+        steps: float32 [groups, m], groups a multiple of STEPS_APART apart.
         weight: float8_e4m3fn [n, k].
         scales: float32 [row_blocks, groups].
         config: a launch choice of the path ``"hopper"``.
     """
     num_tokens, num_rows = y.shape
     tokens, rows, group = TOKENS.value, ROWS.value, GROUP.value
+    groups, apart = len(steps), steps.stride(0)
+    last_step = apart * (groups - 1) + num_tokens
     num_tiles = cdiv(num_tokens, 2 * tokens) * cdiv(num_rows, 2 * rows)
     _fp8_gemm_kernel.launch(
         (min(num_tiles, processors(y.device)),),
         scales_ptr=scales,
         y_desc=describe(y, (tokens, rows)),
         codes_desc=describe(codes, (tokens, group)),
-        steps_desc=describe(steps.view(-1), (2 * tokens,), swizzled=False),
+        steps_desc=describe(steps, (2 * tokens,), (last_step,), (1,), swizzled=False),
         weight_desc=describe(weight, (rows, group)),
         stride_scales_row=scales.stride(0),
         num_rows=num_rows,
-        groups=len(steps),
+        groups=groups,
         num_tokens=num_tokens,
+        steps_apart=apart,
         GROUP_M=config["GROUP_M"],
         STAGES=config["STAGES"],
         OUTPUTS=config["OUTPUTS"],

@@ -106,16 +106,16 @@ def wait_for_products(acc, a):
 
 
 @gluon.jit
-def add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """acc plus so many blocks' products, a row of steps after the other.
+def add_in_turns(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+    """acc plus the products of a segment's blocks, a row of steps after the other.
 
     Args:
         w, x: the rings.
         at, x_at: their steps.
     """
     SPAN: gl.constexpr = TILE.span
-    for _ in range(blocks):
-        block = load_block(w.buffers, wait_full(w, at), WARPGROUP, TILE)
+    for k in range(part.begin, part.end):
+        block = load_block(w.buffers, wait_full(w, at), k, WARPGROUP, TILE)
         release(w, at)
         at += 1
         for first in gl.static_range(0, 4, SPAN):
@@ -128,8 +128,8 @@ def add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.
 
 
 @gluon.jit
-def add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """acc plus so many blocks' products, the next steps unpacked beside those of a row.
+def add_overlapped(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+    """acc plus the products of a segment's blocks, the next steps unpacked beside those of a row.
 
     Codes that a loop carries are there before its end: the assembler would move what is used within
     it behind the wait for the products, so that a row of a whole block gains most. The wait for the
@@ -137,10 +137,10 @@ def add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: g
     one, which touches no register that anything before it does, in its place.
     """
     SPAN: gl.constexpr = TILE.span
-    block = load_block(w.buffers, wait_full(w, at), WARPGROUP, TILE)
+    block = load_block(w.buffers, wait_full(w, at), part.begin, WARPGROUP, TILE)
     steps = steps_of(block, 0, TILE)
     stage = wait_full(x, x_at)
-    for k in range(blocks):
+    for k in range(part.begin, part.end):
         for first in gl.static_range(0, 4, SPAN):
             a = fragments(steps, TILE)
             acc = multiply(acc, a, x, stage, TILE)
@@ -149,9 +149,9 @@ def add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP: gl.constexpr, TILE: g
                 steps = steps_of(block, first + SPAN, TILE)
             else:
                 # After the last step this reads what is at hand once more, and nobody uses it.
-                more = (k + 1 < blocks).to(gl.int32)
+                more = (k + 1 < part.end).to(gl.int32)
                 next_block = wait_full(w, at + more)
-                block = load_block(w.buffers, next_block, WARPGROUP, TILE)
+                block = load_block(w.buffers, next_block, k + more, WARPGROUP, TILE)
                 steps = steps_of(block, 0, TILE)
             stage = wait_full(x, x_at + more)
             acc = wait_for_products(acc, a)
@@ -224,11 +224,10 @@ def multiply_tiles(
     for i in range(share.count):
         part = segment(share, i, sizes)
         acc = gl.zeros([64, TOKENS], gl.float32, LAYOUT)
-        blocks = part.end - part.begin
         if TILE.overlapped:
-            acc, at, x_at = add_overlapped(acc, w, x, at, x_at, blocks, WARPGROUP, TILE)
+            acc, at, x_at = add_overlapped(acc, w, x, at, x_at, part, WARPGROUP, TILE)
         else:
-            acc, at, x_at = add_in_turns(acc, w, x, at, x_at, blocks, WARPGROUP, TILE)
+            acc, at, x_at = add_in_turns(acc, w, x, at, x_at, part, WARPGROUP, TILE)
         finish(acc, out, part, sizes, WARPGROUP, TILE, PDL)
 
 

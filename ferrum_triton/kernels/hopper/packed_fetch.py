@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ferrum_triton.kernels.hopper.packed_weights import columns_of
+from ferrum_triton.kernels.hopper.packed_weights import D_WORDS, columns_of, word_of_d
 from ferrum_triton.kernels.hopper.packed_work import (
     WARPGROUPS,
     place_of,
@@ -34,24 +34,25 @@ def copy_rows(desc, row, column, full, buffers, first, APART: gl.constexpr, TILE
             tma.async_copy_global_to_shared(desc, [row + w * ROWS, column], full, to)
 
 
-@gluon.constexpr_function
-def block_columns(plane, fmt):
-    """Columns of a plane's tensor map from one block of K to the next."""
-    return 1 if plane == "d" and fmt.scale_code != "" else columns_of(plane, fmt)
-
-
 @gluon.jit
 def copy_block(planes, row, block, full, to, first, APART: gl.constexpr, TILE: gl.constexpr):
-    """Ask for a block of K of a matrix's rows, every plane of it."""
+    """Ask for a block of K of a matrix's rows, every plane of it.
+
+    TMA reads from multiples of 16 bytes, so that d of a whole block comes with its neighbours'.
+    """
     FORMAT: gl.constexpr = TILE.format
-    Q: gl.constexpr = block_columns("q", FORMAT)
-    H: gl.constexpr = block_columns("h", FORMAT)
-    S: gl.constexpr = block_columns("s", FORMAT)
-    D: gl.constexpr = block_columns("d", FORMAT)
+    Q: gl.constexpr = columns_of("q", FORMAT)
+    H: gl.constexpr = columns_of("h", FORMAT)
+    S: gl.constexpr = columns_of("s", FORMAT)
+    D: gl.constexpr = columns_of("d", FORMAT)
+    if FORMAT.scale_code != "":
+        d_column = word_of_d(block, TILE) // D_WORDS * D_WORDS
+    else:
+        d_column = block * D
     copy_rows(planes.q, row, block * Q, full, to.q, first, APART, TILE)
     copy_rows(planes.h, row, block * H, full, to.h, first, APART, TILE)
     copy_rows(planes.s, row, block * S, full, to.s, first, APART, TILE)
-    copy_rows(planes.d, row, block * D, full, to.d, first, APART, TILE)
+    copy_rows(planes.d, row, d_column, full, to.d, first, APART, TILE)
 
 
 @gluon.jit

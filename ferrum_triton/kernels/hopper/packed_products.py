@@ -86,7 +86,7 @@ def _descriptors(
         row_sizes(planes, kind, num_weights),
         planes.flatten(),
     )
-    d_type = torch.int32 if fmt.has_minimum else torch.float16
+    d_type = torch.int32 if fmt.has_minimum or fmt.scale_code else torch.float16
     found: dict[str, TensorDescriptor | None] = dict.fromkeys("qhstd")
     first = 0
     for plane in found:
@@ -95,6 +95,8 @@ def _descriptors(
             dtype = d_type if plane == "d" else torch.int32
             rows = data[first : first + size].view(dtype).view(len(planes), -1)
             columns = num_weights // (BLOCK if fmt.scale_code else 32)
+            if fmt.scale_code and not fmt.has_minimum:
+                columns = cdiv(columns, 2)  # a word has two blocks' d
             shape = len(planes), columns if plane == "d" else rows.shape[1]
             tile = num_rows, columns_of(plane, fmt)
             # Rows of 128 bytes would lie in the same banks.

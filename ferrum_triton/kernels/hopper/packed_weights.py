@@ -37,6 +37,8 @@ from ferrum_triton.kernels.quant.fragments import (
 
 # Rows of W that a warpgroup takes, and weights of each that are a stage.
 ROWS, BLOCK = gl.constexpr(64), gl.constexpr(256)
+# Words that d of whole blocks come by: the 16 bytes that a tensor map's tile has at least.
+D_WORDS = gl.constexpr(4)
 QUAD = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[8, 0]],
@@ -85,10 +87,10 @@ def words_of(plane, fmt):
 def columns_of(plane, fmt):
     """Columns of a tile of a plane's tensor map: a block's words, or d of its groups.
 
-    Where d is a whole block's, it is the first of the 16 bytes that a tile has at least.
+    Where d is a whole block's, they are words of d and m, or of two blocks' d.
     """
     if plane == "d":
-        return 4 if fmt.scale_code and fmt.has_minimum else 8
+        return D_WORDS.value if fmt.scale_code else 8
     return 4 * words_of(plane, fmt)
 
 
@@ -98,10 +100,10 @@ def words_layout(rows, columns, each):
 
     Args:
         rows: 64, or 32 of each of two tiles whose rows alternate, eight by eight.
-        each: columns of a thread; of a single column all four have it.
+        each: columns of a thread; where it is all of them, all four threads have them.
     """
     inner = [[0, 1 << i] for i in range(each.bit_length() - 1)]
-    threads = [[0, each], [0, 2 * each]] if columns > 1 else [[0, 0], [0, 0]]
+    threads = [[0, each], [0, 2 * each]] if columns > each else [[0, 0], [0, 0]]
     step = 8 * rows // 64
     return gl.DistributedLinearLayout(
         reg_bases=[*inner, [8, 0]] if rows == 64 else inner,
@@ -125,10 +127,13 @@ def pieces(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def tile_words(buffers, at, COLUMNS: gl.constexpr, TILE: gl.constexpr):
-    """A warpgroup's tile of a plane, [64, COLUMNS]; of gate and up eight rows of each in turn."""
+def tile_words(buffers, at, COLUMNS: gl.constexpr, EACH: gl.constexpr, TILE: gl.constexpr):
+    """A warpgroup's tile of a plane, [64, COLUMNS]; of gate and up eight rows of each in turn.
+
+    Args:
+        EACH: columns of a thread.
+    """
     GATED: gl.constexpr = TILE.activation != ""
-    EACH: gl.constexpr = COLUMNS // 4 if COLUMNS > 1 else 1
     LAYOUT: gl.constexpr = words_layout(32 if GATED else 64, COLUMNS, EACH)
     if GATED:
         gate = buffers.index(2 * at).slice(0, COLUMNS, dim=1).load(LAYOUT)
@@ -143,25 +148,35 @@ def tile_words(buffers, at, COLUMNS: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def thread_words(buffers, at, COUNT: gl.constexpr, TILE: gl.constexpr):
     """COUNT words of each thread, of a tile [64, 4 COUNT]."""
-    x = tile_words(buffers, at, 4 * COUNT, TILE)
+    x = tile_words(buffers, at, 4 * COUNT, COUNT, TILE)
     return pieces(x.reshape([64, 4, COUNT]), COUNT)
 
 
 @gluon.jit
-def of_rows(buffers, at, TILE: gl.constexpr):
-    """What each row has one of, a tile's first column, for each of its threads: [64, 4]."""
-    x = tile_words(buffers, at, 1, TILE).reshape([64])
+def word_of_d(block, TILE: gl.constexpr):
+    """Which word of a row has a block's d: one of d and m, or of two blocks' d."""
+    return block if TILE.format.has_minimum else block // 2
+
+
+@gluon.jit
+def of_rows(buffers, at, column, TILE: gl.constexpr):
+    """What each row has one of, a column of a tile, for each of its threads: [64, 4]."""
+    x = tile_words(buffers, at, D_WORDS, D_WORDS, TILE).reshape([64, 2, 2])
+    even, odd = gl.split(x)
+    first, second = gl.split(gl.where(column % 2 == 0, even, odd))
+    x = gl.where(column < 2, first, second)
     x = gl.convert_layout(x, gl.SliceLayout(1, QUAD), assert_trivial=True)
     each, _ = gl.broadcast(x[:, None], gl.zeros([64, 4], x.dtype, QUAD))
     return each
 
 
 @gluon.jit
-def load_block(buffers, stage, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+def load_block(buffers, stage, block, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
     """A warpgroup's words of a block that has landed, as :class:`Planes`.
 
     Args:
         buffers: :class:`Planes` of the ring.
+        block: the block's number in its row.
     """
     FORMAT: gl.constexpr = TILE.format
     H: gl.constexpr = words_of("h", FORMAT)
@@ -174,7 +189,10 @@ def load_block(buffers, stage, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
         d = thread_words(buffers.d, at, 2, TILE)
     else:
         s = thread_words(buffers.s, at, 1, TILE)
-        d = (of_rows(buffers.d, at, TILE),)
+        of_row = of_rows(buffers.d, at, word_of_d(block, TILE) % D_WORDS, TILE)
+        if not FORMAT.has_minimum:
+            of_row = of_row >> (16 * (block % 2))
+        d = (of_row,)
     return Planes(q, h, s, d)
 
 
