@@ -34,7 +34,6 @@ from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
 
-
 # What scales of activations are a multiple of apart, group from group: TMA reads from multiples of
 # 16 bytes.
 STEPS_APART = 4
