@@ -259,13 +259,13 @@ def candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> li
     usual = heuristic(gpu, num_heads, head_k_dim, head_v_dim)
     chunks = [
         {**usual, "CHUNK_WARPS": warps, "CHUNK_REGISTERS": registers}
-        for warps, registers in ((4, 0), (4, 168), (4, 128), (8, 0), (8, 128))
+        for warps, registers in ((4, 0), (4, 168), (8, 0), (8, 128))
     ]
     scans = [
         {**usual, "BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
         for block_v in (16, 32, 64)
         for warps in (4, 8)
-        for stages in (1, 2, 3)
+        for stages in ((1, 2, 3) if usual["num_stages"] == 1 else (2, 3))
         if block_v < 2 * max(head_v_dim, 16)
     ]
     return chunks + scans
