@@ -188,6 +188,8 @@ def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
     many = SMALL._replace(stages=8, ctas_per_sm=2)
     assert "shared memory" in packed_fits(HOPPER, many, "Q4_K", 16, 4096, 4096)
     assert "stages" in packed_fits(HOPPER, SMALL._replace(stages=1), "Q4_K", 16, 4096, 4096)
+    assert "tiles of 16" in packed_fits(HOPPER, SMALL._replace(tokens=16), "Q4_K", 17, 4096, 4096)
+    assert not packed_fits(HOPPER, PackedConfig(128, stages=2), "Q4_0", 300, 4096, 4096)
 
 
 def empty(*shape, dtype=torch.bfloat16):

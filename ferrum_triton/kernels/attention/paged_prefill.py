@@ -341,6 +341,7 @@ prefill_config = Tunable(
     prefill_heuristic,
     prefill_candidates,
     prefill_refusal,
+    within={"head_dim": 1},
     parameters={"path": one_of("hopper")},
 )
 

@@ -53,6 +53,8 @@ REGISTERS = {1: (240, 168), 2: (104, 80)}
 # Steps in the ring of activations, by a tile's tokens.
 _STEPS = {8: 16, 16: 12, 32: 8, 64: 8, 128: 6, 256: 4}
 MOST_STAGES = 8
+# Tokens of a tile from which on several tiles are as good as one.
+LARGE = 128
 # How tiles of so many tokens are tried: span, overlapped, programs for an SM. Others would spill.
 _TRIED = {
     8: [(2, False, 2), (2, False, 1), (4, True, 1)],
@@ -132,6 +134,9 @@ def packed_fits(
         return (
             f"{kind} would spill: two programs for an SM, and tiles of 256 tokens that are shared"
         )
+    if config.tokens < min(num_tokens, LARGE):
+        # The row of 32 tokens took 40 in 59.0 us, the plain kernel in 56.0: 28672 x 4096, 1137d98.
+        return f"{num_tokens} tokens unpack all weights twice in tiles of {config.tokens}"
     tiles = cdiv(num_rows, TILE_ROWS) * cdiv(num_tokens, config.tokens)
     if config.streamed and tiles > TICKETS.value:
         return f"{tiles} tiles are more than there are tickets for, {TICKETS.value}"
