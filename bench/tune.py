@@ -39,6 +39,7 @@ from ferrum_triton.kernels.gpu import Gpu, gpu_of
 from ferrum_triton.kernels.jit import Launch, record_launches
 from ferrum_triton.kernels.parameters import Config, Dim
 from ferrum_triton.kernels.resources import TARGETS, Target
+from ferrum_triton.kernels.sass import spills
 from ferrum_triton.kernels.tables import BadTable, Row
 from ferrum_triton.kernels.tuning import TUNABLES, Tunable
 from ferrum_triton.registry import Case, Op
@@ -345,8 +346,8 @@ class Bench:
                     used._init_handles()
                 except (TritonError, RuntimeError) as error:
                     return f"{launch.kernel.name}: {first_line(error)}"
-                if used.n_spills:
-                    return f"{launch.kernel.name} spills {used.n_spills} registers"
+                if used.n_spills and (spilled := spills(used.asm["cubin"])):
+                    return f"{launch.kernel.name} spills {spilled} bytes"
         return ""
 
     def _wrong(self) -> str:

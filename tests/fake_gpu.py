@@ -17,12 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 from triton.backends.nvidia import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ferrum_triton import kernels
 from ferrum_triton.kernels import compiled, replay
 from ferrum_triton.kernels.jit import Kernel, _given
-from ferrum_triton.kernels.rehearsal import StandIn, _Rehearsal
+from ferrum_triton.kernels.rehearsal import StandIn, _Rehearsal, is_descriptor
 
 DEVICE = torch.device("cuda", 0)
 STREAM = 77
@@ -77,8 +76,7 @@ class FakeGpu(_Rehearsal):
         # Triton's is not a Python function either.
         run = functools.partial(self.note_call, kernel.name)
         signature = {
-            i: "tensordesc<fp16[1]>" if isinstance(arg, TensorDescriptor) else "i32"
-            for i, arg in enumerate(args)
+            i: "tensordesc<fp16[1]>" if is_descriptor(arg) else "i32" for i, arg in enumerate(args)
         }
         encodings = [f"{kernel.name} {i}" for i, kind in signature.items() if kind != "i32"]
         kernel._entries[key] = compiled.Entry(

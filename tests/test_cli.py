@@ -389,5 +389,6 @@ def test_ops_table(capsys):
     assert set(rows) >= set(OPS)
     assert all(name in text for name in OPS)
     assert rows["rms_norm"]["backends"]["cuda"] == "triton"
+    assert rows["flash_attention"]["backends"]["cuda"].startswith("triton")
     assert rows["gemm"]["backends"]["cpu"] == "blas"
     assert rows["rms_norm"]["dtypes"] == ["float32", "float16", "bfloat16"]

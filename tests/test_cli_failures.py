@@ -121,6 +121,7 @@ def test_a_bar_that_nobody_reads_any_more_ends(monkeypatch):
 def test_interrupts_during_imports(last, tmp_path):
     code = f"""
         import os, signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
         class Finder:
             def find_spec(self, name, *_):
                 if name == {last!r}:
@@ -146,9 +147,12 @@ def test_interrupts_that_a_library_takes_for_a_failure_of_its_own(failure, monke
         return 0
 
     monkeypatch.setattr(doctor, "run", run)
-    before = signal.getsignal(signal.SIGINT)
-    assert main(["doctor"]) == 130
-    assert signal.getsignal(signal.SIGINT) is before
+    of_tests = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["doctor"]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, of_tests)
 
 
 def test_the_doctor_reports_backends_that_cannot_be_probed(monkeypatch, capsys):

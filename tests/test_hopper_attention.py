@@ -11,10 +11,12 @@ from ferrum_triton import get_backend
 from ferrum_triton.kernels import hopper_config
 from ferrum_triton.kernels.attention.flash_plan import flash_config, hopper_tile
 from ferrum_triton.kernels.gpu import gpu_of, gpu_of_arch
+from ferrum_triton.kernels.hopper_config import is_gluon
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
+from ferrum_triton.kernels.tables import SHIPPED, table_file
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
 from tests.compiling import launches_of
@@ -312,9 +314,14 @@ def test_it_is_chosen_by_a_measured_row_alone():
         assert reason in flash_config.refusal(hopper, WIDE, *change, True, False)
 
 
-def test_other_versions_of_triton_never_see_it(monkeypatch):
-    monkeypatch.setattr(hopper_config, "TESTED", False)
+def test_other_versions_of_triton_never_see_it(monkeypatch, caplog):
     shape, hopper = (4096, 128, 128, False, True, False), gpu_of_arch("sm_90")
+    shipped = table_file(SHIPPED, "flash_attention", "sm_90")
+    assert any(is_gluon(row.config) for row in flash_config.read(shipped, hopper))
+    monkeypatch.setattr(hopper_config, "TESTED", False)
+    rows = flash_config.read(shipped, hopper)
+    assert rows and not any(is_gluon(row.config) for row in rows)
+    assert not caplog.records
     assert not any("path" in config for config in flash_config.candidates(hopper, *shape))
     assert "version of Triton" in flash_config.refusal(hopper, WIDE, *shape)
     script = "import sys, ferrum_triton.kernels.attention; print(*sys.modules, sep='\\n')"

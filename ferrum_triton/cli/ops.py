@@ -49,14 +49,35 @@ def table() -> list[dict[str, Any]]:
 
     load_shaders()
 
-    rows = []
+    rows, gluon = [], ops_by_gluon()
     for op in OPS.values():
         served = {}
         for backend, providers in PROVIDERS.items():
             found = [p for p in providers if p == "reference" or p in op.impls]
             if found:
                 served[backend] = found[0]
+        if op.name in gluon:
+            served["cuda"] += ", gluon"
         dtypes = [str(dtype).removeprefix("torch.") for dtype in op.dtypes]
         does = (op.reference.__doc__ or "").strip().splitlines()[0]
         rows.append({"op": op.name, "backends": served, "dtypes": dtypes, "does": does})
     return rows
+
+
+def ops_by_gluon() -> set[str]:
+    """Ops that this machine's GPU has kernels in Gluon for, which its tables ask for."""
+    import torch
+
+    from ferrum_triton.kernels.gpu import gpu_of
+    from ferrum_triton.kernels.hopper_config import is_gluon
+    from ferrum_triton.kernels.tuning import TUNABLES
+
+    if not torch.cuda.is_available():
+        return set()
+    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    return {
+        tunable.op
+        for tunable in TUNABLES.values()
+        for row in tunable.rows(gpu, with_users=True)
+        if is_gluon(row.config)
+    }

@@ -13,6 +13,9 @@ from ferrum_triton.ops.moe.pairs import MAX_EXPERTS
 # Whether this is a version of Triton on which Gluon was tested. Others never import it.
 TESTED = triton.__version__.startswith("3.6.") and torch.version.hip is None
 
+# What launch choices call kernels in Gluon.
+PATHS = ("hopper", "packed")
+
 # A tile: two consumers' tokens by two blocks of rows; and the bytes of a step of K.
 TOKENS, ROWS, STEP_BYTES = 64, 128, 128
 # What a stage keeps: operands, and in FP8 a scale of each token.
@@ -30,6 +33,11 @@ PARAMETERS: dict[str, Parameter] = {"STAGES": integer(2, 8), "OUTPUTS": one_of(1
 def serves(gpu: Gpu) -> bool:
     """Whether kernels in Gluon may be launched on a GPU."""
     return TESTED and gpu.capability == (9, 0)
+
+
+def is_gluon(config: Config) -> bool:
+    """Whether a launch choice is a kernel's in Gluon."""
+    return config.get("path") in PATHS
 
 
 def dense(together: int, stages: int, outputs: int) -> Config:

@@ -20,6 +20,7 @@ import triton
 
 from ferrum_triton.kernels import tables
 from ferrum_triton.kernels.gpu import Gpu, gpu_of
+from ferrum_triton.kernels.hopper_config import is_gluon, serves
 from ferrum_triton.kernels.jit import forget_replays
 from ferrum_triton.kernels.parameters import OPTIONS, Config, Dim, Parameter, gpu_refusal, one_of
 from ferrum_triton.kernels.tables import BadTable, Row, quoted
@@ -177,7 +178,8 @@ class Tunable:
     def read(self, file: Path, gpu: Gpu) -> list[Row]:
         """The rows of a table that can be launched for the shapes they were measured for.
 
-        What is wrong with the others is logged in one line a file.
+        What is wrong with the others is logged in one line a file. Rows of kernels in Gluon are
+        left out without a word where those do not serve, as they are meant to be.
         """
         try:
             numbered, reasons = tables.read_rows(file, self.op, gpu.arch, self.dims)
@@ -186,6 +188,8 @@ class Tunable:
             return []
         rows = []
         for number, row in numbered:
+            if is_gluon(row.config) and not serves(gpu):
+                continue
             try:
                 reason = self.outdated(gpu, row) or self.refusal(gpu, row.config, *row.shape)
             except Exception as error:  # a heuristic has no answer for a shape that cannot be

@@ -294,6 +294,6 @@ flash_config = Tunable(
     flash_candidates,
     flash_refusal,
     # Other heads take other registers; with their number of rows, choices change slowly.
-    within={"rows": 4, "head_dim": 1, "value_dim": 1},
+    within={"rows": 8, "head_dim": 1, "value_dim": 1},
     parameters={"path": one_of("hopper")},
 )

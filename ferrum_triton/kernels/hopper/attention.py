@@ -34,6 +34,7 @@ from ferrum_triton.kernels.hopper.attention_roles import (
     produce,
 )
 from ferrum_triton.kernels.hopper.attention_tiles import ROWS, Call, Variant
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
 
 # Registers of a thread as a program starts, by its consumers: an even share for all its warps.
@@ -79,8 +80,11 @@ def _hopper_attention_kernel(
     scale_log2,
     softcap_log2,
     VARIANT: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """out = softmax(scale · q kᵀ + mask) v, a persistent program on each SM."""
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
     CONSUMERS: gl.constexpr = VARIANT.consumers
     STAGES: gl.constexpr = VARIANT.stages
     q_rest, k_rest = None, None

@@ -43,6 +43,7 @@ from ferrum_triton.kernels.hopper.attention_tiles import (
     whole_tiles,
 )
 from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import next_power_of_2
 from ferrum_triton.kernels.tuning import Config
 
@@ -334,8 +335,11 @@ def _hopper_paged_kernel(
     scale_log2,
     softcap_log2,
     VARIANT: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """out = softmax(scale · q kᵀ + mask) v of the sequences of many queries."""
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
     CONSUMERS: gl.constexpr = VARIANT.consumers
     STAGES: gl.constexpr = VARIANT.stages
     q_rest, k_rest = None, None

@@ -267,7 +267,7 @@ def candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> li
     ]
     scans = [
         {**usual, "BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
-        for block_v in (16, 32, 64)
+        for block_v in ((32, 64) if head_v_dim >= 64 else (16, 32))
         for warps in (4, 8)
         for stages in ((1, 2, 3) if usual["num_stages"] == 1 else (2, 3))
         if block_v < 2 * max(head_v_dim, 16)

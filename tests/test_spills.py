@@ -1,0 +1,42 @@
+"""What tells spills that a loop of tensor cores' products pays for from those that it does not."""
+
+import pytest
+
+from ferrum_triton.kernels.sass import parse, spills_beside_loops
+
+PRODUCT = "HGMMA.64x64x16.F32 R24, gdesc[UR16], R24, gsb0"
+STORE, LOAD = "STL [R1+0x8], R0", "LDL R154, [R1+0x8]"
+
+
+def beside(*lines):
+    """Lines, of which ``loop n`` leads back to line n, where a predicate says so."""
+    lines = [f"@!P0 BRA {16 * int(x.split()[1]):#x}" if x.startswith("loop") else x for x in lines]
+    text = "\n".join(
+        f"        /*{16 * i:04x}*/                   {x} ;" for i, x in enumerate(lines)
+    )
+    return spills_beside_loops(parse(text))
+
+
+def test_before_and_after_a_loop():
+    assert beside(STORE, PRODUCT, "loop 1", LOAD)
+    assert beside(STORE, PRODUCT, "loop 1", LOAD, "loop 0")
+
+
+@pytest.mark.parametrize("spill", [STORE, LOAD])
+def test_within_a_loop(spill):
+    assert not beside(PRODUCT, spill, "loop 0")
+    assert not beside(spill, PRODUCT, "loop 0", "loop 0")
+    assert not beside(STORE, PRODUCT, "loop 1", LOAD, PRODUCT, spill, "loop 4", "loop 0")
+
+
+def test_a_wait_within_a_loop_is_no_loop_of_products():
+    assert not beside(PRODUCT, "SYNCS R0", "loop 1", LOAD, "loop 0")
+
+
+def test_without_a_loop_of_products():
+    assert not beside(STORE, PRODUCT, LOAD)
+    assert not beside(PRODUCT, STORE, "IADD R1, R2", "loop 2", LOAD)
+
+
+def test_code_out_of_the_way_leads_back_to_a_loop_and_is_none():
+    assert beside(STORE, PRODUCT, "loop 1", LOAD, "EXIT", LOAD, "BRA 0x10")
