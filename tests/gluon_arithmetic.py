@@ -130,13 +130,13 @@ def counted_and_masked(count_ptr, y_ptr, x_ptr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def described_on_the_device(y_ptr, rows, columns, SHARED: gl.constexpr):
-    """y = 1 but where a tile of 16 x 16 at (1, -1) does not reach."""
+    """y = 1 but where a tile of 16 x 16 at (1, -4) does not reach."""
     desc = tma.make_tensor_descriptor(y_ptr, [rows, columns], [columns, 1], [16, 16], SHARED)
     ones = gl.full([16, 16], 1.0, gl.float32, WIDE)
     buf = gl.allocate_shared_memory(gl.float32, [16, 16], SHARED, ones)
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(desc, [1, -1], buf)
+    tma.async_copy_shared_to_global(desc, [1, -4], buf)
     tma.store_wait(0)
 
 

@@ -19,3 +19,25 @@ def load_kernels(backend: str) -> None:
             "get_backend('cpu') does not."
         ) from error
     import_module("ferrum_triton.kernels")
+
+
+def ops_by_gluon() -> set[str]:
+    """Ops that this machine's GPU has kernels in Gluon for, which its tables ask for.
+
+    The kernels have been loaded.
+    """
+    import torch
+
+    from ferrum_triton.kernels.gpu import gpu_of
+    from ferrum_triton.kernels.hopper_config import is_gluon
+    from ferrum_triton.kernels.tuning import TUNABLES
+
+    if not torch.cuda.is_available():
+        return set()
+    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    return {
+        tunable.op
+        for tunable in TUNABLES.values()
+        for row in tunable.rows(gpu, with_users=True)
+        if is_gluon(row.config)
+    }

@@ -37,19 +37,21 @@ def table() -> list[dict[str, Any]]:
     """One row an op: name, provider by backend, activation dtypes, first line of its docstring."""
     import ferrum_triton.ops  # declares them
     from ferrum_triton.backends import PROVIDERS
-    from ferrum_triton.backends.triton_provider import load_kernels
+    from ferrum_triton.backends.triton_provider import load_kernels, ops_by_gluon
     from ferrum_triton.errors import BackendUnavailable
     from ferrum_triton.registry import OPS
 
+    gluon: set[str] = set()
     with contextlib.suppress(BackendUnavailable):  # without triton, the table shows what is left
         load_kernels("interpret")
+        gluon = ops_by_gluon()
     import ferrum_triton.backends.torch_moe
     import ferrum_triton.backends.torch_ops  # noqa: F401  these register the "torch" provider
     from ferrum_triton.backends.metal import load_shaders
 
     load_shaders()
 
-    rows, gluon = [], ops_by_gluon()
+    rows = []
     for op in OPS.values():
         served = {}
         for backend, providers in PROVIDERS.items():
@@ -62,22 +64,3 @@ def table() -> list[dict[str, Any]]:
         does = (op.reference.__doc__ or "").strip().splitlines()[0]
         rows.append({"op": op.name, "backends": served, "dtypes": dtypes, "does": does})
     return rows
-
-
-def ops_by_gluon() -> set[str]:
-    """Ops that this machine's GPU has kernels in Gluon for, which its tables ask for."""
-    import torch
-
-    from ferrum_triton.kernels.gpu import gpu_of
-    from ferrum_triton.kernels.hopper_config import is_gluon
-    from ferrum_triton.kernels.tuning import TUNABLES
-
-    if not torch.cuda.is_available():
-        return set()
-    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
-    return {
-        tunable.op
-        for tunable in TUNABLES.values()
-        for row in tunable.rows(gpu, with_users=True)
-        if is_gluon(row.config)
-    }
