@@ -303,13 +303,16 @@ def _where_one_overflows(got: Tensor, single: Tensor, exact: Tensor) -> Tensor:
     """The float32 reference, but the float64 one where that and the result alone are finite.
 
     Kernels compute in float32, but multiply-adds that round once may overflow later than its
-    reference does. What is finite has to be right.
+    reference does. What is finite has to be right. Where two products of the reference overflow to
+    both infinities, and make no number, a sum may have met one alone.
     """
     if got.shape != single.shape or not got.is_floating_point() or got.dtype in CODES:
         return single
     device = single.device
     exact, result = exact.to(device, got.dtype), got.to(device)
     later = ~single.isfinite() & exact.isfinite() & result.isfinite()
+    alone = single.isnan() & ~exact.isnan() & result.isinf()
+    single = torch.where(alone, result.to(single.dtype), single)
     return torch.where(later, exact.to(single.dtype), single)
 
 

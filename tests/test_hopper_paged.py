@@ -148,8 +148,11 @@ def test_the_plain_kernel_serves_what_this_one_cannot(axes):
 
 def test_it_is_chosen_by_a_measured_row_alone():
     hopper, other = gpu_of_arch("sm_90"), gpu_of_arch("sm_80")
-    assert "path" not in prefill_config.heuristic(hopper, 128, False, True)
-    assert WIDE in prefill_config.candidates(hopper, 128, False, True)
-    assert WIDE not in prefill_config.candidates(other, 128, False, True)
-    assert "16 bits" in prefill_config.refusal(hopper, WIDE, 128, True, True)
-    assert "128 rows" in prefill_config.refusal(hopper, hopper_tile(192, 64, 2), 64, False, True)
+    shape = (128, False, True, False)
+    assert "path" not in prefill_config.heuristic(hopper, *shape)
+    assert WIDE in prefill_config.candidates(hopper, *shape)
+    assert WIDE not in prefill_config.candidates(other, *shape)
+    assert "16 bits" in prefill_config.refusal(hopper, WIDE, 128, True, True, False)
+    assert "128 rows" in prefill_config.refusal(
+        hopper, hopper_tile(192, 64, 2), 64, False, True, False
+    )

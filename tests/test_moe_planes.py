@@ -355,13 +355,17 @@ def test_a_chained_launch_waits_before_its_weights_or_guesses_their_expert():
         assert found == ([8, 0, 8] if guess else [0, 8])
 
 
+def packed_experts():
+    """Gate, up and down of 16 experts of 512 by 512."""
+    made = moe_layer.experts_of("q4_K", "cuda", num_experts=16, hidden=512, intermediate=512)
+    return made.gate.blocks, made.up.blocks, made.down.blocks
+
+
 @pytest.mark.gpu
 def test_a_chain_of_launches():
     """Each takes what the launch before it wrote."""
-    kind = moe_layer.KIND
-    gate_up, down = moe_layer.stacks("cuda", num_experts=16, hidden=512, intermediate=512)
+    (gate, up, down), kind = packed_experts(), moe_layer.PACKED["q4_K"]
     call = moe_layer.tokens("cuda", 1, num_experts=16, hidden=512)[0]
-    gate, up = gate_up.unbind(1)
     for _ in range(3):
         results = []
         for chained in (False, True):
@@ -389,13 +393,13 @@ def _late_ids_kernel(ids_ptr, new_ptr, TURNS: tl.constexpr):
 @pytest.mark.parametrize("stale", [0, -1, 3])
 def test_a_wrong_guess_is_made_good(stale):
     """Ids that change while the launch before still runs, to and from what is no expert."""
-    _, down = moe_layer.stacks("cuda", num_experts=16, hidden=512, intermediate=512)
+    (*_, down), kind = packed_experts(), moe_layer.PACKED["q4_K"]
     a = torch.randn(1, 8, 512, device="cuda").bfloat16()
     new = torch.tensor([[5, 3, -1, 16, 0, 9, 9, 2]], dtype=torch.int32, device="cuda")
-    want = gemv_plane_pairs(a, down, new, moe_layer.KIND)
+    want = gemv_plane_pairs(a, down, new, kind)
     for _ in range(5):
         ids = torch.full_like(new, stale)
         torch.cuda.synchronize()
         _late_ids_kernel[(1,)](ids, new, 20000, num_warps=1)
-        got = gemv_plane_pairs(a, down, ids, moe_layer.KIND, chained=True, guess=True)
+        got = gemv_plane_pairs(a, down, ids, kind, chained=True, guess=True)
         assert torch.equal(ids, new) and torch.equal(got, want)

@@ -295,7 +295,9 @@ def is_narrow(pool: PoolTensors) -> bool:
     )
 
 
-def prefill_heuristic(gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool) -> Config:
+def prefill_heuristic(
+    gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, has_decodes: bool
+) -> Config:
     """Rows, keys, warps and stages of a program.
 
     Windows, whose edges cost larger tiles more, codes and vectors in pieces leave no registers for
@@ -304,6 +306,10 @@ def prefill_heuristic(gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool
 
     Args:
         is_simple: no window, over a pool of floats whose vectors are contiguous.
+        has_decodes: sequences have less than MANY_QUERIES queries on average, so that most are
+            decoded by the launch behind. Programs of that one share an SM with the plain kernel's
+            and not with Hopper's: 1 x 2048 tokens beside 63 of one took 509 us by that, and 431 by
+            the plain one (``python -m bench.run paged_varlen_attention --case mixed``, 1137d98).
     """
     if is_float32:
         return tile(32, 32, 4, 1)
@@ -337,7 +343,7 @@ def prefill_refusal(gpu: Gpu, config: Config, head_dim: int, is_float32: bool, *
 
 prefill_config = Tunable(
     "paged_varlen_attention",
-    ("head_dim", "is_float32", "is_simple"),
+    ("head_dim", "is_float32", "is_simple", "has_decodes"),
     prefill_heuristic,
     prefill_candidates,
     prefill_refusal,
@@ -355,7 +361,8 @@ def launch_prefill(call: Call, few: int) -> None:
     num_seqs = call.block_tables.shape[0]
     num_tokens, _, head_dim = q.shape[1:]
     is_simple = not (call.sliding_window or pool.layout.quantised or pool.layout.k_piece)
-    shape = (head_dim, q.dtype == torch.float32, is_simple)
+    has_decodes = num_tokens < MANY_QUERIES * num_seqs
+    shape = (head_dim, q.dtype == torch.float32, is_simple, has_decodes)
     config = prefill_config.pick(q.device, *shape)
     if "path" in config:
         from ferrum_triton.kernels.hopper.attention_paged import attend_pages, can_gather
