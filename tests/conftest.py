@@ -14,6 +14,11 @@ from tests.watched import watch
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 
+# Reference models are transformers' on the CPU, which would hand their tensors to these packages'
+# kernels for GPUs where they are installed.
+for package in ("fla", "causal_conv1d"):
+    sys.modules[package] = None
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 

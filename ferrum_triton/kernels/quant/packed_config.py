@@ -53,7 +53,7 @@ REGISTERS = {1: (240, 168), 2: (104, 80)}
 # Steps in the ring of activations, by a tile's tokens.
 _STEPS = {8: 16, 16: 12, 32: 8, 64: 8, 128: 6, 256: 4}
 MOST_STAGES = 8
-# Tokens of a tile from which on several tiles are as good as one.
+# Tokens of a tile from which on several tiles of tokens are worth unpacking the weights for each.
 LARGE = 128
 # How tiles of so many tokens are tried: span, overlapped, programs for an SM. Others would spill.
 _TRIED = {
