@@ -148,6 +148,8 @@ FAMILIES = {
         "test_limits test_gguf_reader test_gguf_hostile test_safetensors test_tokenizer "
         "test_tokenizer_directory test_chat test_chat_hostile",
     ),
+    "ferrum_triton/files/new_path": ("", "test_quantize test_quantize_gguf"),
+    "ferrum_triton/files/gguf_vocabulary": ("", "test_quantize_gguf"),
     "ferrum_triton/quant/float4": ("", "test_float4_weights"),
     "ferrum_triton/quant/gptq": ("", "test_rounding test_quantize"),
     "ferrum_triton/quant/reordered": ("", "test_reordered"),
@@ -181,6 +183,7 @@ FAMILIES = {
     "ferrum_triton/runtime/expert_parallel": ("", "test_expert_parallel"),
     "ferrum_triton/runtime/states": ("", "test_runtime_kv_cache test_qwen35_engine"),
     "ferrum_triton/cli/": ("", "test_cli test_cli_failures"),
+    "ferrum_triton/cli/quantize": ("", "test_quantize test_quantize_gguf"),
     "ferrum_triton/__main__": ("", "test_cli"),
     "ferrum_triton/types": ("", "test_moe test_runtime_kv_cache test_runtime"),
     "ferrum_triton/": ("rms_norm", "test_registry test_backends test_structure"),

@@ -325,6 +325,15 @@ def test_out_is_what_the_call_returns(backend):
             backend.route_topk_softmax(logits, 2, out=wrong)
 
 
+def test_columns_of_out_lie_side_by_side_where_there_are_two(backend):
+    x, apart = torch.randn(3, 2, device=backend.device), torch.empty(3, 4, device=backend.device)
+    weight = torch.ones(2, device=backend.device)
+    with pytest.raises(InputError, match="stride 1 in the last dimension"):
+        backend.rms_norm(x, weight, out=apart[:, ::2])
+    one = backend.rms_norm(x[:, :1], weight[:1], out=apart[:, ::2][:, :1])
+    assert torch.equal(one, backend.rms_norm(x[:, :1], weight[:1]))
+
+
 def test_threads_take_turns_in_the_interpreter():
     backend = get_backend("interpret")
     draws = [torch.randn(3, 32, generator=torch.Generator().manual_seed(i)) for i in range(8)]

@@ -2,19 +2,23 @@
 
 import pytest
 
-from ferrum_triton.kernels.sass import parse, spills_beside_loops
+from ferrum_triton.kernels import sass
+from ferrum_triton.kernels.sass import parse, spills, spills_beside_loops
 
 PRODUCT = "HGMMA.64x64x16.F32 R24, gdesc[UR16], R24, gsb0"
 STORE, LOAD = "STL [R1+0x8], R0", "LDL R154, [R1+0x8]"
 
 
-def beside(*lines):
+def listing(*lines):
     """Lines, of which ``loop n`` leads back to line n, where a predicate says so."""
     lines = [f"@!P0 BRA {16 * int(x.split()[1]):#x}" if x.startswith("loop") else x for x in lines]
-    text = "\n".join(
+    return "\n".join(
         f"        /*{16 * i:04x}*/                   {x} ;" for i, x in enumerate(lines)
     )
-    return spills_beside_loops(parse(text))
+
+
+def beside(*lines):
+    return spills_beside_loops(parse(listing(*lines)))
 
 
 def test_before_and_after_a_loop():
@@ -40,3 +44,18 @@ def test_without_a_loop_of_products():
 
 def test_code_out_of_the_way_leads_back_to_a_loop_and_is_none():
     assert beside(STORE, PRODUCT, "loop 1", LOAD, "EXIT", LOAD, "BRA 0x10")
+
+
+@pytest.mark.parametrize(
+    ("lines", "stack", "counted"),
+    [
+        ((STORE, PRODUCT, "loop 1", LOAD), 32, 0),
+        ((PRODUCT, STORE, LOAD, "loop 0"), 32, 32),
+        ((STORE, PRODUCT, LOAD), 8, 8),
+        ((PRODUCT, "loop 0"), 0, 0),
+    ],
+)
+def test_bytes_that_count(lines, stack, counted, monkeypatch):
+    said = {"--dump-resource-usage": f"REG:168 STACK:{stack} SHARED:0", "-sass": listing(*lines)}
+    monkeypatch.setattr(sass, "cuobjdump", lambda cubin, option: said[option])
+    assert spills(b"") == counted

@@ -160,6 +160,14 @@ def test_stream_of_any_ids_is_what_decode_gives(ours, ids):
         assert again == ours.decode(ids[:3], skip_special=skip)
 
 
+def test_a_stream_leaves_control_tokens_out_unless_told(ours):
+    end = ours.token_id("<|im_end|>")
+    stream = ours.stream()
+    assert stream.push(end) + stream.finish() == ""
+    stream = ours.stream(skip_special=False)
+    assert stream.push(end) + stream.finish() == "<|im_end|>"
+
+
 def test_stream_gives_text_as_soon_as_it_is_whole(ours):
     ids = ours.encode("ab 🎉 c")
     stream = ours.stream()
