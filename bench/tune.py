@@ -3,12 +3,12 @@
     python -m bench.tune [OP ...] [--case TEXT] [--path NAME] [--again] [--ship | --out DIRECTORY]
 
 Every shape that a bench case asks a launch choice for is one measurement. All candidates are
-compiled first, in as many processes as there are cores; what does not compile, spills or takes more
-shared memory than there is, is dropped. The others are checked against the reference and timed with
-a cold cache, products of few tokens behind a norm (:mod:`bench.behind`). The best one and the
-heuristic's are timed again, and a gain within the noise leaves the heuristic's in place. A table is
-written after each shape, so a run that was stopped goes on where it was: shapes measured with the
-same GPU, torch and triton are skipped.
+compiled first, in as many processes as there are cores; what does not compile, takes more shared
+memory than there is or spills, as :func:`ferrum_triton.kernels.sass.usage` counts, is dropped. The
+others are checked against the reference and timed with a cold cache, products of few tokens behind
+a norm (:mod:`bench.behind`). The best one and the heuristic's are timed again, and a gain within
+the noise leaves the heuristic's in place. A table is written after each shape, so a run that was
+stopped goes on where it was: shapes measured with the same GPU, torch and triton are skipped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ferrum_triton.kernels.gpu import Gpu, gpu_of
 from ferrum_triton.kernels.jit import Launch, record_launches
 from ferrum_triton.kernels.parameters import Config, Dim
 from ferrum_triton.kernels.resources import TARGETS, Target
-from ferrum_triton.kernels.sass import spills
+from ferrum_triton.kernels.sass import usage
 from ferrum_triton.kernels.tables import BadTable, Row
 from ferrum_triton.kernels.tuning import TUNABLES, Tunable
 from ferrum_triton.registry import Case, Op
@@ -346,7 +346,7 @@ class Bench:
                     used._init_handles()
                 except (TritonError, RuntimeError) as error:
                     return f"{launch.kernel.name}: {first_line(error)}"
-                if used.n_spills and (spilled := spills(used.asm["cubin"])):
+                if used.n_spills and (spilled := usage(used.asm["cubin"]).spilled):
                     return f"{launch.kernel.name} spills {spilled} bytes"
         return ""
 

@@ -303,8 +303,8 @@ def _where_one_overflows(got: Tensor, single: Tensor, exact: Tensor) -> Tensor:
     """The float32 reference, but the float64 one where that and the result alone are finite.
 
     Kernels compute in float32, but multiply-adds that round once may overflow later than its
-    reference does. What is finite has to be right. Where two products of the reference overflow to
-    both infinities, and make no number, a sum may have met one alone.
+    reference does. What is finite has to be right. Products of the reference may overflow to both
+    infinities, whose sum is NaN; a multiply-add that overflows to one of them stays at it.
     """
     if got.shape != single.shape or not got.is_floating_point() or got.dtype in CODES:
         return single

@@ -186,10 +186,8 @@ def check_drawn(backend, seed):
         "num_kv_heads": pick.randint(1, 3),
         "group_size": pick.randint(2, 5),
         "head_dim": head_dim,
-        # Of 192 columns a thread has not the registers for as many values.
-        "value_dim": None
-        if head_dim == 256
-        else pick.choice((128 if head_dim == 192 else None, 64, 128)),
+        # Threads have registers for as many values as columns of a key, but for 192.
+        "value_dim": pick.choice({192: (64, 128), 256: (None,)}.get(head_dim, (None, 64, 128))),
         "q_len": pick.randint(128, 300),
         "kv_len": pick.randint(1, 500),
         "spare": pick.choice((0, 40)),

@@ -12,11 +12,15 @@ WAIT_FOR_ALL_BUT_ONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 OTHER = "HGMMA.64x64x16.F32 R24, R60, gdesc[UR16], R24, gsb0"
 
 
-def overwritten(*lines):
-    text = "\n".join(
+def listing(*lines):
+    """Lines as a disassembler prints them."""
+    return "\n".join(
         f"        /*{16 * i:04x}*/                   {x} ;" for i, x in enumerate(lines)
     )
-    return [instruction.name for instruction in overwritten_operands(parse(text))]
+
+
+def overwritten(*lines):
+    return [instruction.name for instruction in overwritten_operands(parse(listing(*lines)))]
 
 
 @pytest.mark.parametrize(

@@ -3,22 +3,22 @@
 import pytest
 
 from ferrum_triton.kernels import sass
-from ferrum_triton.kernels.sass import parse, spills, spills_beside_loops
+from ferrum_triton.kernels.sass import parse, spills_beside_loops, usage
+from tests.test_overwritten_operands import listing
 
 PRODUCT = "HGMMA.64x64x16.F32 R24, gdesc[UR16], R24, gsb0"
 STORE, LOAD = "STL [R1+0x8], R0", "LDL R154, [R1+0x8]"
 
 
-def listing(*lines):
-    """Lines, of which ``loop n`` leads back to line n, where a predicate says so."""
-    lines = [f"@!P0 BRA {16 * int(x.split()[1]):#x}" if x.startswith("loop") else x for x in lines]
-    return "\n".join(
-        f"        /*{16 * i:04x}*/                   {x} ;" for i, x in enumerate(lines)
+def with_loops(*lines):
+    """A listing of lines, of which ``loop n`` leads back to line n, where a predicate says so."""
+    return listing(
+        *(f"@!P0 BRA {16 * int(x.split()[1]):#x}" if x.startswith("loop") else x for x in lines)
     )
 
 
 def beside(*lines):
-    return spills_beside_loops(parse(listing(*lines)))
+    return spills_beside_loops(parse(with_loops(*lines)))
 
 
 def test_before_and_after_a_loop():
@@ -56,6 +56,6 @@ def test_code_out_of_the_way_leads_back_to_a_loop_and_is_none():
     ],
 )
 def test_bytes_that_count(lines, stack, counted, monkeypatch):
-    said = {"--dump-resource-usage": f"REG:168 STACK:{stack} SHARED:0", "-sass": listing(*lines)}
+    said = {"--dump-resource-usage": f"REG:168 STACK:{stack} SHARED:0", "-sass": with_loops(*lines)}
     monkeypatch.setattr(sass, "cuobjdump", lambda cubin, option: said[option])
-    assert spills(b"") == counted
+    assert usage(b"") == (168, counted)

@@ -22,9 +22,9 @@ def load_kernels(backend: str) -> None:
 
 
 def ops_by_gluon() -> set[str]:
-    """Ops that this machine's GPU has kernels in Gluon for, which its tables ask for.
+    """Ops for which tables of this machine's GPU ask for kernels in Gluon.
 
-    The kernels have been loaded.
+    The kernels have to be loaded before.
     """
     import torch
 

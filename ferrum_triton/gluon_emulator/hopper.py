@@ -15,7 +15,7 @@ from ferrum_triton.gluon_emulator.memory import View
 from ferrum_triton.gluon_emulator.schedule import Operation, Partition, current
 from ferrum_triton.gluon_emulator.values import Value, torch_type
 
-# Bytes that a tile of TMA, its tensor and its steps begin at multiples of.
+# Bytes that the first column of a tile of TMA is a multiple of.
 TMA_ALIGNED = 16
 
 EMULATED["mbarrier.init"] = barriers.init
@@ -103,7 +103,7 @@ def _check_tile(desc: tensors.Descriptor, view: View, coord: Any) -> list[int]:
     if at[-1] * torch_type(desc.dtype).itemsize % TMA_ALIGNED:
         raise Misuse(
             f"TMA at {here()} begins at column {at[-1]} of {desc}, in {desc.dtype}; allowed: "
-            f"columns at multiples of {TMA_ALIGNED} bytes, which a GPU stops at otherwise"
+            f"columns at multiples of {TMA_ALIGNED} bytes; a GPU stops at any other"
         )
     return at
 

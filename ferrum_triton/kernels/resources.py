@@ -19,7 +19,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import mangle_type
 
 from ferrum_triton.kernels.jit import OPTIONS, Launch
-from ferrum_triton.kernels.sass import cuobjdump, spills
+from ferrum_triton.kernels.sass import usage
 from ferrum_triton.kernels.sources import hash_source
 
 
@@ -55,7 +55,7 @@ class Resources:
 
     Attributes:
         registers: of a thread.
-        spilled: bytes a thread spills to memory, as :func:`~ferrum_triton.kernels.sass.spills`
+        spilled: bytes a thread spills to memory, as :func:`~ferrum_triton.kernels.sass.Usage`
             counts them; on AMD, vector registers.
         shared: bytes of shared memory a program uses.
         asm: the compiler's stages by name, such as ``"ptx"``.
@@ -80,9 +80,7 @@ def compile_launch(launch: Launch, target: Target) -> Resources:
             for key in ("vgpr_count", "vgpr_spill_count")
         )
     else:
-        usage = cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
-        registers = int(re.search(r"REG:(\d+)", usage)[1])
-        spilled = spills(compiled.asm["cubin"])
+        registers, spilled = usage(compiled.asm["cubin"])
     return Resources(registers, spilled, compiled.metadata.shared, dict(compiled.asm))
 
 

@@ -73,15 +73,30 @@ def cuobjdump(cubin: bytes, option: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def spills(cubin: bytes) -> int:
-    """Bytes a thread spills; none where no loop of Hopper's products touches any.
+class Usage(NamedTuple):
+    """What a thread of a kernel takes.
 
-    What is put aside before such a loop and fetched after it costs as good as nothing. Prefill of
-    heads of 192 by 128 spills 32 bytes so and takes 1,097 us, and 1,642 in tiles that spill none
-    (the case ``h128k128d192v128`` of ``flash_attention`` on an H200, at fcb9219).
+    Attributes:
+        registers: how many.
+        spilled: bytes; none where no loop of Hopper's products touches any.
     """
-    spilled = int(re.search(r"STACK:(\d+)", cuobjdump(cubin, "--dump-resource-usage"))[1])
-    return 0 if spilled and spills_beside_loops(instructions(cubin)) else spilled
+
+    registers: int
+    spilled: int
+
+
+def usage(cubin: bytes) -> Usage:
+    """What a thread of a compiled kernel takes.
+
+    Registers that are spilled before a loop of products and filled after it cost next to nothing.
+    Heads of 192 by 128 take 1,091 us in tiles that spill 32 bytes so, and 1,637 in tiles that spill
+    none (``python -m bench.tune flash_attention --case d192v128 --path hopper``, H200, ece2be4).
+    """
+    told = re.search(r"REG:(\d+) STACK:(\d+)", cuobjdump(cubin, "--dump-resource-usage"))
+    registers, spilled = map(int, told.groups())
+    if spilled and spills_beside_loops(instructions(cubin)):
+        spilled = 0
+    return Usage(registers, spilled)
 
 
 def spills_beside_loops(code: list[Instruction]) -> bool:

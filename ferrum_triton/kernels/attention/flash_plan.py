@@ -294,7 +294,8 @@ flash_config = Tunable(
     flash_candidates,
     flash_refusal,
     # Heads of another size take other registers. The number of rows matters less: at a quarter of a
-    # measured row's the choice was still 47 % ahead (8 x 512 queries, fcb9219).
+    # measured row's the choice was still 47 % ahead (8 x 512 queries by ``do_bench``, as chosen and
+    # under ``flash_config.forced(flash_heuristic(...))``, fcb9219).
     within={"rows": 8, "head_dim": 1, "value_dim": 1},
     parameters={"path": one_of("hopper")},
 )

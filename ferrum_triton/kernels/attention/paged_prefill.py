@@ -306,10 +306,11 @@ def prefill_heuristic(
 
     Args:
         is_simple: no window, over a pool of floats whose vectors are contiguous.
-        has_decodes: sequences have less than MANY_QUERIES queries on average, so that most are
-            decoded by the launch behind. Programs of that one share an SM with the plain kernel's
-            and not with Hopper's: 1 x 2048 tokens beside 63 of one took 509 us by that, and 431 by
-            the plain one (``python -m bench.run paged_varlen_attention --case mixed``, 1137d98).
+        has_decodes: sequences have less than MANY_QUERIES queries on average, so that the decode
+            launch behind has most of them. Its programs find room on an SM beside the plain
+            kernel's, and none beside Hopper's: a prompt of 2048 and 63 decodes took 431 us with the
+            plain kernel, at 696a01f, and 509 with Hopper's, at 1137d98
+            (``python -m bench.run paged_varlen_attention --case mixed``).
     """
     if is_float32:
         return tile(32, 32, 4, 1)

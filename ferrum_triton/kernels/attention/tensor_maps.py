@@ -34,7 +34,7 @@ def can_describe(x: Tensor) -> bool:
 
 
 def steps_fit(steps: Sequence[int], size: int) -> bool:
-    """Whether a tensor map holds such strides, in elements of so many bytes."""
+    """Whether strides, in elements of ``size`` bytes, fit a tensor map."""
     return all(0 < step * size < MAX_MAP_STRIDE and step * size % 16 == 0 for step in steps)
 
 

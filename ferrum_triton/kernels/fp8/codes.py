@@ -86,7 +86,7 @@ def quantised(x: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
 
     Args:
         x: [rows, k], or [num_tokens, top_k, k] of as many rows.
-        multiple: what the scales' step from group to group is a multiple of.
+        multiple: the scales' stride from group to group is rounded up to a multiple of it.
     """
     num_cols = x.shape[-1]
     num_rows = x.numel() // num_cols

@@ -34,8 +34,7 @@ from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
 
-# What scales of activations are a multiple of apart, group from group: TMA reads from multiples of
-# 16 bytes.
+# Scales of a group begin at a multiple of so many: TMA reads from multiples of 16 bytes.
 STEPS_APART = 4
 
 
@@ -87,7 +86,7 @@ def _produce(codes_desc, steps_desc, weight_desc, ring, buffers, work, GROUP_M: 
                     full,
                     buffers.weights.index(stage * 2 + half),
                 )
-            # Past the last token are the next group's: of tokens that are none.
+            # What lies past the last token scales tokens that are none.
             tma.async_copy_global_to_shared(
                 steps_desc, [group * work.steps_apart + token], full, buffers.steps.index(stage)
             )

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def sums_layout(columns: int, bits: int = 16) -> gl.NVMMADistributedLayout:
-    """Sums of 64 rows. Operands have so many bits, and an instruction takes 256 bits of K."""
+    """Sums of 64 rows, of operands of ``bits``: an instruction takes 256 bits of K."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits]
     )
