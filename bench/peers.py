@@ -1,5 +1,6 @@
-"""What ops are timed against: torch, torch.compile, Liger and FlashInfer where they are installed,
-for attention torch's fused backends and FlexAttention, and for FP8 torch's product of codes.
+"""What ops are timed against: torch, torch.compile, and where they are installed Liger, FlashInfer
+and flash-linear-attention; for attention torch's fused backends and FlexAttention, and for FP8
+torch's product of codes.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.attention_peers import ATTENTION_PEERS, attention_call
+from bench.fla_peers import fla_call
 from bench.flashinfer_peers import flashinfer_call
 from ferrum_triton.ops.fp8.codes import quantize_fp8_groups
 from ferrum_triton.registry import Op
 
 SCALED_MM = "scaled_mm"
-PEERS = ("torch", "inductor", "liger", "flashinfer", SCALED_MM, *ATTENTION_PEERS)
+PEERS = ("torch", "inductor", "liger", "flashinfer", "fla", SCALED_MM, *ATTENTION_PEERS)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -53,7 +55,7 @@ TORCH: dict[str, Callable[..., Any]] = {
 
 
 # What peers are imported from, where it is no part of torch.
-PACKAGES = {"liger": "liger_kernel", "flashinfer": "flashinfer"}
+PACKAGES = {"liger": "liger_kernel", "flashinfer": "flashinfer", "fla": "fla"}
 
 
 def absent(peers: Iterable[str]) -> list[str]:
@@ -69,6 +71,8 @@ def peer_call(peer: str, op: Op, arguments: dict[str, Any]) -> Callable[..., Any
         return _liger(op)
     if peer == "flashinfer":
         return flashinfer_call(op.name, arguments)
+    if peer == "fla":
+        return fla_call(op.name, arguments)
     if peer in ATTENTION_PEERS:
         return attention_call(peer, arguments) if op.name == "flash_attention" else None
     if peer == SCALED_MM:

@@ -19,6 +19,7 @@ from bench.cases import case_of, code_of, declared, launches_of, recorded
 from bench.check import age, compare, ops_at, verdict
 from bench.compile_time import Compiler
 from bench.decode_map import cliffs, draw
+from bench.fla_peers import fla_call
 from bench.flashinfer_peers import pages
 from bench.launches import Recorded
 from bench.llama_cpp import Timed, ours, timed_products
@@ -375,9 +376,21 @@ def test_flashinfer_is_told_the_pages_in_use():
     assert last.tolist() == [1, 0, 16, 16]
 
 
+def test_linear_attention_peers_leave_out_what_they_lack():
+    axes = {"num_k_heads": 1, "group_size": 2, "head_k_dim": 16, "head_v_dim": 16}
+    prefill, decode = OPS["gdn_prefill"], OPS["gdn_decode"]
+    lengths = prefill.make_sample(TensorFactory(torch.float32), seq_lens=(3, 4), **axes)
+    kept = decode.make_sample(TensorFactory(torch.float32), batch=2, with_kept=True, **axes)
+    tiled = decode.make_sample(TensorFactory(torch.float32), batch=2, tiled_values=True, **axes)
+    assert fla_call("gdn_prefill", lengths) is None
+    assert fla_call("gdn_decode", kept) is None
+    assert fla_call("gdn_decode", tiled) is None
+    assert fla_call("rms_norm", {}) is None
+
+
 def test_absent_peers_have_no_calls(monkeypatch):
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    assert peers.absent(["torch", "liger", "flashinfer"]) == ["liger", "flashinfer"]
+    assert peers.absent(["torch", "liger", "flashinfer", "fla"]) == ["liger", "flashinfer", "fla"]
     assert peers.peer_call("flashinfer", OPS["paged_decode_attention"], {}) is None
 
 

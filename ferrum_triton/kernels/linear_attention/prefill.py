@@ -11,6 +11,10 @@ diagonal of β_i e^(G_i - G_j) k_i · k_j. So there are two launches:
 So states between chunks never come to memory. A third launch, for the products that no later chunk
 waits for, would have them and the changes written and read: 96 KB a chunk and head of 128.
 
+The second launch computes everything transposed, Sᵀ and Dᵀ with a row for each value. What one
+product gives is then the next one's first operand, which tensor cores take from the registers it
+lies in: from chunk to chunk nothing goes through shared memory but what is loaded.
+
 Tensor cores would round float32, whose tokens are taken one by one instead, as are those that are
 sequences of their own.
 """
@@ -20,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ferrum_triton.kernels.attention.softmax import LOG2_E
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.linear_attention.delta import key_head_of, launch_tokens
@@ -52,7 +57,7 @@ def merged(inverse, a, i, j, LEVEL: tl.constexpr):
 
 @triton.jit
 def inverse_of_unit(a):
-    """(I + a)⁻¹ of a [CHUNK, CHUNK] that has nothing on its diagonal and above."""
+    """The inverse of a [CHUNK, CHUNK] with ones for its diagonal; above that it has zeros."""
     # Four blocks of 16 on the diagonal, each a warp's own, then all.
     block, other = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, None, :, None]
     blocks = tl.sum(tl.where(block == other, a.reshape(4, 16, 4, 16), 0.0), axis=2)
@@ -69,9 +74,9 @@ def inverse_of_unit(a):
 
 @kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "query_scale"))
 def _gdn_chunk_kernel(
-    inverses_ptr,  # [num_tokens, num_v_heads, CHUNK]: rows of (I + A)⁻¹ β
-    scores_ptr,  # [num_tokens, num_v_heads, CHUNK]: rows of e^(G_i - G_j) q_i · k_j
-    sums_ptr,  # [num_tokens, num_v_heads] float32: G
+    inverses_ptr,  # [num_v_heads, num_tokens, CHUNK]: rows of (I + A)⁻¹ β
+    scores_ptr,  # [num_v_heads, num_tokens, CHUNK]: rows of e^(G_i - G_j) q_i · k_j
+    decays_ptr,  # [blocks, num_v_heads, 2, CHUNK] float32: e^G and e^(G_last - G)
     q_ptr,  # [num_tokens, num_k_heads, head_k_dim]
     k_ptr,  # [num_tokens, num_k_heads, head_k_dim]
     g_ptr,  # [num_tokens, num_v_heads]
@@ -101,39 +106,45 @@ def _gdn_chunk_kernel(
     pdl_trigger(PDL)
     head = (tl.program_id(0) % num_v_heads).to(tl.int64)
     batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
-    seq, block = block_of(batch, tl.program_id(0) // num_v_heads, False, CHUNK)
+    index = tl.program_id(0) // num_v_heads
+    seq, block = block_of(batch, index, False, CHUNK)
     span = span_of(batch, seq, False)
     rest = span.length - block * CHUNK
     if (block >= 0) & (rest > 0):
-        i = tl.arange(0, CHUNK)
-        key = tl.arange(0, BLOCK_K)
-        token = span.start + block * CHUNK + i
-        known = i < rest
-        in_rows = known[:, None] & (key < head_k_dim)[None, :]
+        in_chunk = tl.arange(0, CHUNK)
+        i, j = in_chunk[:, None], in_chunk[None, :]
+        key = tl.arange(0, BLOCK_K)[None, :]
+        first = span.start + block * CHUNK
+        last = tl.minimum(rest, CHUNK).to(tl.int32) - 1
+        # Rows past the last token repeat it: no row before them sees what they hold.
+        token = tl.minimum(in_chunk, last).to(tl.int64)
+        row = token[:, None]
         k_head = key_head_of(head, num_v_heads, group, TILED)
-        k_rows = k_ptr + token[:, None] * stride_k_token + k_head * stride_k_head + key[None, :]
-        q_rows = q_ptr + token[:, None] * stride_q_token + k_head * stride_q_head + key[None, :]
-        k = tl.load(k_rows, mask=in_rows, other=0.0)
-        q = tl.load(q_rows, mask=in_rows, other=0.0)
-        g = tl.load(g_ptr + token * stride_g_token + head, mask=known, other=0.0)
-        beta = tl.load(beta_ptr + token * stride_beta_token + head, mask=known, other=0.0)
-        total = tl.cumsum(tl.where(g < LEAST_GATE, LEAST_GATE, g), axis=0)
-        is_below = i[:, None] > i[None, :]
-        decay = tl.exp(tl.where(is_below, total[:, None] - total[None, :], float("-inf")))
+        keys = k_ptr + first * stride_k_token + k_head * stride_k_head + key
+        queries = q_ptr + first * stride_q_token + k_head * stride_q_head + key
+        k = tl.load(keys + row * stride_k_token, mask=key < head_k_dim, other=0.0)
+        q = tl.load(queries + row * stride_q_token, mask=key < head_k_dim, other=0.0)
+        gates = g_ptr + first * stride_g_token + head
+        g = tl.load(gates + token * stride_g_token, mask=in_chunk <= last, other=0.0)
+        betas = beta_ptr + first * stride_beta_token + head
+        beta = tl.load(betas + token * stride_beta_token)
+        g = tl.where(g < LEAST_GATE, LEAST_GATE, g) * LOG2_E
+        total = tl.cumsum(g, axis=0)
+        to = (index.to(tl.int64) * num_v_heads + head) * (2 * CHUNK) + in_chunk
+        tl.store(decays_ptr + to, tl.exp2(total))
+        tl.store(decays_ptr + CHUNK + to, tl.exp2(tl.sum(g, axis=0) - total))
+        decay = tl.exp2(tl.where(i >= j, total[:, None] - total[None, :], float("-inf")))
 
-        row = token * num_v_heads + head
-        at = row[:, None] * CHUNK + i[None, :]
+        to = (head * num_tokens + first) * CHUNK + (i * CHUNK + j)
         element: tl.constexpr = inverses_ptr.dtype.element_ty
-        scores = tl.dot(q, tl.trans(k))
-        scores *= tl.where(i[:, None] == i[None, :], 1.0, decay) * query_scale
-        tl.store(scores_ptr + at, scores.to(element), mask=known[:, None])
-        products = tl.dot(k, tl.trans(k))
-        inverse = tl.where(i[:, None] == i[None, :], 1.0, tl.zeros([CHUNK, CHUNK], tl.float32))
+        scores = tl.dot(q, tl.trans(k)) * decay * query_scale
+        tl.store(scores_ptr + to, scores.to(element), mask=i <= last)
+        inverse = tl.where(i == j, 1.0, tl.zeros([CHUNK, CHUNK], tl.float32))
         if rest > 1:  # a batch may have many sequences of one token beside a prompt
-            inverse = inverse_of_unit(products * decay * beta[:, None])
+            products = tl.dot(k, tl.trans(k)) * decay * beta[:, None]
+            inverse = inverse_of_unit(products)
         inverse *= beta[None, :]
-        tl.store(inverses_ptr + at, inverse.to(element), mask=known[:, None])
-        tl.store(sums_ptr + row, total, mask=known)
+        tl.store(inverses_ptr + to, inverse.to(element), mask=i <= last)
 
 
 @kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "query_scale"))
@@ -143,9 +154,9 @@ def _gdn_scan_kernel(
     q_ptr,  # [num_tokens, num_k_heads, head_k_dim]
     k_ptr,  # [num_tokens, num_k_heads, head_k_dim]
     v_ptr,  # [num_tokens, num_v_heads, head_v_dim]
-    inverses_ptr,  # [num_tokens, num_v_heads, CHUNK]
-    scores_ptr,  # [num_tokens, num_v_heads, CHUNK]
-    sums_ptr,  # [num_tokens, num_v_heads]
+    inverses_ptr,  # [num_v_heads, num_tokens, CHUNK]
+    scores_ptr,  # [num_v_heads, num_tokens, CHUNK]
+    decays_ptr,  # [blocks, num_v_heads, 2, CHUNK]
     slots_ptr,  # [num_seqs] or None
     cu_seqlens_ptr,  # [num_seqs + 1] or None
     pos_offsets_ptr,  # [num_seqs] or None
@@ -180,73 +191,86 @@ def _gdn_scan_kernel(
     blocks = tl.cdiv(head_v_dim, BLOCK_V)
     head = (pid // blocks % num_v_heads).to(tl.int64)
     batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
-    span = span_of(batch, pid // (blocks * num_v_heads), False)
+    seq = pid // (blocks * num_v_heads)
+    span = span_of(batch, seq, False)
 
     i = tl.arange(0, CHUNK)
     key = tl.arange(0, BLOCK_K)
     value = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     in_keys, in_values = key < head_k_dim, value < head_v_dim
-    in_state = in_keys[:, None] & in_values[None, :]
-    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    in_state = in_values[:, None] & in_keys[None, :]
+    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     if states_ptr is not None:
-        in_head = head * stride_states_head + key[:, None].to(tl.int64) * stride_states_key
-        in_head += value[None, :]
+        in_head = head * stride_states_head + key[None, :].to(tl.int64) * stride_states_key
+        in_head += value[:, None]
         source = tl.maximum(span.source, 0) * stride_states_slot
-        known = in_state & (span.source >= 0)
-        state = tl.load(states_ptr + source + in_head, mask=known, other=0.0).to(tl.float32)
+        is_read = in_state & (span.source >= 0)
+        state = tl.load(states_ptr + source + in_head, mask=is_read, other=0.0).to(tl.float32)
 
     element: tl.constexpr = v_ptr.dtype.element_ty
     k_head = key_head_of(head, num_v_heads, group, TILED)
+    keys = k_ptr + span.start * stride_k_token + k_head * stride_k_head + key[None, :]
+    queries = q_ptr + span.start * stride_q_token + k_head * stride_q_head + key[None, :]
+    values = v_ptr + span.start * stride_v_token + head * stride_v_head + value[None, :]
+    results = out_ptr + span.start * stride_out_token + head * stride_out_head + value[None, :]
+    index = tl.full([], 0, tl.int64)  # of the sequence's first block
+    if cu_seqlens_ptr is not None:
+        index = span.start // CHUNK + seq
+    tile = (head * num_tokens + span.start) * CHUNK + (i[:, None] * CHUNK + i[None, :])
+    decays = decays_ptr + (index * num_v_heads + head) * (2 * CHUNK)
     for first in range(0, span.length, CHUNK):
-        in_chunk = i < span.length - first
-        token = span.start + first + i
-        in_rows = in_chunk[:, None] & in_keys[None, :]
-        k_rows = k_ptr + token[:, None] * stride_k_token + k_head * stride_k_head + key[None, :]
-        q_rows = q_ptr + token[:, None] * stride_q_token + k_head * stride_q_head + key[None, :]
-        v_rows = v_ptr + token[:, None] * stride_v_token + head * stride_v_head + value[None, :]
-        row = token * num_v_heads + head
-        at = row[:, None] * CHUNK + i[None, :]
-        k = tl.load(k_rows, mask=in_rows, other=0.0)
-        q = tl.load(q_rows, mask=in_rows, other=0.0)
-        v = tl.load(v_rows, mask=in_chunk[:, None] & in_values[None, :], other=0.0)
-        inverse = tl.load(inverses_ptr + at, mask=in_chunk[:, None], other=0.0)
-        scores = tl.load(scores_ptr + at, mask=in_chunk[:, None], other=0.0)
-        total = tl.load(sums_ptr + row, mask=in_chunk, other=0.0)
-        last = tl.minimum(span.length - first, CHUNK) - 1
-        at_end = tl.load(sums_ptr + (span.start + first + last) * num_v_heads + head)
+        last = tl.minimum(span.length - first, CHUNK).to(tl.int32) - 1
+        # Rows past the last token repeat it, and make no change.
+        row = tl.minimum(i, last)[:, None].to(tl.int64)
+        k_rows = keys + first * stride_k_token + row * stride_k_token
+        q_rows = queries + first * stride_q_token + row * stride_q_token
+        v_rows = values + first * stride_v_token + row * stride_v_token
+        k = tl.load(k_rows, mask=in_keys[None, :], other=0.0)
+        q = tl.load(q_rows, mask=in_keys[None, :], other=0.0)
+        v = tl.load(v_rows, mask=in_values[None, :], other=0.0)
+        in_chunk = (i <= last)[:, None]
+        inverse = tl.load(inverses_ptr + first * CHUNK + tile, mask=in_chunk, other=0.0)
+        scores = tl.load(scores_ptr + first * CHUNK + tile, mask=in_chunk, other=0.0)
+        of_block = decays + first * (2 * num_v_heads)
+        in_all = tl.load(of_block + CHUNK - 1)
 
         before = state.to(element)
-        decay = tl.exp(total)[:, None]
-        told = tl.dot(k, before)
-        y = tl.dot(q, before) * (decay * query_scale)
-        wanted = (v.to(tl.float32) - decay * told).to(element)
-        change = tl.dot(inverse, wanted)
-        y = tl.dot(scores, change.to(element), y)
-        faded = (change * tl.exp(at_end - total)[:, None]).to(element)
-        state = tl.dot(tl.trans(k), faded, state * tl.exp(at_end))
+        decay = tl.load(of_block + i)[None, :]
+        told = tl.dot(before, tl.trans(k)) * -decay
+        change = tl.dot(tl.trans(v), tl.trans(inverse))
+        change = tl.dot(told.to(element), tl.trans(inverse), change)
+        y = tl.dot(before, tl.trans(q)) * (decay * query_scale)
+        y = tl.dot(change.to(element), tl.trans(scores), y)
+        rest = tl.load(of_block + CHUNK + i)[None, :]
+        state = tl.dot((change * rest).to(element), k, state * in_all)
 
-        out_rows = out_ptr + token[:, None] * stride_out_token + head * stride_out_head
-        out = y.to(out_ptr.dtype.element_ty)
-        tl.store(out_rows + value[None, :], out, mask=in_chunk[:, None] & in_values[None, :])
+        out_rows = results + first * stride_out_token + row * stride_out_token
+        known = in_chunk & in_values[None, :]
+        tl.store(out_rows, tl.trans(y.to(out_ptr.dtype.element_ty)), mask=known)
     if states_ptr is not None:
         target = states_ptr + tl.maximum(span.target, 0) * stride_states_slot + in_head
-        known = in_state & (span.target >= 0)
-        tl.store(target, state.to(states_ptr.dtype.element_ty), mask=known)
+        is_written = in_state & (span.target >= 0)
+        tl.store(target, state.to(states_ptr.dtype.element_ty), mask=is_written)
 
 
 def heuristic(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> Config:
-    """32 values, and the next chunk on its way while one is computed, if there is room for it.
+    """The next chunk on its way while one is computed, if there is room for it.
 
-    Two such programs have room on an SM of Hopper, and three of the launch before, with as many
-    registers. Tensor cores that take operands from registers alone want 8 warps' for them, as do
-    more keys than 128.
+    On Hopper a product takes 64 rows at least, the values of a program. Two such programs have room
+    on an SM, and three of the launch before, with as many registers. Tensor cores that take both
+    operands from registers want 8 warps' for them.
     """
     block_k = next_power_of_2(head_k_dim)
-    block_v = min(max(next_power_of_2(head_v_dim), 16), 32 if block_k <= 128 else 16)
-    warps = 8 if gpu.capability[0] in (8, 12) or block_k > 128 else 4
+    values = max(next_power_of_2(head_v_dim), 16)
+    of_registers = gpu.capability[0] in (8, 12)
+    if gpu.arch == "sm_90" and block_k <= 128 and values >= 64:
+        block_v, warps = 64, 4
+    else:
+        block_v = min(values, 32 if block_k <= 128 else 16)
+        warps = 4 if gpu.arch.startswith("gfx") else 8
     chunk = 2 * CHUNK.value * (2 * block_k + 2 * CHUNK.value + block_v)
     return {
-        "CHUNK_WARPS": warps,
+        "CHUNK_WARPS": 8 if of_registers or block_k > 128 else 4,
         "CHUNK_REGISTERS": 168 if gpu.arch == "sm_90" and block_k == 128 else 0,
         "BLOCK_V": block_v,
         "num_warps": warps,
@@ -255,11 +279,7 @@ def heuristic(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> Con
 
 
 def candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> list[Config]:
-    """Other launches for the chunks, and for what goes from chunk to chunk.
-
-    One stage is tried where two have no room. On Hopper it takes all 255 registers, and blocks of
-    16 values then reached past shared memory (``compute-sanitizer --tool memcheck``, 1137d98).
-    """
+    """Other launches for the chunks, and for what goes from chunk to chunk."""
     usual = heuristic(gpu, num_heads, head_k_dim, head_v_dim)
     chunks = [
         {**usual, "CHUNK_WARPS": warps, "CHUNK_REGISTERS": registers}
@@ -267,7 +287,7 @@ def candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> li
     ]
     scans = [
         {**usual, "BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
-        for block_v in ((32, 64) if head_v_dim >= 64 else (16, 32))
+        for block_v in (16, 32, 64, 128)
         for warps in (4, 8)
         for stages in ((1, 2, 3) if usual["num_stages"] == 1 else (2, 3))
         if block_v < 2 * max(head_v_dim, 16)
@@ -323,12 +343,13 @@ def gdn_prefill(
     heads = layout.num_seqs * num_v_heads
     config = dict(prefill_config.pick(q.device, heads, head_k_dim, head_v_dim))
     chunk_warps, chunk_registers = config.pop("CHUNK_WARPS"), config.pop("CHUNK_REGISTERS")
+    blocks = layout.blocks(num_tokens, CHUNK.value)
     shared = {
         "q_ptr": q,
         "k_ptr": k,
-        "inverses_ptr": v.new_empty(num_tokens, num_v_heads, CHUNK.value),
-        "scores_ptr": v.new_empty(num_tokens, num_v_heads, CHUNK.value),
-        "sums_ptr": torch.empty(num_tokens, num_v_heads, dtype=torch.float32, device=v.device),
+        "inverses_ptr": v.new_empty(num_v_heads, num_tokens, CHUNK.value),
+        "scores_ptr": v.new_empty(num_v_heads, num_tokens, CHUNK.value),
+        "decays_ptr": v.new_empty(blocks, num_v_heads, 2, CHUNK.value, dtype=torch.float32),
         "stride_q_token": q.stride(0),
         "stride_q_head": q.stride(1),
         "stride_k_token": k.stride(0),
@@ -342,7 +363,7 @@ def gdn_prefill(
         **layout.tensors,
     }
     _gdn_chunk_kernel.launch(
-        (layout.blocks(num_tokens, CHUNK.value) * num_v_heads,),
+        (blocks * num_v_heads,),
         g_ptr=g,
         beta_ptr=beta,
         stride_g_token=g.stride(0),
