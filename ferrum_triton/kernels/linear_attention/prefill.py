@@ -34,13 +34,31 @@ from ferrum_triton.kernels.linear_attention.sequences import (
     layout_of,
     span_of,
 )
-from ferrum_triton.kernels.parameters import integer, power_of_two, tile_refusal
+from ferrum_triton.kernels.parameters import integer, one_of, power_of_two, tile_refusal
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops.linear_attention import delta as ops
 
 CHUNK, LEAST_GATE = tl.constexpr(ops.CHUNK), tl.constexpr(ops.LEAST_GATE)
+
+
+@triton.jit
+def product(a, b):
+    """a · b by TF32, over K in an order in which sums are first operands where they lie.
+
+    Of eight columns a thread has sums of 2 t and 2 t + 1, and takes t and t + 4. ``a`` is to come
+    from an instruction of its own: what moves registers, the assembler would put between products,
+    and wait for each.
+    """
+    K: tl.constexpr = a.shape[-1]
+    if len(a.shape) == 2:
+        a = a.reshape(a.shape[0], K // 8, 4, 2).permute(0, 1, 3, 2).reshape(a.shape)
+        b = b.reshape(K // 8, 4, 2, b.shape[1]).permute(0, 2, 1, 3).reshape(b.shape)
+    else:
+        a = a.reshape(a.shape[0], a.shape[1], K // 8, 4, 2).permute(0, 1, 2, 4, 3).reshape(a.shape)
+        b = b.reshape(b.shape[0], K // 8, 4, 2, b.shape[2]).permute(0, 1, 3, 2, 4).reshape(b.shape)
+    return tl.dot(a, b, input_precision="tf32")
 
 
 @triton.jit
@@ -51,8 +69,8 @@ def merged(inverse, a, i, j, LEVEL: tl.constexpr):
     where keys are alike.
     """
     is_below = (i >> LEVEL != j >> LEVEL) & (i >> (LEVEL + 1) == j >> (LEVEL + 1))
-    below = tl.dot(inverse, tl.where(is_below, a, 0.0), input_precision="tf32")
-    return inverse - tl.dot(below, inverse, input_precision="tf32")
+    below = product(-inverse, tl.where(is_below, a, 0.0))
+    return inverse - product(-below, inverse)
 
 
 @triton.jit
@@ -182,6 +200,7 @@ def _gdn_scan_kernel(
     TILED: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= head_k_dim, 16 or more
     BLOCK_V: tl.constexpr,
+    BY_VALUE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The chunks of one sequence in their order, for a block of values of one head."""
@@ -198,11 +217,15 @@ def _gdn_scan_kernel(
     key = tl.arange(0, BLOCK_K)
     value = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     in_keys, in_values = key < head_k_dim, value < head_v_dim
-    in_state = in_values[:, None] & in_keys[None, :]
-    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+    if BY_VALUE:
+        in_state = in_values[:, None] & in_keys[None, :]
+        in_head = value[:, None] + key[None, :].to(tl.int64) * stride_states_key
+    else:
+        in_state = in_keys[:, None] & in_values[None, :]
+        in_head = key[:, None].to(tl.int64) * stride_states_key + value[None, :]
+    state = tl.zeros(in_state.shape, tl.float32)
     if states_ptr is not None:
-        in_head = head * stride_states_head + key[None, :].to(tl.int64) * stride_states_key
-        in_head += value[:, None]
+        in_head += head * stride_states_head
         source = tl.maximum(span.source, 0) * stride_states_slot
         is_read = in_state & (span.source >= 0)
         state = tl.load(states_ptr + source + in_head, mask=is_read, other=0.0).to(tl.float32)
@@ -235,18 +258,27 @@ def _gdn_scan_kernel(
         in_all = tl.load(of_block + CHUNK - 1)
 
         before = state.to(element)
-        decay = tl.load(of_block + i)[None, :]
-        told = tl.dot(before, tl.trans(k)) * -decay
-        change = tl.dot(tl.trans(v), tl.trans(inverse))
-        change = tl.dot(told.to(element), tl.trans(inverse), change)
-        y = tl.dot(before, tl.trans(q)) * (decay * query_scale)
-        y = tl.dot(change.to(element), tl.trans(scores), y)
-        rest = tl.load(of_block + CHUNK + i)[None, :]
-        state = tl.dot((change * rest).to(element), k, state * in_all)
+        decay = tl.load(of_block + i)
+        if BY_VALUE:
+            told = tl.dot(before, tl.trans(k)) * -decay[None, :]
+            change = tl.dot(tl.trans(v), tl.trans(inverse))
+            change = tl.dot(told.to(element), tl.trans(inverse), change)
+            y = tl.dot(before, tl.trans(q)) * (decay * query_scale)[None, :]
+            y = tl.dot(change.to(element), tl.trans(scores), y)
+            rest = tl.load(of_block + CHUNK + i)[None, :]
+            state = tl.dot((change * rest).to(element), k, state * in_all)
+            y = tl.trans(y.to(out_ptr.dtype.element_ty))
+        else:
+            told = tl.dot(k, before)
+            y = tl.dot(q, before) * (decay * query_scale)[:, None]
+            wanted = (v.to(tl.float32) - decay[:, None] * told).to(element)
+            change = tl.dot(inverse, wanted)
+            y = tl.dot(scores, change.to(element), y).to(out_ptr.dtype.element_ty)
+            rest = tl.load(of_block + CHUNK + i)[:, None]
+            state = tl.dot(tl.trans(k), (change * rest).to(element), state * in_all)
 
         out_rows = results + first * stride_out_token + row * stride_out_token
-        known = in_chunk & in_values[None, :]
-        tl.store(out_rows, tl.trans(y.to(out_ptr.dtype.element_ty)), mask=known)
+        tl.store(out_rows, y, mask=in_chunk & in_values[None, :])
     if states_ptr is not None:
         target = states_ptr + tl.maximum(span.target, 0) * stride_states_slot + in_head
         is_written = in_state & (span.target >= 0)
@@ -256,26 +288,25 @@ def _gdn_scan_kernel(
 def heuristic(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> Config:
     """The next chunk on its way while one is computed, if there is room for it.
 
-    On Hopper a product takes 64 rows at least, the values of a program. Two such programs have room
-    on an SM, and three of the launch before, with as many registers. Tensor cores that take both
-    operands from registers want 8 warps' for them.
+    Tensor cores that take both operands from registers want 8 warps' for them, as do more keys than
+    128.
     """
     block_k = next_power_of_2(head_k_dim)
-    values = max(next_power_of_2(head_v_dim), 16)
-    of_registers = gpu.capability[0] in (8, 12)
-    if gpu.arch == "sm_90" and block_k <= 128 and values >= 64:
-        block_v, warps = 64, 4
-    else:
-        block_v = min(values, 32 if block_k <= 128 else 16)
-        warps = 4 if gpu.arch.startswith("gfx") else 8
-    chunk = 2 * CHUNK.value * (2 * block_k + 2 * CHUNK.value + block_v)
+    block_v = min(max(next_power_of_2(head_v_dim), 16), 32 if block_k <= 128 else 16)
+    warps = 8 if gpu.capability[0] in (8, 12) or block_k > 128 else 4
     return {
-        "CHUNK_WARPS": 8 if of_registers or block_k > 128 else 4,
+        "CHUNK_WARPS": warps,
         "CHUNK_REGISTERS": 168 if gpu.arch == "sm_90" and block_k == 128 else 0,
         "BLOCK_V": block_v,
+        "BY_VALUE": False,
         "num_warps": warps,
-        "num_stages": 2 if 2 * chunk <= gpu.shared_limit else 1,
+        "num_stages": 2 if 2 * stage_bytes(block_k, block_v) <= gpu.shared_limit else 1,
     }
+
+
+def stage_bytes(block_k: int, block_v: int) -> int:
+    """Shared memory of what is loaded of a chunk."""
+    return 2 * CHUNK.value * (2 * block_k + 2 * CHUNK.value + block_v)
 
 
 def candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> list[Config]:
@@ -283,11 +314,18 @@ def candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> li
     usual = heuristic(gpu, num_heads, head_k_dim, head_v_dim)
     chunks = [
         {**usual, "CHUNK_WARPS": warps, "CHUNK_REGISTERS": registers}
-        for warps, registers in ((4, 0), (4, 168), (8, 0), (8, 128))
+        for warps, registers in ((4, 0), (4, 128), (4, 168), (8, 0), (8, 128))
     ]
     scans = [
-        {**usual, "BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
+        {
+            **usual,
+            "BLOCK_V": block_v,
+            "BY_VALUE": by_value,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
         for block_v in (16, 32, 64, 128)
+        for by_value in (False, True)
         for warps in (4, 8)
         for stages in ((1, 2, 3) if usual["num_stages"] == 1 else (2, 3))
         if block_v < 2 * max(head_v_dim, 16)
@@ -309,6 +347,7 @@ prefill_config = Tunable(
         "CHUNK_WARPS": power_of_two(1, 16),
         "CHUNK_REGISTERS": integer(0, 255),
         "BLOCK_V": power_of_two(16, 256),
+        "BY_VALUE": one_of(False, True),
     },
 )
 
