@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as limits
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.linear_attention.prefill import long_heads, prefill_config
 from ferrum_triton.kernels.linear_attention.sequences import layout_of
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close, tolerance
@@ -20,6 +21,15 @@ on_kernels = pytest.mark.parametrize("backend_name", KERNELS)
 INF, NAN = float("inf"), float("nan")
 DELTA = ("gdn_decode", "gdn_prefill")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=[False, True], ids=["by_key", "by_value"])
+def form(request):
+    """Either form in which a launch goes from chunk to chunk."""
+    config = {"CHUNK_WARPS": 4, "CHUNK_REGISTERS": 0, "num_warps": 4, "num_stages": 2}
+    config |= {"BLOCK_V": 64 if request.param else 32, "BY_VALUE": request.param}
+    with prefill_config.forced(config):
+        yield
 
 
 def delta(backend, seq_lens, dtype=torch.float16, seed=0, heads=(1, 2), width=16, **axes):
@@ -67,6 +77,7 @@ def test_keys_that_are_alike_leave_little_of_16_bits(width, alike, most):
     assert worst < most
 
 
+@pytest.mark.usefixtures("form")
 @on_kernels
 @pytest.mark.parametrize("length", [1, 2, 15, 63, 64, 65, 127, 129, 200, 1000])
 def test_chunks_are_tokens(backend_name, length):
@@ -77,6 +88,7 @@ def test_chunks_are_tokens(backend_name, length):
     check("gdn_prefill", got, arguments, want, left)
 
 
+@pytest.mark.usefixtures("form")
 @on_kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_long_sequence_among_short_ones(backend_name, dtype):
@@ -87,6 +99,7 @@ def test_a_long_sequence_among_short_ones(backend_name, dtype):
     check("gdn_prefill", got, arguments, want, left)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.gpu
 @pytest.mark.parametrize("seq_lens", [(4096,), (1, 777, 64, 2000)])
 def test_a_model_s_heads(seq_lens):
@@ -228,6 +241,7 @@ def test_ten_thousand_tokens_do_not_drift():
     assert_close(arguments["states"], left["states"])
 
 
+@pytest.mark.usefixtures("form")
 @both
 @pytest.mark.parametrize("op", ["gdn_decode", "gdn_prefill", "causal_conv1d", "gdn_prepare"])
 def test_nan_stays_in_its_sequence(backend_name, op):
@@ -293,6 +307,13 @@ def test_tokens_of_nobody(backend_name, op):
     bounds = torch.tensor([0, 2], dtype=torch.int32, device=backend.device)
     got = call(**{**clone(arguments), "cu_seqlens": bounds})[:2]
     assert torch.equal(got, call(**tokens_of(arguments, 0, 2)))
+
+
+def test_programs_are_for_sequences_that_may_be_long():
+    """One prompt beside a hundred decodes is not a hundred prompts."""
+    assert long_heads(8 * 4096, 8, 32) == 256
+    assert long_heads(2048 + 100, 101, 32) == 32
+    assert long_heads(300, 1, 32) == long_heads(300, 3, 32) == 32
 
 
 def test_blocks_of_one_sequence_are_as_many_as_it_fills():

@@ -41,6 +41,9 @@ from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops.linear_attention import delta as ops
 
 CHUNK, LEAST_GATE = tl.constexpr(ops.CHUNK), tl.constexpr(ops.LEAST_GATE)
+# Tokens of a sequence that many programs are worth having for, and the share of SMs that is to have
+# one at least.
+LONG, LEAST_BUSY = 2048, 0.9
 
 
 @triton.jit
@@ -263,10 +266,10 @@ def _gdn_scan_kernel(
             told = tl.dot(before, tl.trans(k)) * -decay[None, :]
             change = tl.dot(tl.trans(v), tl.trans(inverse))
             change = tl.dot(told.to(element), tl.trans(inverse), change)
-            y = tl.dot(before, tl.trans(q)) * (decay * query_scale)[None, :]
-            y = tl.dot(change.to(element), tl.trans(scores), y)
             rest = tl.load(of_block + CHUNK + i)[None, :]
             state = tl.dot((change * rest).to(element), k, state * in_all)
+            y = tl.dot(before, tl.trans(q)) * (decay * query_scale)[None, :]
+            y = tl.dot(change.to(element), tl.trans(scores), y)
             y = tl.trans(y.to(out_ptr.dtype.element_ty))
         else:
             told = tl.dot(k, before)
@@ -288,20 +291,42 @@ def _gdn_scan_kernel(
 def heuristic(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> Config:
     """The next chunk on its way while one is computed, if there is room for it.
 
+    On Hopper the next two are, and blocks of values are as large as leaves a program for nearly
+    every SM, by value from 64 on. Eight sequences of 4096 tokens take 726 us in blocks of 128, 828
+    of 64 and 1,180 of 32, two take 272, 215 and 299, and one takes 236, 171 and 152 (``device_us``
+    of gdn_prefill under ``prefill_config.forced`` of each, H200, 1a5796b).
+
     Tensor cores that take both operands from registers want 8 warps' for them, as do more keys than
     128.
+
+    Args:
+        num_heads: see :func:`long_heads`.
     """
-    block_k = next_power_of_2(head_k_dim)
-    block_v = min(max(next_power_of_2(head_v_dim), 16), 32 if block_k <= 128 else 16)
-    warps = 8 if gpu.capability[0] in (8, 12) or block_k > 128 else 4
+    block_k, values = next_power_of_2(head_k_dim), max(next_power_of_2(head_v_dim), 16)
+    block_v, by_value = min(values, 32 if block_k <= 128 else 16), False
+    warps = chunk_warps = 8 if gpu.capability[0] in (8, 12) or block_k > 128 else 4
+    on_hopper = gpu.arch == "sm_90" and block_k <= 128
+    for size in (64, 128) if on_hopper else ():
+        programs = num_heads * (values // size)
+        if programs >= LEAST_BUSY * gpu.num_sms:
+            block_v, by_value, warps = size, True, size // 16
+    room = gpu.shared_limit // stage_bytes(block_k, block_v)
     return {
-        "CHUNK_WARPS": warps,
-        "CHUNK_REGISTERS": 168 if gpu.arch == "sm_90" and block_k == 128 else 0,
+        "CHUNK_WARPS": chunk_warps,
+        "CHUNK_REGISTERS": 168 if on_hopper and block_k == 128 else 0,
         "BLOCK_V": block_v,
-        "BY_VALUE": False,
+        "BY_VALUE": by_value,
         "num_warps": warps,
-        "num_stages": 2 if 2 * stage_bytes(block_k, block_v) <= gpu.shared_limit else 1,
+        "num_stages": min(max(room, 1), 3 if on_hopper else 2),
     }
+
+
+def long_heads(num_tokens: int, num_seqs: int, num_v_heads: int) -> int:
+    """Heads of the sequences of LONG tokens that there may be.
+
+    How long each is, the device alone knows; beside a prompt there may be many of a token.
+    """
+    return min(num_seqs, max(num_tokens // LONG, 1)) * num_v_heads
 
 
 def stage_bytes(block_k: int, block_v: int) -> int:
@@ -380,7 +405,8 @@ def gdn_prefill(
         launch_tokens(y, q, k, v, g, beta, states, layout, None, query_scale, tiled_values)
         return y
     heads = layout.num_seqs * num_v_heads
-    config = dict(prefill_config.pick(q.device, heads, head_k_dim, head_v_dim))
+    of_long = long_heads(num_tokens, layout.num_seqs, num_v_heads)
+    config = dict(prefill_config.pick(q.device, of_long, head_k_dim, head_v_dim))
     chunk_warps, chunk_registers = config.pop("CHUNK_WARPS"), config.pop("CHUNK_REGISTERS")
     blocks = layout.blocks(num_tokens, CHUNK.value)
     shared = {
