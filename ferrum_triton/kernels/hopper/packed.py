@@ -185,14 +185,14 @@ def finish(acc, out, part, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr, P
     ROWS: gl.constexpr = 32 if GATED else 64
     ACC: gl.constexpr = acc.type.layout
     pdl_wait(PDL)
+    first = part.tile % sizes.tiles_m * TILE.tokens
+    of_sums = first + gl.arange(0, TILE.tokens, gl.SliceLayout(0, ACC))
+    factor = gl.load(out.factor + of_sums, mask=of_sums < out.num_tokens, other=0.0)
     finishes = True
     if TILE.streamed:
         acc, finishes = summed(acc, out.partial, out.tickets, part, sizes, WARPGROUP, TILE)
     if finishes:
         place = place_of(part.tile // sizes.tiles_m, out.num_rows, TILE)
-        first = part.tile % sizes.tiles_m * TILE.tokens
-        token = first + gl.arange(0, TILE.tokens, gl.SliceLayout(0, ACC))
-        factor = gl.load(out.factor + token, mask=token < out.num_tokens, other=0.0)
         y = acc * factor[None, :]
         if GATED:
             y = gated(y, TILE)

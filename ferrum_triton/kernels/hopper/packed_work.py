@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ferrum_triton.kernels.hopper.layouts import sums_layout
 from ferrum_triton.kernels.quant import packed_config
 
 WARPGROUPS = gl.constexpr(packed_config.WARPGROUPS)
@@ -124,27 +125,52 @@ def _slot(partial_ptr, program, begins, WARPGROUP: gl.constexpr, TILE: gl.conste
 
 
 @gluon.jit
+def in_thread_order(acc):
+    """Sums in a line, of which a thread has four in a row and a warp one part after the other.
+
+    Of a tile's rows a thread has r and r + 8 of a warp's 16, and of eight tokens 2 t and 2 t + 1.
+    """
+    TOKENS: gl.constexpr = acc.shape[1]
+    x = acc.reshape([4, 2, 8, TOKENS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return x.reshape([64 * TOKENS])
+
+
+@gluon.jit
+def in_tile_order(line, TILE: gl.constexpr):
+    """What :func:`in_thread_order` made a line of."""
+    TOKENS: gl.constexpr = TILE.tokens
+    x = line.reshape([TOKENS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(x.reshape([64, TOKENS]), sums_layout(TOKENS), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def at_once(tile):
+    """Others' sums that are asked for before any is added: as many as registers hold."""
+    line = 64 * tile.tokens // 128
+    return min(max((tile.registers - 48) // line - 1, 1), 8)
+
+
+@gluon.jit
 def summed(acc, partial_ptr, tickets_ptr, part, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
     """A tile's sums, and whether this program is the one to finish it.
 
     Args:
         acc: this program's sums, float32 [64, tokens].
-        partial_ptr: float32 [programs, 2, warpgroups, 64, tokens].
+        partial_ptr: float32 [programs, 2, warpgroups, 64 tokens].
         tickets_ptr: int32, one for each tile, zeros; each warpgroup has 16 bits of its own.
         part: the program's :class:`Segment`.
     """
-    LAYOUT: gl.constexpr = acc.type.layout
     UNIT: gl.constexpr = 1 << (16 * WARPGROUP)
+    AT_ONCE: gl.constexpr = at_once(TILE)
     finishes = part.end - part.begin == sizes.blocks
     if not finishes:
         units = sizes.tiles * sizes.blocks
         first = program_of(part.tile * sizes.blocks, units)
         last = program_of(part.tile * sizes.blocks + sizes.blocks - 1, units)
-        row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        token = gl.arange(0, TILE.tokens, gl.SliceLayout(0, LAYOUT))
-        place = row[:, None] * TILE.tokens + token[None, :]
+        line = in_thread_order(acc)
+        at = gl.arange(0, 64 * TILE.tokens, line.type.layout)
         mine = _slot(partial_ptr, gl.program_id(0), (part.begin == 0).to(gl.int32), WARPGROUP, TILE)
-        gl.store(mine + place, acc)
+        gl.store(mine + at, line)
         # All threads have stored before one of them says so.
         gl.thread_barrier()
         ticket = tickets_ptr + part.tile
@@ -152,10 +178,14 @@ def summed(acc, partial_ptr, tickets_ptr, part, sizes, WARPGROUP: gl.constexpr, 
         finishes = ((before >> (16 * WARPGROUP)) & 0xFFFF) == last - first
         if finishes:
             gl.atomic_add(ticket, (first - last - 1) * UNIT, sem="relaxed")
-            acc = gl.load(
-                _slot(partial_ptr, first, 1, WARPGROUP, TILE) + place, cache_modifier=".cg"
-            )
-            for program in range(first + 1, last + 1):
-                more = _slot(partial_ptr, program, 0, WARPGROUP, TILE)
-                acc += gl.load(more + place, cache_modifier=".cg")
+            line = gl.load(_slot(partial_ptr, first, 1, WARPGROUP, TILE) + at, cache_modifier=".cg")
+            for program in range(first + 1, last + 1, AT_ONCE):
+                others = ()
+                for j in gl.static_range(AT_ONCE):
+                    more = _slot(partial_ptr, program + j, 0, WARPGROUP, TILE)
+                    there = program + j <= last
+                    others += (gl.load(more + at, there, 0.0, cache_modifier=".cg"),)
+                for j in gl.static_range(AT_ONCE):
+                    line += others[j]
+            acc = in_tile_order(line, TILE)
     return acc, finishes
