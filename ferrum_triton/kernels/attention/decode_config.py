@@ -42,10 +42,13 @@ def decode_heuristic(
         is_varlen: whether sequences differ in their queries.
         is_plain: whether vectors are contiguous, of a power of two of 16-bit floats or codes.
     """
-    if gpu.capability < (9, 0) or gpu.shared_limit < DEEP_QUEUES or not is_plain:
+    is_shallow = gpu.capability < (9, 0) or gpu.shared_limit < DEEP_QUEUES
+    if is_shallow or (not is_plain and (is_varlen or rows > 16)):
         # What fits the registers of sm_80 and the 64 KB of shared memory of gfx942, and what
         # addresses of pieces and masks of columns leave room for.
         return _config(32, 256, 128, 4, 2)
+    if not is_plain:
+        return _masked_queue(batch * num_kv_heads, capacity, key_bytes)
     config = _deep_queue(batch * num_kv_heads, capacity, key_bytes)
     if rows > 16:
         return {**_free(config), "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
@@ -67,6 +70,23 @@ def _deep_queue(pairs: int, capacity: int, key_bytes: int) -> Config:
         # of which the assembler takes 255 unasked, to no end: nothing spills.
         return {**_config(64, 480, 1024, 2, 3), "maxnreg": 200}
     return _config(64, 256, 128, 2, 5)
+
+
+def _masked_queue(pairs: int, capacity: int, key_bytes: int) -> Config:
+    """Of heads whose loads have masks, or addresses of pieces.
+
+    Heads of 96 take 62.0 us by 16 sequences of 4,000 keys and 202 by 64, where tiles of 32 keys on
+    4 warps with 2 stages took 117 and 272; heads of 192 take 126 for 148 (``device_us`` of
+    paged_decode_attention under ``decode_config.forced`` of each, H200, 1a5796b). Wider ones would
+    spill.
+    """
+    if key_bytes > 768 or pairs * capacity <= 65536:
+        return _config(32, 256, 128, 4, 2)
+    if key_bytes > 512:
+        return _config(64, 256, 128, 4, 3)
+    if pairs >= 256:
+        return _config(64, 512, 128, 4, 3)
+    return _config(32, 768, 128, 2, 3)
 
 
 def _free(config: Config) -> Config:
@@ -160,7 +180,9 @@ def step_heuristic(
     if config["PREFETCH"] > 0:
         # Most programs have one tile, for which there is nothing to be loaded ahead.
         return {**config, "num_stages": 2, "MERGES": 0}
-    if config["num_warps"] == 2:
+    if not is_plain:
+        config = _config(32, 256, 128, 4, 2)
+    elif config["num_warps"] == 2:
         if key_bytes > 512:
             config = _config(32, 256, 128, 4, 3)
         elif batch * num_kv_heads >= 256:
