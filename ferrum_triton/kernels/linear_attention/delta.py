@@ -11,7 +11,7 @@ from torch import Tensor
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.linear_attention.sequences import Batch, Layout, layout_of, span_of
-from ferrum_triton.kernels.parameters import integer, power_of_two, tile_refusal
+from ferrum_triton.kernels.parameters import power_of_two, tile_refusal
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
@@ -115,17 +115,9 @@ def _gdn_decode_kernel(
             target = states_ptr + tl.where(kept > 0, kept, 0) * stride_states_slot + in_head
             tl.store(target, state.to(states_ptr.dtype.element_ty), mask=known)
     if states_ptr is not None and kept_slots_ptr is None:
-        # Places made anew take no registers until now; the compiler does not know of the zero.
-        again = key[:, None] + (num_v_heads >> 31)
-        in_head = head * stride_states_head + again.to(tl.int64) * stride_states_key
-        in_head += value[None, :]
         target = states_ptr + tl.maximum(span.target, 0) * stride_states_slot + in_head
-        known = (again < head_k_dim) & in_values[None, :] & (span.target >= 0)
+        known = in_state & (span.target >= 0)
         tl.store(target, state.to(states_ptr.dtype.element_ty), mask=known)
-
-
-# Registers that numbers of a state in each thread leave room for a program more with, on an SM.
-FEW_REGISTERS = {32: 72, 64: 128}
 
 
 def decode_heuristic(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> Config:
@@ -133,19 +125,17 @@ def decode_heuristic(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int)
     block_k = next_power_of_2(head_k_dim)
     block_v = min(next_power_of_2(head_v_dim), 32)
     warps = max(block_k * block_v // (64 * gpu.warp_size), 1)
-    return {"BLOCK_V": block_v, "REGISTERS": 0, "num_warps": warps}
+    return {"BLOCK_V": block_v, "num_warps": warps}
 
 
 def decode_candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> list[Config]:
-    """8 to 128 values, of which a thread has 16 to 128, with any number of registers or few."""
+    """8 to 128 values, of which a thread has 16 to 128."""
     block_k = next_power_of_2(head_k_dim)
     return [
-        {"BLOCK_V": block_v, "REGISTERS": registers, "num_warps": warps}
+        {"BLOCK_V": block_v, "num_warps": warps}
         for block_v in (8, 16, 32, 64, 128)
         for warps in (1, 2, 4, 8)
-        for registers in (0, FEW_REGISTERS.get(block_k * block_v // (32 * warps)))
         if block_v < 2 * head_v_dim and 16 <= block_k * block_v // (32 * warps) <= 128
-        if registers is not None
     ]
 
 
@@ -159,7 +149,7 @@ decode_config = Tunable(
     decode_heuristic,
     decode_candidates,
     fits=decode_fits,
-    parameters={"BLOCK_V": power_of_two(1, 256), "REGISTERS": integer(0, 255)},
+    parameters={"BLOCK_V": power_of_two(1, 256)},
 )
 
 
@@ -180,8 +170,7 @@ def launch_tokens(
     num_k_heads, head_k_dim = q.shape[1:]
     num_v_heads, head_v_dim = v.shape[1:]
     heads = layout.num_seqs * num_v_heads
-    config = dict(decode_config.pick(q.device, heads, head_k_dim, head_v_dim))
-    registers = config.pop("REGISTERS")
+    config = decode_config.pick(q.device, heads, head_k_dim, head_v_dim)
     strides = (0, 0, 0) if states is None else states.stride()
     _gdn_decode_kernel.launch(
         (heads * cdiv(head_v_dim, config["BLOCK_V"]),),
@@ -214,7 +203,6 @@ def launch_tokens(
         TILED=tiled_values,
         EACH=layout.each,
         BLOCK_K=next_power_of_2(head_k_dim),
-        maxnreg=registers or None,
         **layout.tensors,
         **config,
     )
