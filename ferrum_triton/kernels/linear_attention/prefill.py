@@ -11,11 +11,11 @@ diagonal of β_i e^(G_i - G_j) k_i · k_j. So there are two launches:
 So states between chunks never come to memory. A third launch, for the products that no later chunk
 waits for, would have them and the changes written and read: 96 KB a chunk and head of 128.
 
-The second launch has two forms. By key it computes this as it is written: what one product gives goes
-through shared memory to be the next one's second operand, and blocks of values may be small, so that
-a few heads keep all SMs busy. By value it computes everything transposed, Sᵀ and Dᵀ with a row for
-each value: what one product gives is the next one's first operand, which tensor cores take from the
-registers it lies in.
+The second launch has two forms. By key it computes this as it is written: what one product gives
+goes through shared memory to be the next one's second operand, and blocks of values may be small,
+so that a few heads keep all SMs busy. By value it computes everything transposed, Sᵀ and Dᵀ with a
+row for each value: what one product gives is the next one's first operand, which tensor cores take
+from the registers it lies in.
 
 Tensor cores would round float32, whose tokens are taken one by one instead, as are those that are
 sequences of their own.
