@@ -114,6 +114,14 @@ def tiles_of(gpu: Gpu, kind: str) -> dict[int, MmaConfig]:
     return tiles
 
 
+def least_tile(gpu: Gpu, kind: str, num_tokens: int) -> int:
+    """Tokens of the smallest tile that takes so many at once, or of one of many."""
+    kind = file_kind(kind)
+    tiles, least = tiles_of(gpu, kind), max(num_tokens, least_tokens(kind))
+    most = min(MAX_TOKENS, max(tiles))
+    return min(next((tokens for tokens in tiles if least <= tokens), most), most)
+
+
 @lru_cache(maxsize=4096)
 def mma_heuristic(
     gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_weights: int

@@ -28,6 +28,7 @@ from ferrum_triton.kernels.quant.integer_activations import int16_activations
 from ferrum_triton.kernels.quant.mma import mma_products, order_of
 from ferrum_triton.kernels.quant.mma_config import (
     MmaConfig,
+    least_tile,
     mma_candidates,
     mma_fits,
     mma_heuristic,
@@ -173,7 +174,10 @@ def candidates(
         on_hopper = list(map(packed, packed_candidates(gpu, *shape)))
         if bucket == "few":
             return [{"path": "small_m", "warps": warps} for warps in (1, 2, 4, 8)] + on_hopper
-        return [*map(mma, mma_candidates(gpu, *shape)), {"path": "decode"}, *on_hopper]
+        tiles = map(mma, mma_candidates(gpu, *shape))
+        asked = (kind, bucket, num_tokens, num_rows, num_groups)
+        tiles = [config for config in tiles if not fits(gpu, config, *asked)]
+        return [*tiles, {"path": "decode"}, *on_hopper]
     late, is_long = num_rows < MANY_ROWS, num_groups > LONG_GROUPS
     if num_tokens == 1 and is_long:
         found = [
@@ -306,7 +310,11 @@ def fits(
         takes = FEWEST_TOKENS <= num_tokens <= MOST_TOKENS and num_groups % 8 == 0
         return "" if ptx and takes and num_rows >= 16 else "small_m takes 3 to 8 tokens by blocks"
     if path == "mma":
-        return mma_fits(gpu, mma_config(config), kind)
+        tile = mma_config(config)
+        if tile.tokens < least_tile(gpu, kind, num_tokens):
+            # A row that was measured for 16 tokens would be the nearest for 17, in two tiles.
+            return f"{num_tokens} tokens unpack all weights again in tiles of {tile.tokens}"
+        return mma_fits(gpu, tile, kind)
     if path == "packed":
         if bucket_of(num_tokens) != bucket:
             return f"{num_tokens} tokens are not {bucket}"
