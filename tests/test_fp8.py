@@ -14,6 +14,7 @@ from ferrum_triton.files.int_weights import Packing, packing_of
 from ferrum_triton.files.safetensors import SafetensorsFiles, open_safetensors
 from ferrum_triton.kernels.fp8.config import QUANTISING, TILES, gemv, groups_of, tiles
 from ferrum_triton.kernels.gpu import gpu_of_arch
+from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.models import Llama, load_model
 from ferrum_triton.models.experts import DenseExperts
 from ferrum_triton.models.linear import matmul
@@ -474,3 +475,12 @@ def test_codes_of_nan_are_refused(tmp_path):
     for backend in (CPU, INTERPRET):
         with pytest.raises(FileError, match=f"'{NAME}' holds 1 weights not finite in float32"):
             load_model(tmp_path, backend)
+
+
+@pytest.mark.parametrize("num_rows", [4096, 28672])
+def test_no_row_of_a_table_serves_more_tokens_than_its_tile_takes_at_once(num_rows):
+    """The row of 16 tokens is the nearest for 17, which would read all weights twice."""
+    with record_launches((9, 0)):
+        for num_tokens in (2, 16, 17, 31, 33, 64, 100):
+            config = TILES.pick(torch.device("meta"), True, num_tokens, num_rows, 4096)
+            assert config["path"] != "tiles" or config["BLOCK_M"] >= min(num_tokens, 64)

@@ -97,6 +97,11 @@ def shared_bytes(config: Config, native: bool) -> int:
     return BLOCK * (sum(sides) * config["num_stages"] + (0 if native else 2 * min(sides)))
 
 
+def tile_tokens(num_tokens: int) -> int:
+    """Tokens of a tile that takes all of a call's, or many."""
+    return min(max(next_power_of_2(num_tokens), LEAST_TOKENS), MOST_TOKENS)
+
+
 def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: int) -> Config:
     """One token by threads; few in narrow tiles, K in parts so that all SMs read; more in tall.
 
@@ -110,7 +115,7 @@ def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: 
         return tiles(LEAST_TOKENS, 32, 2 if num_cols > BLOCK else 1, 0, 4, 2)
     if num_tokens == 1:
         return gemv(16, 512, 4, 4) if num_rows >= MANY_ROWS else gemv(8, 1024, 4, 4)
-    tokens = min(max(next_power_of_2(num_tokens), LEAST_TOKENS), MOST_TOKENS)
+    tokens = tile_tokens(num_tokens)
     # Codes that become float16 take registers: larger tiles spill on sm_80.
     tall = native and tokens > MOST_NARROW
     rows, warps = 128 if tall else 64, 4
@@ -173,6 +178,8 @@ def fits(
         if not native:
             return "products of codes are another GPU's, or for activations of 16 bits"
         return hopper.dense_refusal(gpu, config, num_rows, num_cols)
+    if native and config["BLOCK_M"] < tile_tokens(num_tokens):
+        return f"{num_tokens} tokens would read all weights again in tiles of {config['BLOCK_M']}"
     if config["SPLITS"] > (steps := num_blocks(num_cols)):
         return f"SPLITS is {config['SPLITS']}, of {steps} steps"
     shared = shared_bytes(config, native) + 1024  # barriers take a few bytes
