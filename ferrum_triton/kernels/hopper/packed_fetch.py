@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ferrum_triton.kernels.hopper.packed_weights import D_WORDS, columns_of, word_of_d
+from ferrum_triton.kernels.hopper.packed_weights import D_WORDS, Planes, columns_of, word_of_d
 from ferrum_triton.kernels.hopper.packed_work import (
     WARPGROUPS,
     place_of,
@@ -35,10 +35,13 @@ def copy_rows(desc, row, column, full, buffers, first, APART: gl.constexpr, TILE
 
 
 @gluon.jit
-def copy_block(planes, row, block, full, to, first, APART: gl.constexpr, TILE: gl.constexpr):
+def copy_block(planes, rows, block, full, to, first, APART: gl.constexpr, TILE: gl.constexpr):
     """Ask for a block of K of a matrix's rows, every plane of it.
 
     TMA reads from multiples of 16 bytes, so that d of a whole block comes with its neighbours'.
+
+    Args:
+        rows: the first row in each plane's map, :class:`Planes`.
     """
     FORMAT: gl.constexpr = TILE.format
     Q: gl.constexpr = columns_of("q", FORMAT)
@@ -49,10 +52,10 @@ def copy_block(planes, row, block, full, to, first, APART: gl.constexpr, TILE: g
         d_column = word_of_d(block, TILE) // D_WORDS * D_WORDS
     else:
         d_column = block * D
-    copy_rows(planes.q, row, block * Q, full, to.q, first, APART, TILE)
-    copy_rows(planes.h, row, block * H, full, to.h, first, APART, TILE)
-    copy_rows(planes.s, row, block * S, full, to.s, first, APART, TILE)
-    copy_rows(planes.d, row, d_column, full, to.d, first, APART, TILE)
+    copy_rows(planes.q, rows.q, block * Q, full, to.q, first, APART, TILE)
+    copy_rows(planes.h, rows.h, block * H, full, to.h, first, APART, TILE)
+    copy_rows(planes.s, rows.s, block * S, full, to.s, first, APART, TILE)
+    copy_rows(planes.d, rows.d, d_column, full, to.d, first, APART, TILE)
 
 
 @gluon.jit
@@ -67,7 +70,7 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
     for i in range(share.count):
         part = segment(share, i, sizes)
         place = place_of(part.tile // sizes.tiles_m, out.num_rows, TILE)
-        row = place.row
+        row = Planes(place.row, place.row, place.row, place.row)
         for k in range(part.begin, part.end):
             stage = acquire(ring, step, BYTES)
             full = ring.full.index(stage)

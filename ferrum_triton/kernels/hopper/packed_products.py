@@ -1,8 +1,9 @@
 """Launches of packed products on Hopper: tensor maps of planes, and what is constant."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Tile:
 
 
 @lru_cache(maxsize=1024)
-def _tile_of(fmt: BlockFormat, config: PackedConfig, activation: str, matrices: int) -> Tile:
+def tile_of(fmt: BlockFormat, config: PackedConfig, activation: str, matrices: int) -> Tile:
     registers, _ = REGISTERS[config.ctas_per_sm]
     shape = config.tokens, config.span, config.overlapped, config.streamed
     rings = config.stages, config.x_stages
@@ -71,39 +72,59 @@ def _tile_of(fmt: BlockFormat, config: PackedConfig, activation: str, matrices: 
     return Tile(fmt, unpacking_of(fmt), activation, matrices, *shape, *rings, num_bytes, registers)
 
 
-def _descriptors(
-    planes: Tensor | None, kind: str, num_weights: int, num_rows: int
+def descriptors_of(
+    rows_of: Callable[[str, torch.dtype], Tensor | None], kind: str, num_weights: int, num_rows: int
 ) -> list[TensorDescriptor | None]:
-    """Tensor maps of a matrix's planes q, h, s and d: a tile is a block of so many rows.
+    """Tensor maps of planes q, h, s and d: a tile is a block of so many rows.
 
     Rows end with their last weight's numbers: what fills them up is any, and a d that is no number
     would not become 0 by activations that are.
+
+    Args:
+        rows_of: a plane's rows as numbers of a dtype, or None of a plane that there is not.
     """
+    fmt = FORMATS[file_kind(kind)]
+    d_type = torch.int32 if fmt.has_minimum or fmt.scale_code else torch.float16
+    found: list[TensorDescriptor | None] = []
+    for plane in "qhsd":
+        rows = rows_of(plane, d_type if plane == "d" else torch.int32)
+        if rows is None:
+            found.append(None)
+            continue
+        columns = num_weights // (BLOCK if fmt.scale_code else 32)
+        if fmt.scale_code and not fmt.has_minimum:
+            columns = cdiv(columns, 2)  # a word has two blocks' d
+        shape = len(rows), columns if plane == "d" else rows.shape[1]
+        tile = num_rows, columns_of(plane, fmt)
+        # Rows of 128 bytes would lie in the same banks.
+        wide = tile[1] * rows.element_size() >= 128
+        found.append(describe(rows, tile, shape, rows.stride(), swizzled=wide))
+    return found
+
+
+def plane_offsets(sizes: Mapping[str, int], num_rows: int) -> dict[str, int]:
+    """Where each plane of a matrix begins, in bytes; those of no size are left out."""
+    ends = list(accumulate(sizes[plane] * num_rows for plane in "qhstd"))
+    begins = dict(zip("qhstd", [0, *ends], strict=False))
+    return {plane: begin for plane, begin in begins.items() if sizes[plane]}
+
+
+def _descriptors(
+    planes: Tensor | None, kind: str, num_weights: int, num_rows: int
+) -> list[TensorDescriptor | None]:
+    """Tensor maps of a matrix's planes, or None where there is no matrix."""
     if planes is None or not len(planes):
         return [None] * 4
-    fmt, sizes, data = (
-        FORMATS[file_kind(kind)],
-        row_sizes(planes, kind, num_weights),
-        planes.flatten(),
-    )
-    d_type = torch.int32 if fmt.has_minimum or fmt.scale_code else torch.float16
-    found: dict[str, TensorDescriptor | None] = dict.fromkeys("qhstd")
-    first = 0
-    for plane in found:
-        size = sizes[plane] * len(planes)
-        if size:
-            dtype = d_type if plane == "d" else torch.int32
-            rows = data[first : first + size].view(dtype).view(len(planes), -1)
-            columns = num_weights // (BLOCK if fmt.scale_code else 32)
-            if fmt.scale_code and not fmt.has_minimum:
-                columns = cdiv(columns, 2)  # a word has two blocks' d
-            shape = len(planes), columns if plane == "d" else rows.shape[1]
-            tile = num_rows, columns_of(plane, fmt)
-            # Rows of 128 bytes would lie in the same banks.
-            wide = tile[1] * rows.element_size() >= 128
-            found[plane] = describe(rows, tile, shape, swizzled=wide)
-        first += size
-    return [found[plane] for plane in "qhsd"]
+    sizes, data = row_sizes(planes, kind, num_weights), planes.flatten()
+    begins = plane_offsets(sizes, len(planes))
+
+    def rows_of(plane: str, dtype: torch.dtype) -> Tensor | None:
+        if plane not in begins:
+            return None
+        rows = data[begins[plane] : begins[plane] + sizes[plane] * len(planes)]
+        return rows.view(dtype).view(len(planes), -1)
+
+    return descriptors_of(rows_of, kind, num_weights, num_rows)
 
 
 def packed_products(
@@ -169,7 +190,7 @@ def packed_products(
         tiles=tiles,
         tiles_m=tiles_m,
         num_tokens=num_tokens,
-        TILE=_tile_of(FORMATS[file_kind(kind)], config, activation, len(matrices)),
+        TILE=tile_of(FORMATS[file_kind(kind)], config, activation, len(matrices)),
         num_warps=4,
         maxnreg=maxnreg,
     )

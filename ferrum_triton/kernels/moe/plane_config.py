@@ -17,6 +17,11 @@ from ferrum_triton.kernels.quant.mma_config import (
     least_tokens,
     mma_fits,
 )
+from ferrum_triton.kernels.quant.packed_config import (
+    PackedConfig,
+    experts_candidates,
+    experts_refusal,
+)
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS
@@ -127,18 +132,34 @@ def mix_heuristic(
 
 
 def mix_candidates(gpu: Gpu, num_pairs: int, num_experts: int, kind: str) -> list[Config]:
-    """Mixes worth timing: all that fit, each also without its smaller tiles."""
+    """Mixes worth timing, each also without its smaller tiles; and Hopper's kernel in Gluon."""
     if kind not in PLANE_FORMATS:
         return []
     mixes = [Mix(config) for config in OTHER_TILES.values()]
     mixes += [*MIXES.values(), *_GATED_MIXES.values()]
     mixes += [Mix(mix.config) for mix in MIXES.values() if mix.rest]
     found = [_fitted_mix(file_kind(kind), mix).flat() for mix in mixes]
+    found += map(packed, experts_candidates(gpu, kind, cdiv(num_pairs, num_experts)))
     return [mix for mix in found if not mix_fits(gpu, mix, num_pairs, num_experts, kind)]
 
 
+def packed(config: PackedConfig) -> Config:
+    """A launch of the kernel in Gluon."""
+    return {"path": "packed", **config._asdict()}
+
+
+def packed_tile(config: Config) -> PackedConfig | None:
+    """The tile of a launch choice of path ``"packed"``; None of a mix."""
+    if config.get("path") != "packed":
+        return None
+    return PackedConfig(**{name: config[name] for name in PackedConfig._fields})
+
+
 def mix_fits(gpu: Gpu, config: Config, num_pairs: int, num_experts: int, kind: str) -> str:
-    """The reason why a mix cannot be launched, "" if it can."""
+    """The reason why a mix or a tile cannot be launched, "" if it can."""
+    tile = packed_tile(config)
+    if tile is not None:
+        return experts_refusal(gpu, tile, kind)
     mix = Mix.of(config)
     if mix.rest is not None and mix.rest.words != mix.config.words:
         return "smaller tiles of other steps"

@@ -14,9 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, pairs_of_tile, tile_bound
-from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Mix, tiles_each
+from ferrum_triton.kernels.moe.plane_config import (
+    GATE_UP_TILES,
+    TILES,
+    Mix,
+    packed_tile,
+    tiles_each,
+)
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.moe.prepare import (
     PairTable,
@@ -26,6 +33,7 @@ from ferrum_triton.kernels.moe.prepare import (
     prepare,
     prepare_sorted,
 )
+from ferrum_triton.kernels.moe.tile_table import tile_table
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged
 from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
@@ -44,6 +52,7 @@ from ferrum_triton.kernels.quant.mma_operands import (
     times_row_scales,
 )
 from ferrum_triton.kernels.quant.mma_steps import add_step, gated
+from ferrum_triton.kernels.quant.packed_config import ORDER, PackedConfig
 from ferrum_triton.kernels.quant.planes import row_sizes, row_units
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.quant.planes import ROW_ALIGN
@@ -268,8 +277,14 @@ def gemm_plane_pairs(
     if k == 0:
         return y.zero_()
     if mix is None:
-        tiles = TILES if up is None else GATE_UP_TILES
-        mix = Mix.of(tiles.pick(a.device, num_pairs, num_experts, kind))
+        tiles, shape = TILES if up is None else GATE_UP_TILES, (num_pairs, num_experts, kind)
+        choice = tiles.pick(a.device, *shape)
+        tile = packed_tile(choice)
+        if tile is not None:
+            if _packed(y, a, planes, up, bucket_ids, tpe, kind, tile):
+                return y
+            choice = tiles.heuristic(gpu_of(a.device), *shape)
+        mix = Mix.of(choice)
     arguments = a, bucket_ids, tpe, top_k, mix.config.words, halves_of(kind)
     prepared = prepare_sorted(*arguments, y) if mix.config.use_tma else prepare(*arguments)
     is_per_pair = a.dim() == 3
@@ -278,6 +293,28 @@ def gemm_plane_pairs(
         big = mix.config.tokens
         _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix.rest, mix.spared, big)
     return y
+
+
+def _packed(
+    y: Tensor,
+    a: Tensor,
+    planes: Tensor,
+    up: Tensor | None,
+    bucket_ids: Tensor,
+    tpe: Tensor,
+    kind: str,
+    tile: PackedConfig,
+) -> bool:
+    """The products by the kernel in Gluon, or False of stacks that it has no tensor maps of."""
+    # Gluon moves between versions of Triton: it is imported where it may be used.
+    from ferrum_triton.kernels.hopper.packed_experts import packed_pairs, rows_apart
+
+    stacks, k = [planes] if up is None else [planes, up], a.shape[-1]
+    if any(rows_apart(stack, kind, k) is None for stack in stacks):
+        return False
+    arranged, pairs = prepare_sorted(a, bucket_ids, tpe, y.shape[1], ORDER.words, ORDER.halves, y)
+    packed_pairs(y, arranged, pairs, tile_table(pairs, tile.tokens), planes, up, kind, k, tile)
+    return True
 
 
 def _launch_tiles(

@@ -121,6 +121,27 @@ def packed_candidates(
     return [config for config in found if not packed_fits(gpu, config, *shape)]
 
 
+def experts_candidates(gpu: Gpu, kind: str, num_pairs: int) -> list[PackedConfig]:
+    """Configurations worth timing for experts of so many pairs on average."""
+    fmt = FORMATS[file_kind(kind)]
+    if not is_served(fmt):
+        return []
+    average = min(max(next_power_of_2(num_pairs), 16), 256)
+    found = [
+        with_rings(gpu, PackedConfig(tokens, span, overlapped, False, ctas_per_sm), fmt)
+        for tokens in sorted({max(average // 2, 16), average})
+        for span, overlapped, ctas_per_sm in _TRIED[tokens]
+    ]
+    return [config for config in found if not experts_refusal(gpu, config, kind)]
+
+
+def experts_refusal(gpu: Gpu, config: PackedConfig, kind: str) -> str:
+    """The reason why a configuration cannot be launched for experts, "" if it can."""
+    if config.streamed:
+        return "programs take whole tiles of pairs"
+    return packed_fits(gpu, config, kind, config.tokens, TILE_ROWS, BLOCK)
+
+
 def packed_fits(
     gpu: Gpu, config: PackedConfig, kind: str, num_tokens: int, num_rows: int, num_weights: int
 ) -> str:
