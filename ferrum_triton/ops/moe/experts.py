@@ -243,7 +243,10 @@ def _(a, gate_blocks, up_blocks, ids, gate_kind, up_kind):
         "tpe": "int[num_experts]",
     },
     axes={"kind": KINDS, **SIZES, "num_tokens": (0, 2, 1, 30), "n": (1, 5, 70)},
-    bench=_cases(BENCH_KINDS, 64) + _cases(("Q4_K", "Q4_K:planes"), 4096),
+    bench=_cases(BENCH_KINDS, 64)
+    + _cases(("Q4_K", "Q4_K:planes"), 4096)
+    + _cases(("Q4_K:planes",), 256, 1024)
+    + _cases(("Q4_0:planes",), 256, 1024, 4096),
     static=("top_k",),
     after_norm="a",
 )
@@ -359,13 +362,14 @@ def _(a, blocks, bucket_ids, tpe, kind, top_k):
     },
     bench=[
         Case(
-            f"q4_k:planes/e128k8n768k2048/m{m}",
+            f"{kind.lower()}/e128k8n768k2048/m{m}",
             torch.bfloat16,
             LAYER
-            | {"gate_kind": "Q4_K:planes", "up_kind": "Q4_K:planes", "num_tokens": m, "n": 768}
-            | {"num_blocks": 2048 // 256, "per_slot": False},
+            | {"gate_kind": kind, "up_kind": kind, "num_tokens": m, "n": 768}
+            | {"num_blocks": 2048 // format_of(kind).block_size, "per_slot": False},
         )
-        for m in (64, 256, 4096)
+        for kind in ("Q4_K:planes", "Q4_0:planes")
+        for m in (64, 256, 1024, 4096)
     ],
     static=("top_k",),
     after_norm="a",
