@@ -1,6 +1,7 @@
 """flash-linear-attention as a peer of the gated delta rule.
 
-It knows no slots: it is given the first states for those of the sequences, and writes new ones.
+It has no slots: a call is given the first states there are, one for each sequence, and returns new
+ones.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ FUNCTIONS = {
 
 
 def fla_call(op: str, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """What it makes of a call of the op, or None where it has no such call.
+    """A function that computes the op's call, or None where there is none.
 
-    Sequences of one length are a batch, for which it need not look up where they begin.
+    Sequences have to be of one length. They are passed as a batch, which saves it a lookup of where
+    they begin.
     """
     bounds, slots = arguments.get("cu_seqlens"), arguments.get("slots")
     if op not in FUNCTIONS or arguments["tiled_values"] or arguments.get("kept_slots") is not None:

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from ferrum_triton import get_backend
 from ferrum_triton.gluon_emulator import EmulationError, run
 from ferrum_triton.gluon_emulator.mutants import mutants
 from ferrum_triton.kernels.hopper.packed_experts import (
@@ -17,13 +18,16 @@ from ferrum_triton.kernels.moe.plane_config import (
     GATE_UP_TILES,
     TILES,
     mix_candidates,
-    packed,
-    packed_tile,
 )
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.prepare import prepare_sorted
 from ferrum_triton.kernels.moe.tile_table import tile_table
-from ferrum_triton.kernels.quant.packed_config import ORDER, PackedConfig, experts_candidates
+from ferrum_triton.kernels.quant.packed_config import (
+    ORDER,
+    PackedConfig,
+    experts_candidates,
+    packed,
+)
 from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.quant import FORMATS, dequantize_blocks
 from tests.compiling import compiled
@@ -42,18 +46,24 @@ CONFIGS = [
 
 
 def buckets(ids, num_experts):
-    """The buckets of ``compute_ids_tpe``."""
-    pairs = [(ids.flatten() == e).nonzero().flatten() for e in range(num_experts)]
-    found = torch.full((num_experts, len(ids)), -7, dtype=torch.int32)
-    for row, each in zip(found, pairs, strict=True):
-        row[: len(each)] = each
-    return found, torch.tensor([len(each) for each in pairs], dtype=torch.int32)
+    return get_backend("cpu").compute_ids_tpe(ids.int(), num_experts, 1, 1)[:2]
 
 
-def stacked(stacks, kind):
-    """Stacks of matrices in planes, and None where there is one."""
-    planes = [torch.stack([planes_of(each, kind) for each in stack]) for stack in stacks]
-    return [*planes, None][:2]
+def in_planes(stacks, kind):
+    """Stacks of matrices in planes."""
+    return [torch.stack([planes_of(each, kind) for each in stack]) for stack in stacks]
+
+
+def multiply(y, arranged, pairs, tiles, planes, kind, config, k, **options):
+    """The launch alone, by the emulator."""
+    form = f"{kind}:planes"
+    apart = [rows_apart(stack, form, k) for stack in planes]
+    with note_launches(runs=False) as launches:
+        packed_pairs(y, arranged, pairs, tiles, planes, apart, form, k, config)
+    (launch,) = launches
+    constexprs = {name: launch.meta[name] for name in launch.kernel.constexprs}
+    options |= {"assembly": twins(FORMATS[kind]), "timeout": 60}
+    run(launch.kernel.jit, launch.grid, launch.args, constexprs, **options)
 
 
 def emulate(a, stacks, ids, kind, config, num_rows, seed=0, mutant=None):
@@ -64,13 +74,8 @@ def emulate(a, stacks, ids, kind, config, num_rows, seed=0, mutant=None):
     arguments = a, found, tpe, top_k, ORDER.words, ORDER.halves
     arranged, pairs = prepare_sorted(*arguments, y)
     tiles = tile_table(pairs, config.tokens)
-    planes, up = stacked(stacks, kind)
-    with note_launches(runs=False) as launches:
-        packed_pairs(y, arranged, pairs, tiles, planes, up, f"{kind}:planes", k, config)
-    ((kernel, grid, args, meta),) = [(x.kernel, x.grid, x.args, x.meta) for x in launches]
-    constexprs = {name: meta[name] for name in kernel.constexprs}
-    options = {"assembly": twins(FORMATS[kind]), "seed": seed, "mutant": mutant, "timeout": 60}
-    run(kernel.jit, grid, args, constexprs, **options)
+    planes, options = in_planes(stacks, kind), {"seed": seed, "mutant": mutant}
+    multiply(y, arranged, pairs, tiles, planes, kind, config, k, **options)
     return y
 
 
@@ -135,13 +140,9 @@ def test_a_pair_in_two_places_is_multiplied_by_one_of_its_experts():
     found = torch.tensor([[0, 1, 2, 9], [2, 1, -3, 3]], dtype=torch.int32)
     arguments = a, found, torch.tensor([4, 4], dtype=torch.int32), 1, ORDER.words, ORDER.halves
     arranged, pairs = prepare_sorted(*arguments, y)
-    tiles, (planes, _) = tile_table(pairs, SMALL.tokens), stacked([stack], "Q4_K")
+    tiles = tile_table(pairs, SMALL.tokens)
     assert tiles[1].tolist() == [2] and tiles[0][:2, 3].sum() <= 4
-    with note_launches(runs=False) as launches:
-        packed_pairs(y, arranged, pairs, tiles, planes, None, "Q4_K:planes", 512, SMALL)
-    (launch,) = launches
-    constexprs = {name: launch.meta[name] for name in launch.kernel.constexprs}
-    run(launch.kernel.jit, launch.grid, launch.args, constexprs, assembly=twins(FORMATS["Q4_K"]))
+    multiply(y, arranged, pairs, tiles, in_planes([stack], "Q4_K"), "Q4_K", SMALL, 512)
     either = [wanted(a, stack, torch.full((4, 1), e), "Q4_K") for e in range(2)]
     assert error(y[0], either[0][0]) < LIMITS[a.dtype]
     # Which of its places a pair has is the last written; rows past the last pair there are not.
@@ -185,9 +186,9 @@ def launches_of(kind, config, gated, n=768, k=2048):
 
 def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
     asked = 32768, 128, "Q4_K:planes"
-    tried = [packed_tile(config) for config in mix_candidates(HOPPER, *asked)]
-    assert {tile.tokens for tile in tried if tile} == {128, 256}
-    assert packed_tile(TILES.heuristic(HOPPER, *asked)) is None
+    tried = [config for config in mix_candidates(HOPPER, *asked) if config.get("path")]
+    assert {config["tokens"] for config in tried} == {128, 256}
+    assert "path" not in TILES.heuristic(HOPPER, *asked)
     assert TILES.fits(HOPPER, packed(SMALL._replace(streamed=True)), *asked)
     assert not experts_candidates(HOPPER, "Q3_K", 256)
     names = [launch.kernel.name for launch in launches_of("Q4_K", SMALL, False)]
@@ -217,7 +218,7 @@ def test_every_candidate_on_a_gpu(kind, num_tokens, gated):
     ids, a = routed(num_tokens, 2, 6), tokens(num_tokens, 1024, torch.bfloat16)
     ids[ids == 3] = 1
     stacks = [[matrix(kind, 256, 1024, seed=9 * i + e) for e in range(6)] for i in range(1 + gated)]
-    (planes, up), (found, tpe) = stacked(stacks, kind), buckets(ids, 6)
+    (planes, up), (found, tpe) = [*in_planes(stacks, kind), None][:2], buckets(ids, 6)
     want = wanted(a, stacks[0], ids, kind)
     if gated:
         want = want * want.sigmoid() * wanted(a, stacks[1], ids, kind)

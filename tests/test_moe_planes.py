@@ -16,13 +16,7 @@ from ferrum_triton import get_backend
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.moe import prepare
-from ferrum_triton.kernels.moe.plane_config import (
-    GATE_UP_TILES,
-    MIXES,
-    TILES,
-    Mix,
-    packed_tile,
-)
+from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, MIXES, TILES, Mix
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.quant.mma_config import OTHER_TILES, MmaConfig
@@ -228,7 +222,7 @@ def test_mixes_fit_their_gpu(capability):
                 shape = num_pairs, 128, kind
                 assert tunable.fits(gpu, tunable.heuristic(gpu, *shape), *shape) == ""
                 for config in tunable.candidates(gpu, *shape):
-                    assert packed_tile(config) or Mix.of(config).flat() == config
+                    assert config.get("path") == "packed" or Mix.of(config).flat() == config
 
 
 def test_a_token_meets_other_experts_in_every_call():

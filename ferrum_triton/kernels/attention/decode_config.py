@@ -46,7 +46,7 @@ def decode_heuristic(
     if is_shallow or (not is_plain and (is_varlen or rows > 16)):
         # What fits the registers of sm_80 and the 64 KB of shared memory of gfx942, and what
         # addresses of pieces and masks of columns leave room for.
-        return _config(32, 256, 128, 4, 2)
+        return _shallow_queue()
     if not is_plain:
         return _masked_queue(batch * num_kv_heads, capacity, key_bytes)
     config = _deep_queue(batch * num_kv_heads, capacity, key_bytes)
@@ -56,6 +56,10 @@ def decode_heuristic(
         # What tells sequences apart takes registers that deeper queues on 2 warps do not leave.
         return {**_free(config), "num_warps": 4, "num_stages": 3}
     return config
+
+
+def _shallow_queue() -> Config:
+    return _config(32, 256, 128, 4, 2)
 
 
 def _deep_queue(pairs: int, capacity: int, key_bytes: int) -> Config:
@@ -73,15 +77,15 @@ def _deep_queue(pairs: int, capacity: int, key_bytes: int) -> Config:
 
 
 def _masked_queue(pairs: int, capacity: int, key_bytes: int) -> Config:
-    """Of heads whose loads have masks, or addresses of pieces.
+    """Tiles of heads whose loads have masks, or addresses of pieces.
 
     Heads of 96 take 62.0 us by 16 sequences of 4,000 keys and 202 by 64, where tiles of 32 keys on
     4 warps with 2 stages took 117 and 272; heads of 192 take 126 for 148 (``device_us`` of
-    paged_decode_attention under ``decode_config.forced`` of each, H200, 1a5796b). Wider ones would
-    spill.
+    paged_decode_attention under ``decode_config.forced`` of each, H200, 1a5796b). Those tiles stay
+    for little work, one sequence's 10.8 us for 10.3, and for wider heads: in float32 others spill.
     """
     if key_bytes > 768 or pairs * capacity <= 65536:
-        return _config(32, 256, 128, 4, 2)
+        return _shallow_queue()
     if key_bytes > 512:
         return _config(64, 256, 128, 4, 3)
     if pairs >= 256:
@@ -181,7 +185,7 @@ def step_heuristic(
         # Most programs have one tile, for which there is nothing to be loaded ahead.
         return {**config, "num_stages": 2, "MERGES": 0}
     if not is_plain:
-        config = _config(32, 256, 128, 4, 2)
+        config = _shallow_queue()
     elif config["num_warps"] == 2:
         if key_bytes > 512:
             config = _config(32, 256, 128, 4, 3)

@@ -98,7 +98,7 @@ def shared_bytes(config: Config, native: bool) -> int:
 
 
 def tile_tokens(num_tokens: int) -> int:
-    """Tokens of a tile that takes all of a call's, or many."""
+    """Tokens of the smallest tile that holds all of a call's, at most MOST_TOKENS."""
     return min(max(next_power_of_2(num_tokens), LEAST_TOKENS), MOST_TOKENS)
 
 
@@ -179,7 +179,7 @@ def fits(
             return "products of codes are another GPU's, or for activations of 16 bits"
         return hopper.dense_refusal(gpu, config, num_rows, num_cols)
     if native and config["BLOCK_M"] < tile_tokens(num_tokens):
-        return f"{num_tokens} tokens would read all weights again in tiles of {config['BLOCK_M']}"
+        return f"{num_tokens} tokens read all weights twice in tiles of {config['BLOCK_M']}"
     if config["SPLITS"] > (steps := num_blocks(num_cols)):
         return f"SPLITS is {config['SPLITS']}, of {steps} steps"
     shared = shared_bytes(config, native) + 1024  # barriers take a few bytes

@@ -34,7 +34,8 @@ from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
 
-# Scales of a group begin at a multiple of so many: TMA reads from multiples of 16 bytes.
+# The stride from a group's scales to the next is a multiple of this: TMA reads from multiples of
+# 16 bytes.
 STEPS_APART = 4
 
 

@@ -162,6 +162,16 @@ def add_overlapped(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.
     return acc, at, x_at
 
 
+@gluon.jit
+def add_blocks(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+    """acc plus the products of a segment's blocks, in either of the two ways."""
+    if TILE.overlapped:
+        acc, at, x_at = add_overlapped(acc, w, x, at, x_at, part, WARPGROUP, TILE)
+    else:
+        acc, at, x_at = add_in_turns(acc, w, x, at, x_at, part, WARPGROUP, TILE)
+    return acc, at, x_at
+
+
 @gluon.constexpr_function
 def output_layout(rows):
     """Each thread with eight rows of a token, which lie together in y."""
@@ -224,10 +234,7 @@ def multiply_tiles(
     for i in range(share.count):
         part = segment(share, i, sizes)
         acc = gl.zeros([64, TOKENS], gl.float32, LAYOUT)
-        if TILE.overlapped:
-            acc, at, x_at = add_overlapped(acc, w, x, at, x_at, part, WARPGROUP, TILE)
-        else:
-            acc, at, x_at = add_in_turns(acc, w, x, at, x_at, part, WARPGROUP, TILE)
+        acc, at, x_at = add_blocks(acc, w, x, at, x_at, part, WARPGROUP, TILE)
         finish(acc, out, part, sizes, WARPGROUP, TILE, PDL)
 
 
@@ -241,6 +248,16 @@ def buffers_of(desc, NUMBER: gl.constexpr):
     else:
         buffers = None
     return buffers
+
+
+@gluon.jit
+def token_ring(x_desc, TILE: gl.constexpr):
+    """The ring of activations."""
+    return Ring(
+        buffers_of(x_desc, TILE.x_stages * TILE.span),
+        make_barriers(TILE.x_stages, 1),
+        make_barriers(TILE.x_stages, WARPGROUPS),
+    )
 
 
 @gluon_kernel(dynamic=("tiles", "tiles_m", "num_tokens"))
@@ -277,13 +294,14 @@ def packed_kernel(
     PDL: gl.constexpr,
 ):
     """y = factor · x · Wᵀ + bias + residual, or activation(gate) * up of two such products."""
-    TILES: gl.constexpr = TILE.stages * WARPGROUPS * (2 if TILE.activation != "" else 1)
     first = Planes(q_desc, h_desc, s_desc, d_desc)
     second, third = None, None
     if second_q_desc is not None:
         second = Planes(second_q_desc, second_h_desc, second_s_desc, second_d_desc)
     if third_q_desc is not None:
         third = Planes(third_q_desc, third_h_desc, third_s_desc, third_d_desc)
+    # Made here and not in a function, which could not return a plane that there is not.
+    TILES: gl.constexpr = TILE.stages * WARPGROUPS * (2 if TILE.activation != "" else 1)
     buffers = Planes(
         buffers_of(q_desc, TILES),
         buffers_of(h_desc, TILES),
@@ -291,11 +309,7 @@ def packed_kernel(
         buffers_of(d_desc, TILES),
     )
     w = Ring(buffers, make_barriers(TILE.stages, 1), make_barriers(TILE.stages, WARPGROUPS))
-    x = Ring(
-        buffers_of(x_desc, TILE.x_stages * TILE.span),
-        make_barriers(TILE.x_stages, 1),
-        make_barriers(TILE.x_stages, WARPGROUPS),
-    )
+    x = token_ring(x_desc, TILE)
     fence_async_shared()
     matrices = (first, second, third)
     sizes = Sizes(tiles, tiles_m, blocks)

@@ -3,31 +3,32 @@
 As :mod:`.packed`, whose products these are, with tiles of an expert's pairs by rows of its matrix.
 Activations have a row for each pair, those of an expert one after the other, so that a tile of
 pairs is a tile of memory; one that ends in another expert's rows multiplies them in vain. Which
-tiles there are lies on the device (:mod:`ferrum_triton.kernels.moe.tile_table`), and programs take
-every so many of them.
+tiles there are lies on the device (:mod:`ferrum_triton.kernels.moe.tile_table`), and the programs
+take them in turn.
 
 Matrices of all experts are one map for each plane, in whose rows an expert's begin a number of rows
 apart: so stacks are taken whose experts are a multiple of each plane's rows apart.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ferrum_triton.kernels.gluon import describe, gluon_kernel
 from ferrum_triton.kernels.hopper.layouts import sums_layout
 from ferrum_triton.kernels.hopper.packed import (
-    add_in_turns,
-    add_overlapped,
+    add_blocks,
     buffers_of,
     gated,
     output_layout,
+    token_ring,
 )
-from ferrum_triton.kernels.hopper.packed_fetch import copy_block
+from ferrum_triton.kernels.hopper.packed_fetch import copy_block, copy_tokens
 from ferrum_triton.kernels.hopper.packed_products import descriptors_of, plane_offsets, tile_of
 from ferrum_triton.kernels.hopper.packed_weights import Planes
 from ferrum_triton.kernels.hopper.packed_work import WARPGROUPS, Segment
@@ -37,7 +38,7 @@ from ferrum_triton.kernels.moe.prepare import PairTable, Result
 from ferrum_triton.kernels.moe.tile_table import FIELDS
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged
-from ferrum_triton.kernels.quant.packed_config import REGISTERS, ROWS, STEP, PackedConfig
+from ferrum_triton.kernels.quant.packed_config import BLOCK, REGISTERS, ROWS, STEP, PackedConfig
 from ferrum_triton.kernels.quant.planes import row_sizes
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.formats import FORMATS
@@ -48,7 +49,7 @@ class Tiles(NamedTuple):
     """Tiles of pairs, and of rows by which each is multiplied.
 
     Attributes:
-        table: of :func:`~ferrum_triton.kernels.moe.tile_table.tile_table`.
+        table: what :func:`~ferrum_triton.kernels.moe.tile_table.tile_table` wrote.
         total: tiles of both.
         rows: tiles of rows of a matrix.
         blocks: blocks of K.
@@ -69,10 +70,12 @@ class OfTile(NamedTuple):
     left: Any
 
 
-class Sorted(NamedTuple):
-    """Pairs by expert, and the factors of their activations."""
+class Pairs(NamedTuple):
+    """Pairs by expert as :class:`PairTable` has them, and the factors of their activations."""
 
-    table: Any
+    pairs: Any
+    places: Any
+    capacity: Any
     factor: Any
 
 
@@ -98,14 +101,13 @@ def fetch_experts(matrices, apart, ring, tiles, TILE: gl.constexpr, PDL: gl.cons
     to, step = ring.buffers, 0
     for tile in range(gl.program_id(0), tiles.total, gl.num_programs(0)):
         expert, row = of_tile(tiles, tile).expert, tile % tiles.rows * EACH
-        rows = rows_of(apart[0], expert, row)
+        rows, up_rows = rows_of(apart[0], expert, row), rows_of(apart[1], expert, row)
         for k in range(tiles.blocks):
             stage = acquire(ring, step, BYTES)
             full = ring.full.index(stage)
             if GATED:
                 first = stage * (2 * WARPGROUPS)
                 copy_block(matrices[0], rows, k, full, to, first, 2, TILE)
-                up_rows = rows_of(apart[1], expert, row)
                 copy_block(matrices[1], up_rows, k, full, to, first + 1, 2, TILE)
             else:
                 copy_block(matrices[0], rows, k, full, to, stage * WARPGROUPS, 1, TILE)
@@ -127,18 +129,13 @@ def rows_of(apart, expert, row):
 def fetch_pairs(x_desc, ring, tiles, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for activations."""
     SPAN: gl.constexpr = TILE.span
-    BYTES: gl.constexpr = TILE.span * x_desc.block_type.nbytes
     pdl_wait(PDL)
     pdl_trigger(PDL)
     step = 0
     for tile in range(gl.program_id(0), tiles.total, gl.num_programs(0)):
         row = of_tile(tiles, tile).row
         for k in range(tiles.blocks * 4 // SPAN):
-            stage = acquire(ring, step, BYTES)
-            full = ring.full.index(stage)
-            for j in gl.static_range(SPAN):
-                to = ring.buffers.index(stage * SPAN + j)
-                tma.async_copy_global_to_shared(x_desc, [row, (k * SPAN + j) * 64], full, to)
+            copy_tokens(x_desc, row, k, ring, step, TILE)
             step += 1
 
 
@@ -158,7 +155,7 @@ def store_pairs(
     Args:
         acc: float32 [64, tokens].
         result: :class:`Result`.
-        pairs: :class:`Sorted`.
+        pairs: :class:`Pairs`.
         here: :class:`OfTile`.
         row_tile: number of the tile of rows.
     """
@@ -174,11 +171,10 @@ def store_pairs(
     y = gl.convert_layout(y, LAYOUT)
     m = gl.arange(0, TILE.tokens, gl.SliceLayout(0, LAYOUT))
     known = m < here.left
-    table, expert = pairs.table, here.expert.to(gl.int64)
-    entry = (here.first + m).to(gl.int64)
-    pair = gl.load(table.pairs + expert * table.capacity + entry, mask=known, other=0).to(gl.int64)
+    expert, entry = here.expert.to(gl.int64), (here.first + m).to(gl.int64)
+    pair = gl.load(pairs.pairs + expert * pairs.capacity + entry, mask=known, other=0).to(gl.int64)
     # Of a pair that is in two places, one has activations.
-    known = known & (gl.load(table.places + pair, mask=known, other=-1) == (expert << 32) | entry)
+    known = known & (gl.load(pairs.places + pair, mask=known, other=-1) == (expert << 32) | entry)
     token, slot = pair // TOP_K, pair % TOP_K
     row = (row_tile * WARPGROUPS + WARPGROUP) * EACH + gl.arange(0, EACH, gl.SliceLayout(1, LAYOUT))
     to = result.y + (token * result.stride_token + slot * result.stride_slot)[None, :]
@@ -206,21 +202,17 @@ def multiply_pairs(
     for tile in range(gl.program_id(0), tiles.total, gl.num_programs(0)):
         part = Segment(tile, gl.to_tensor(0), tiles.blocks)
         acc = gl.zeros([64, TOKENS], gl.float32, LAYOUT)
-        if TILE.overlapped:
-            acc, at, x_at = add_overlapped(acc, w, x, at, x_at, part, WARPGROUP, TILE)
-        else:
-            acc, at, x_at = add_in_turns(acc, w, x, at, x_at, part, WARPGROUP, TILE)
+        acc, at, x_at = add_blocks(acc, w, x, at, x_at, part, WARPGROUP, TILE)
         here = of_tile(tiles, tile)
         store_pairs(acc, result, pairs, here, tile % tiles.rows, TOP_K, WARPGROUP, TILE)
 
 
-@gluon_kernel(dynamic=("num_pairs", "capacity"))
+@gluon_kernel(dynamic=("capacity",))
 def packed_experts_kernel(
     y_ptr,  # [num_tokens, top_k, n]
-    table_ptr,  # int32 [tiles, 4]
+    table_ptr,  # int32 [tiles, FIELDS]
     total_ptr,  # int32 [1]
     pairs_ptr,  # int32 [num_experts, capacity]
-    counts_ptr,  # int32 [num_experts]
     places_ptr,  # int64 [num_pairs]
     factor_ptr,  # float32 [num_pairs]
     q_desc,  # of planes of all experts
@@ -245,19 +237,19 @@ def packed_experts_kernel(
     num_rows,
     blocks,  # of K
     row_tiles,
-    num_pairs,
     capacity,
     TOP_K: gl.constexpr,
     TILE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """y[pair] = W[e] · x[pair], or silu(W[e] · x[pair]) * (up[e] · x[pair])."""
-    TILES: gl.constexpr = TILE.stages * WARPGROUPS * (2 if TILE.activation != "" else 1)
     first, second = Planes(q_desc, h_desc, s_desc, d_desc), None
     if up_q_desc is not None:
         second = Planes(up_q_desc, up_h_desc, up_s_desc, up_d_desc)
     apart = Planes(q_apart, h_apart, s_apart, d_apart)
     up_apart = Planes(up_q_apart, up_h_apart, up_s_apart, up_d_apart)
+    # Made here and not in a function, which could not return a plane that there is not.
+    TILES: gl.constexpr = TILE.stages * WARPGROUPS * (2 if TILE.activation != "" else 1)
     buffers = Planes(
         buffers_of(q_desc, TILES),
         buffers_of(h_desc, TILES),
@@ -265,19 +257,12 @@ def packed_experts_kernel(
         buffers_of(d_desc, TILES),
     )
     w = Ring(buffers, make_barriers(TILE.stages, 1), make_barriers(TILE.stages, WARPGROUPS))
-    x = Ring(
-        buffers_of(x_desc, TILE.x_stages * TILE.span),
-        make_barriers(TILE.x_stages, 1),
-        make_barriers(TILE.x_stages, WARPGROUPS),
-    )
+    x = token_ring(x_desc, TILE)
     fence_async_shared()
     pdl_wait(PDL)
     tiles = Tiles(table_ptr, gl.load(total_ptr) * row_tiles, row_tiles, blocks)
-    table = PairTable(pairs_ptr, counts_ptr, places_ptr, num_pairs, capacity)
-    pairs, result = (
-        Sorted(table, factor_ptr),
-        Result(y_ptr, stride_y_token, stride_y_slot, num_rows),
-    )
+    pairs = Pairs(pairs_ptr, places_ptr, capacity, factor_ptr)
+    result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
     # Arguments stand where they are passed: in a variable, constants would become numbers.
     gl.warp_specialize(
         [
@@ -299,10 +284,8 @@ def rows_apart(stack: Tensor, kind: str, num_weights: int) -> Planes | None:
     return Planes(*(between // sizes[plane] if sizes[plane] else 0 for plane in "qhsd"))
 
 
-def _maps(stack: Tensor | None, kind: str, num_weights: int, num_rows: int) -> list[Any]:
-    """Tensor maps of a stack's planes, None where there is no stack."""
-    if stack is None:
-        return [None] * 4
+def _maps(stack: Tensor, kind: str, num_weights: int, num_rows: int) -> list[Any]:
+    """Tensor maps of a stack's planes."""
     sizes, (num_experts, matrix_rows, row_bytes) = row_sizes(stack, kind, num_weights), stack.shape
     begins = plane_offsets(sizes, matrix_rows)
     room = (num_experts - 1) * stack.stride(0) + matrix_rows * row_bytes
@@ -323,8 +306,8 @@ def packed_pairs(
     arranged: Arranged,
     pairs: PairTable,
     tiles: tuple[Tensor, Tensor],
-    planes: Tensor,
-    up: Tensor | None,
+    stacks: Sequence[Tensor],
+    apart: Sequence[Planes],
     kind: str,
     k: int,
     config: PackedConfig,
@@ -335,30 +318,31 @@ def packed_pairs(
         y: [num_tokens, top_k, n], of at least one element.
         arranged, pairs: of ``prepare_sorted``, in :data:`~.packed_config.ORDER`.
         tiles: the table of tiles of ``config.tokens`` pairs, and their number.
-        planes: uint8 [num_experts, n, row_bytes] that :func:`rows_apart` has maps of.
-        up: a stack of planes' shape: y is silu(W[e] · a[p]) * (up[e] · a[p]).
+        stacks: W, uint8 [num_experts, n, row_bytes]; or gate and up of one shape, where y is
+            silu(gate[e] · a[p]) * (up[e] · a[p]).
+        apart: :func:`rows_apart` of each.
         kind: theirs, such as ``"Q4_K:planes"``.
         k: weights of a row.
         config: the launch's configuration, of whole tiles.
     """
-    num_rows, activation = planes.shape[1], "" if up is None else "silu"
-    rows = ROWS if up is None else ROWS // 2
+    num_rows, activation = y.shape[2], "silu" if len(stacks) > 1 else ""
+    rows = ROWS // 2 if activation else ROWS
     table, total = tiles
     row_tiles = cdiv(num_rows, rows * WARPGROUPS.value)
     most = len(table) * row_tiles
-    maps: dict[str, Any] = {}
-    for prefix, stack in (("", planes), ("up_", up)):
-        apart = rows_apart(planes if stack is None else stack, kind, k)
-        for plane, descriptor in zip("qhsd", _maps(stack, kind, k, rows), strict=True):
+    maps: dict[str, Any] = {f"up_{plane}_desc": None for plane in "qhsd"}
+    maps |= {f"up_{plane}_apart": 0 for plane in "qhsd"}
+    for prefix, stack, steps in zip(("", "up_"), stacks, apart, strict=False):
+        found = zip("qhsd", _maps(stack, kind, k, rows), steps, strict=True)
+        for plane, descriptor, step in found:
             maps[f"{prefix}{plane}_desc"] = descriptor
-            maps[f"{prefix}{plane}_apart"] = getattr(apart, plane)
+            maps[f"{prefix}{plane}_apart"] = step
     packed_experts_kernel.launch(
         (min(processors(y.device) * config.ctas_per_sm, most),),
         y_ptr=y,
         table_ptr=table,
         total_ptr=total,
         pairs_ptr=pairs.pairs,
-        counts_ptr=pairs.counts,
         places_ptr=pairs.places,
         factor_ptr=arranged.factor,
         **maps,
@@ -366,9 +350,8 @@ def packed_pairs(
         stride_y_token=y.stride(0),
         stride_y_slot=y.stride(1),
         num_rows=num_rows,
-        num_pairs=pairs.num_pairs,
         capacity=pairs.capacity,
-        blocks=cdiv(k, 256),
+        blocks=cdiv(k, BLOCK),
         row_tiles=row_tiles,
         TOP_K=y.shape[1],
         TILE=tile_of(FORMATS[file_kind(kind)], config, activation, 1),

@@ -59,6 +59,18 @@ def copy_block(planes, rows, block, full, to, first, APART: gl.constexpr, TILE: 
 
 
 @gluon.jit
+def copy_tokens(x_desc, row, k, ring, step, TILE: gl.constexpr):
+    """Ask for the k-th span of steps of K of a tile of tokens, from a row on."""
+    SPAN: gl.constexpr = TILE.span
+    BYTES: gl.constexpr = TILE.span * x_desc.block_type.nbytes
+    stage = acquire(ring, step, BYTES)
+    full = ring.full.index(stage)
+    for j in gl.static_range(SPAN):
+        to = ring.buffers.index(stage * SPAN + j)
+        tma.async_copy_global_to_shared(x_desc, [row, (k * SPAN + j) * 64], full, to)
+
+
+@gluon.jit
 def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
     """The warp that asks for weights."""
     share = share_of_program(sizes, TILE.streamed)
@@ -70,22 +82,22 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
     for i in range(share.count):
         part = segment(share, i, sizes)
         place = place_of(part.tile // sizes.tiles_m, out.num_rows, TILE)
-        row = Planes(place.row, place.row, place.row, place.row)
+        rows = Planes(place.row, place.row, place.row, place.row)
         for k in range(part.begin, part.end):
             stage = acquire(ring, step, BYTES)
             full = ring.full.index(stage)
             if GATED:
                 first = stage * (2 * WARPGROUPS)
-                copy_block(matrices[0], row, k, full, to, first, 2, TILE)
-                copy_block(matrices[1], row, k, full, to, first + 1, 2, TILE)
+                copy_block(matrices[0], rows, k, full, to, first, 2, TILE)
+                copy_block(matrices[1], rows, k, full, to, first + 1, 2, TILE)
             elif MATRICES == 1:
-                copy_block(matrices[0], row, k, full, to, stage * WARPGROUPS, 1, TILE)
+                copy_block(matrices[0], rows, k, full, to, stage * WARPGROUPS, 1, TILE)
             elif place.matrix == 0:
-                copy_block(matrices[0], row, k, full, to, stage * WARPGROUPS, 1, TILE)
+                copy_block(matrices[0], rows, k, full, to, stage * WARPGROUPS, 1, TILE)
             elif MATRICES == 2 or place.matrix == 1:
-                copy_block(matrices[1], row, k, full, to, stage * WARPGROUPS, 1, TILE)
+                copy_block(matrices[1], rows, k, full, to, stage * WARPGROUPS, 1, TILE)
             else:
-                copy_block(matrices[2], row, k, full, to, stage * WARPGROUPS, 1, TILE)
+                copy_block(matrices[2], rows, k, full, to, stage * WARPGROUPS, 1, TILE)
             step += 1
 
 
@@ -94,7 +106,6 @@ def fetch_tokens(x_desc, ring, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for activations."""
     share = share_of_program(sizes, TILE.streamed)
     SPAN: gl.constexpr = TILE.span
-    BYTES: gl.constexpr = TILE.span * x_desc.block_type.nbytes
     pdl_wait(PDL)
     pdl_trigger(PDL)
     step = 0
@@ -102,9 +113,5 @@ def fetch_tokens(x_desc, ring, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
         part = segment(share, i, sizes)
         token = part.tile % sizes.tiles_m * TILE.tokens
         for k in range(part.begin * 4 // SPAN, part.end * 4 // SPAN):
-            stage = acquire(ring, step, BYTES)
-            full = ring.full.index(stage)
-            for j in gl.static_range(SPAN):
-                to = ring.buffers.index(stage * SPAN + j)
-                tma.async_copy_global_to_shared(x_desc, [token, (k * SPAN + j) * 64], full, to)
+            copy_tokens(x_desc, token, k, ring, step, TILE)
             step += 1

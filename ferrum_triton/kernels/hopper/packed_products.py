@@ -75,7 +75,7 @@ def tile_of(fmt: BlockFormat, config: PackedConfig, activation: str, matrices: i
 def descriptors_of(
     rows_of: Callable[[str, torch.dtype], Tensor | None], kind: str, num_weights: int, num_rows: int
 ) -> list[TensorDescriptor | None]:
-    """Tensor maps of planes q, h, s and d: a tile is a block of so many rows.
+    """Tensor maps of planes q, h, s and d, in tiles of a block of K by ``num_rows`` rows.
 
     Rows end with their last weight's numbers: what fills them up is any, and a d that is no number
     would not become 0 by activations that are.

@@ -145,7 +145,10 @@ def in_tile_order(line, TILE: gl.constexpr):
 
 @gluon.constexpr_function
 def at_once(tile):
-    """Others' sums that are asked for before any is added: as many as registers hold."""
+    """Others' sums that are asked for before any is added: as many as registers hold.
+
+    A thread has a 128th of each line, and 48 registers for other things.
+    """
     line = 64 * tile.tokens // 128
     return min(max((tile.registers - 48) // line - 1, 1), 8)
 

@@ -340,7 +340,11 @@ def stage_bytes(block_k: int, block_v: int) -> int:
 
 
 def candidates(gpu: Gpu, num_heads: int, head_k_dim: int, head_v_dim: int) -> list[Config]:
-    """Other launches for the chunks, and for what goes from chunk to chunk."""
+    """Other launches for the chunks, and for what goes from chunk to chunk.
+
+    One stage is tried where two have no room. On Hopper it took all 255 registers, and blocks of 16
+    values then reached past shared memory (``compute-sanitizer --tool memcheck``, 1137d98).
+    """
     usual = heuristic(gpu, num_heads, head_k_dim, head_v_dim)
     chunks = [
         {**usual, "CHUNK_WARPS": warps, "CHUNK_REGISTERS": registers}

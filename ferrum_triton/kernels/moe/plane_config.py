@@ -18,9 +18,10 @@ from ferrum_triton.kernels.quant.mma_config import (
     mma_fits,
 )
 from ferrum_triton.kernels.quant.packed_config import (
-    PackedConfig,
     experts_candidates,
     experts_refusal,
+    packed,
+    packed_tile,
 )
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.tuning import Config, Tunable
@@ -143,23 +144,10 @@ def mix_candidates(gpu: Gpu, num_pairs: int, num_experts: int, kind: str) -> lis
     return [mix for mix in found if not mix_fits(gpu, mix, num_pairs, num_experts, kind)]
 
 
-def packed(config: PackedConfig) -> Config:
-    """A launch of the kernel in Gluon."""
-    return {"path": "packed", **config._asdict()}
-
-
-def packed_tile(config: Config) -> PackedConfig | None:
-    """The tile of a launch choice of path ``"packed"``; None of a mix."""
-    if config.get("path") != "packed":
-        return None
-    return PackedConfig(**{name: config[name] for name in PackedConfig._fields})
-
-
 def mix_fits(gpu: Gpu, config: Config, num_pairs: int, num_experts: int, kind: str) -> str:
     """The reason why a mix or a tile cannot be launched, "" if it can."""
-    tile = packed_tile(config)
-    if tile is not None:
-        return experts_refusal(gpu, tile, kind)
+    if config.get("path") == "packed":
+        return experts_refusal(gpu, packed_tile(config), kind)
     mix = Mix.of(config)
     if mix.rest is not None and mix.rest.words != mix.config.words:
         return "smaller tiles of other steps"

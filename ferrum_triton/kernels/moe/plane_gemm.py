@@ -21,7 +21,6 @@ from ferrum_triton.kernels.moe.plane_config import (
     GATE_UP_TILES,
     TILES,
     Mix,
-    packed_tile,
     tiles_each,
 )
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
@@ -52,7 +51,7 @@ from ferrum_triton.kernels.quant.mma_operands import (
     times_row_scales,
 )
 from ferrum_triton.kernels.quant.mma_steps import add_step, gated
-from ferrum_triton.kernels.quant.packed_config import ORDER, PackedConfig
+from ferrum_triton.kernels.quant.packed_config import ORDER, PackedConfig, packed_tile
 from ferrum_triton.kernels.quant.planes import row_sizes, row_units
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.quant.planes import ROW_ALIGN
@@ -279,9 +278,8 @@ def gemm_plane_pairs(
     if mix is None:
         tiles, shape = TILES if up is None else GATE_UP_TILES, (num_pairs, num_experts, kind)
         choice = tiles.pick(a.device, *shape)
-        tile = packed_tile(choice)
-        if tile is not None:
-            if _packed(y, a, planes, up, bucket_ids, tpe, kind, tile):
+        if choice.get("path") == "packed":
+            if _packed(y, a, planes, up, bucket_ids, tpe, kind, packed_tile(choice)):
                 return y
             choice = tiles.heuristic(gpu_of(a.device), *shape)
         mix = Mix.of(choice)
@@ -310,10 +308,12 @@ def _packed(
     from ferrum_triton.kernels.hopper.packed_experts import packed_pairs, rows_apart
 
     stacks, k = [planes] if up is None else [planes, up], a.shape[-1]
-    if any(rows_apart(stack, kind, k) is None for stack in stacks):
+    apart = [rows_apart(stack, kind, k) for stack in stacks]
+    if None in apart:
         return False
     arranged, pairs = prepare_sorted(a, bucket_ids, tpe, y.shape[1], ORDER.words, ORDER.halves, y)
-    packed_pairs(y, arranged, pairs, tile_table(pairs, tile.tokens), planes, up, kind, k, tile)
+    tiles = tile_table(pairs, tile.tokens)
+    packed_pairs(y, arranged, pairs, tiles, stacks, apart, kind, k, tile)
     return True
 
 

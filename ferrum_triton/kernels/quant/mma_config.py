@@ -5,6 +5,7 @@ The functions are pure: they take a GPU's facts and a product's sizes, and ask n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -115,11 +116,14 @@ def tiles_of(gpu: Gpu, kind: str) -> dict[int, MmaConfig]:
 
 
 def least_tile(gpu: Gpu, kind: str, num_tokens: int) -> int:
-    """Tokens of the smallest tile that takes so many at once, or of one of many."""
-    kind = file_kind(kind)
-    tiles, least = tiles_of(gpu, kind), max(num_tokens, least_tokens(kind))
-    most = min(MAX_TOKENS, max(tiles))
-    return min(next((tokens for tokens in tiles if least <= tokens), most), most)
+    """Tokens of the smallest tile that holds all of a call's, at most MAX_TOKENS."""
+    return min(_tile_tokens(tiles_of(gpu, file_kind(kind)), kind, num_tokens), MAX_TOKENS)
+
+
+def _tile_tokens(tiles: Iterable[int], kind: str, num_tokens: int) -> int:
+    """Tokens of the smallest tile that holds all of a call's, or where none does of a large one."""
+    least = max(num_tokens, least_tokens(file_kind(kind)))
+    return next((tokens for tokens in tiles if least <= tokens), min(MAX_TOKENS, max(tiles)))
 
 
 @lru_cache(maxsize=4096)
@@ -133,9 +137,7 @@ def mma_heuristic(
     """
     kind = file_kind(kind)
     tiles = tiles_of(gpu, kind)
-    least = max(num_tokens, least_tokens(kind))
-    fitting = (tokens for tokens in tiles if least <= tokens)
-    config = fitted(kind, tiles[next(fitting, min(MAX_TOKENS, max(tiles)))])
+    config = fitted(kind, tiles[_tile_tokens(tiles, kind, num_tokens)])
     split = with_splits(gpu, config, num_tokens, num_rows, num_weights)
     if config.tokens > MAX_TOKENS and split.splits > 1:  # too few tiles, and with splits they spill
         split = with_splits(gpu, tiles[MAX_TOKENS], num_tokens, num_rows, num_weights)
@@ -145,11 +147,11 @@ def mma_heuristic(
 def mma_candidates(
     gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_weights: int
 ) -> list[MmaConfig]:
-    """Configurations worth timing: every tile of about as many tokens, its K split or less so."""
+    """Configurations worth timing: every tile that holds the tokens, its K split or less so."""
     kind = file_kind(kind)
-    found = []
+    found, least = [], least_tile(gpu, kind, num_tokens)
     for config in tiles_of(gpu, kind).values():
-        if config.tokens >= least_tokens(kind) and config.tokens <= 4 * max(num_tokens, 8):
+        if least <= config.tokens <= 4 * max(num_tokens, 8):
             split = with_splits(gpu, fitted(kind, config), num_tokens, num_rows, num_weights)
             for splits in {split.splits, max(split.splits // 2, 1), 2 * split.splits}:
                 found.append(split._replace(splits=splits))

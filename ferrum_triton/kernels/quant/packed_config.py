@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.hopper_config import serves
+from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.quant.activations import TICKETS, Order
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
@@ -44,6 +45,16 @@ class PackedConfig(NamedTuple):
     ctas_per_sm: int = 1
     stages: int = 4
     x_stages: int = 4
+
+
+def packed(config: PackedConfig) -> Config:
+    """A launch choice of path ``"packed"``, as a table holds it."""
+    return {"path": "packed", **config._asdict()}
+
+
+def packed_tile(config: Config) -> PackedConfig:
+    """The configuration of a launch choice of path ``"packed"``."""
+    return PackedConfig(**{name: config[name] for name in PackedConfig._fields})
 
 
 # Registers of a thread that multiplies, and of all of a program's on average, which is what the
@@ -122,7 +133,7 @@ def packed_candidates(
 
 
 def experts_candidates(gpu: Gpu, kind: str, num_pairs: int) -> list[PackedConfig]:
-    """Configurations worth timing for experts of so many pairs on average."""
+    """Configurations worth timing where an expert has ``num_pairs`` pairs on average."""
     fmt = FORMATS[file_kind(kind)]
     if not is_served(fmt):
         return []

@@ -34,9 +34,10 @@ from ferrum_triton.kernels.quant.mma_config import (
     mma_heuristic,
 )
 from ferrum_triton.kernels.quant.packed_config import (
-    PackedConfig,
+    packed,
     packed_candidates,
     packed_fits,
+    packed_tile,
 )
 from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
@@ -174,10 +175,7 @@ def candidates(
         on_hopper = list(map(packed, packed_candidates(gpu, *shape)))
         if bucket == "few":
             return [{"path": "small_m", "warps": warps} for warps in (1, 2, 4, 8)] + on_hopper
-        tiles = map(mma, mma_candidates(gpu, *shape))
-        asked = (kind, bucket, num_tokens, num_rows, num_groups)
-        tiles = [config for config in tiles if not fits(gpu, config, *asked)]
-        return [*tiles, {"path": "decode"}, *on_hopper]
+        return [*map(mma, mma_candidates(gpu, *shape)), {"path": "decode"}, *on_hopper]
     late, is_long = num_rows < MANY_ROWS, num_groups > LONG_GROUPS
     if num_tokens == 1 and is_long:
         found = [
@@ -234,16 +232,6 @@ def mma(config: MmaConfig) -> Config:
 def mma_config(config: Config) -> MmaConfig:
     """The tile of a launch choice of path ``"mma"``."""
     return MmaConfig(**{name: config[name] for name in MmaConfig._fields})
-
-
-def packed(config: PackedConfig) -> Config:
-    """A launch of a kernel in Gluon."""
-    return {"path": "packed", **config._asdict()}
-
-
-def packed_tile(config: Config) -> PackedConfig:
-    """The tile of a launch choice of path ``"packed"``."""
-    return PackedConfig(**{name: config[name] for name in PackedConfig._fields})
 
 
 def gemv(
@@ -312,8 +300,8 @@ def fits(
     if path == "mma":
         tile = mma_config(config)
         if tile.tokens < least_tile(gpu, kind, num_tokens):
-            # A row that was measured for 16 tokens would be the nearest for 17, in two tiles.
-            return f"{num_tokens} tokens unpack all weights again in tiles of {tile.tokens}"
+            # The nearest row to 17 tokens is that of 16, whose tile would take them in two.
+            return f"{num_tokens} tokens unpack all weights twice in tiles of {tile.tokens}"
         return mma_fits(gpu, tile, kind)
     if path == "packed":
         if bucket_of(num_tokens) != bucket:
