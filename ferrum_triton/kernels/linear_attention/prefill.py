@@ -67,15 +67,50 @@ def product(a, b):
 
 
 @triton.jit
+def below_blocks(a, i, j, LEVEL: tl.constexpr):
+    """What of a lies below the diagonal blocks of size 2**LEVEL, in those of twice the size."""
+    is_below = (i >> LEVEL != j >> LEVEL) & (i >> (LEVEL + 1) == j >> (LEVEL + 1))
+    return tl.where(is_below, a, 0.0)
+
+
+@triton.jit
 def merged(inverse, a, i, j, LEVEL: tl.constexpr):
     """Inverses of diagonal blocks of size 2**LEVEL, merged two by two.
 
     [[P, 0], [B, Q]]⁻¹ is P⁻¹ and Q⁻¹ with -Q⁻¹ B P⁻¹ below. No power of a is taken, as would grow
     where keys are alike.
     """
-    is_below = (i >> LEVEL != j >> LEVEL) & (i >> (LEVEL + 1) == j >> (LEVEL + 1))
-    below = product(-inverse, tl.where(is_below, a, 0.0))
+    below = product(-inverse, below_blocks(a, i, j, LEVEL))
     return inverse - product(-below, inverse)
+
+
+@triton.jit
+def split_columns(x, LEVEL: tl.constexpr):
+    """Columns of the first, third, ... blocks of size 2**LEVEL of a chunk, and of the others."""
+    SIZE: tl.constexpr = 1 << LEVEL
+    x = x.reshape(CHUNK, CHUNK // (2 * SIZE), 2, SIZE).permute(0, 1, 3, 2)
+    first, second = tl.split(x)
+    return first.reshape(CHUNK, CHUNK // 2), second.reshape(CHUNK, CHUNK // 2)
+
+
+@triton.jit
+def join_columns(first, second, LEVEL: tl.constexpr):
+    """What :func:`split_columns` took apart."""
+    SIZE: tl.constexpr = 1 << LEVEL
+    COUNT: tl.constexpr = CHUNK // (2 * SIZE)
+    x = tl.join(first.reshape(CHUNK, COUNT, SIZE), second.reshape(CHUNK, COUNT, SIZE))
+    return x.permute(0, 1, 3, 2).reshape(CHUNK, CHUNK)
+
+
+@triton.jit
+def merged_columns(inverse, a, LEVEL: tl.constexpr):
+    """As :func:`merged`, of a chunk: only columns of every other block change."""
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    below, _ = split_columns(below_blocks(a, i, j, LEVEL), LEVEL)
+    below = -product(-inverse, below)
+    first, second = split_columns(inverse, LEVEL)
+    first -= product(join_columns(below, tl.zeros_like(below), LEVEL), first)
+    return join_columns(first, second, LEVEL)
 
 
 @triton.jit
@@ -89,9 +124,8 @@ def inverse_of_unit(a):
     for level in tl.static_range(1, 4):
         inverses = merged(inverses, blocks, i, j, level)
     inverse = tl.where(block == other, inverses[:, :, None, :], 0.0).reshape(CHUNK, CHUNK)
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     for level in tl.static_range(4, 6):
-        inverse = merged(inverse, a, i, j, level)
+        inverse = merged_columns(inverse, a, level)
     return inverse
 
 

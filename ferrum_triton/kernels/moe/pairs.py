@@ -1,12 +1,12 @@
 """Sorting pairs by expert: one program an expert, which reads every id.
 
-A program finds its expert's pairs in order, so the sort is stable and needs neither atomics nor a
-second launch; where its region begins it learns by counting the experts before it. The ids are few
-and come from L2. One more program does what belongs to no expert.
+A program finds its expert's pairs in order, so the sort is stable and needs no atomics. The ids are
+few and come from L2. Each lane has some consecutive ones, of which a word tells by a bit each which
+are the expert's: a scan over the lanes then says where each one's begin, and threads meet once for
+all of them.
 
-Pairs are laid out in lanes of consecutive ones. A first pass counts each lane's matches, a scan
-over the lanes tells where each one's begin, and a second pass places them: threads meet once, not
-at every step.
+Where an expert's region begins depends on how many pairs the others have. One histogram in every
+program tells of few pairs; of many, a launch before it counts them, an expert a program.
 """
 
 from typing import Any, NamedTuple
@@ -23,40 +23,63 @@ from ferrum_triton.ops.moe import pairs as ops
 
 
 class Ids(NamedTuple):
-    """The pairs' experts, and how lanes share them."""
+    """The pairs' experts."""
 
     ids: Any  # pointer, [num_tokens, top_k]
-    stride_token: Any
-    lane_size: Any  # pairs of a lane
+    stride_token: Any  # None of dense ids
     num_pairs: Any
     num_experts: Any
 
 
-# Consecutive pairs of a lane a step, a 16-byte load; and lanes, 4 a thread on 8 warps.
-STEP, MAX_LANES = 4, 1024
+# Lanes, and consecutive pairs of each: a 16-byte load at least, a word's bits at most. Of ids that
+# are not dense each has an address of its own, and registers hold fewer.
+MAX_LANES, LEAST_WIDTH, MAX_WIDTH, MAX_STRIDED_WIDTH = 1024, 4, 32, 8
+# Pairs up to which programs count all experts' by themselves. A histogram of 32,768 would take
+# longer than a launch that counts: compute_ids_tpe/e128k8/m4096 took 20.8 us with one, and
+# moe_align_block_size/e128k8/m4096 34.9 (``bench.run``, 4f3641f).
+FEW_PAIRS = MAX_LANES * LEAST_WIDTH
 
 
 @triton.jit
-def load_experts(ids, step, TOP_K: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr):
-    """A step of every lane: pairs [LANES, STEP] and their experts, -1 for one that has none.
+def load_experts(ids, first, TOP_K: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """Experts [LANES, WIDTH] of pairs from one on: -1 of one that has none, -2 past the last.
 
     Args:
         ids: :class:`Ids`.
-        step: the first of a lane's pairs.
+        first: the first pair.
     """
-    lane = tl.arange(0, LANES)[:, None]
-    pair = lane * ids.lane_size + step + tl.arange(0, STEP)[None, :]
-    token = (pair // TOP_K).to(tl.int64)
-    source = ids.ids + token * ids.stride_token + pair % TOP_K
-    expert = tl.load(source, mask=pair < ids.num_pairs, other=-1)
-    return pair, tl.where((expert >= 0) & (expert < ids.num_experts), expert, -1).to(tl.int32)
+    pair = first + tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if ids.stride_token is None:
+        source = ids.ids + pair
+    else:
+        source = ids.ids + (pair // TOP_K).to(tl.int64) * ids.stride_token + pair % TOP_K
+    is_pair = pair < ids.num_pairs
+    expert = tl.load(source, mask=is_pair, other=-1)
+    known = (expert >= 0) & (expert < ids.num_experts)
+    return tl.where(known, expert, tl.where(is_pair, -1, -2)).to(tl.int32)
 
 
 @triton.jit
-def places(mine, first):
-    """Where each match of a step goes, and where each lane's next one will."""
-    found = first[:, None] + tl.cumsum(mine, axis=1)
-    return found - 1, first + tl.sum(mine, axis=1)
+def bits_of(expert, wanted, WIDTH: tl.constexpr):
+    """Which pairs of each lane are an expert's, a bit each."""
+    return tl.sum((expert == wanted).to(tl.int32) << tl.arange(0, WIDTH)[None, :], axis=1)
+
+
+@triton.jit
+def count_bits(word):
+    """How many bits of an int32 are set."""
+    word = word.to(tl.uint32, bitcast=True)
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def lowest_bit(word):
+    """The place of an int32's lowest 1; of 0 any."""
+    lowest = (word & -word).to(tl.float32)  # a power of two, so exact, or that of the sign
+    return ((lowest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
 
 
 @triton.jit
@@ -73,24 +96,99 @@ def fill(y_ptr, begin, end, value, BLOCK: tl.constexpr):
     tl.store(y_ptr + i, values, mask=i < end)
 
 
+@kernel
+def _count_kernel(
+    counts_ptr,  # [num_experts] int32
+    ids_ptr,  # [num_tokens, top_k]
+    stride_ids_token,  # or None of dense ids
+    num_pairs,
+    num_experts,
+    TOP_K: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
+    ids = Ids(ids_ptr, stride_ids_token, num_pairs, num_experts)
+    program = tl.program_id(0)
+    matches = tl.zeros([LANES], tl.int32)
+    for first in range(0, num_pairs, LANES * WIDTH):
+        expert = load_experts(ids, first, TOP_K, LANES, WIDTH)
+        matches += count_bits(bits_of(expert, program, WIDTH))
+    tl.store(counts_ptr + program, tl.sum(matches, axis=0))
+
+
 @triton.jit
-def lowest_bit(word):
-    """The place of an int32's lowest 1; of 0 any."""
-    lowest = (word & -word).to(tl.float32)  # a power of two, so exact, or that of the sign
-    return ((lowest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+def counts_of(
+    ids,
+    counts_ptr,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Pairs of all experts, int32 [BLOCK_E]: counted before, or few enough to be counted here."""
+    if counts_ptr is None:
+        expert = load_experts(ids, 0, TOP_K, LANES, WIDTH)
+        counts = tl.histogram(tl.ravel(expert), BLOCK_E, mask=tl.ravel(expert >= 0))
+    else:
+        e = tl.arange(0, BLOCK_E)
+        counts = tl.load(counts_ptr + e, mask=e < ids.num_experts, other=0)
+    return counts
+
+
+class GridArgs(NamedTuple):
+    """Where sizes of products' grids go, [2, 3], and what they are made of."""
+
+    grid: Any  # pointer
+    stride_part: Any
+    gate_up_tiles: Any
+    down_tiles: Any
+    token_tile: Any
+
+
+@triton.jit
+def store_grid_args(args, counts, num_experts):
+    """Write the sizes of grids for so many pairs of each expert."""
+    tiles = tl.maximum(tl.cdiv(tl.max(counts, axis=0), args.token_tile), 1)
+    for part in tl.static_range(2):
+        tl.store(args.grid + part * args.stride_part, tiles)
+        tl.store(args.grid + part * args.stride_part + 2, num_experts)
+    tl.store(args.grid + 1, args.gate_up_tiles)
+    tl.store(args.grid + args.stride_part + 1, args.down_tiles)
+
+
+@kernel(dynamic=("gate_up_tiles", "down_tiles", "token_tile"))
+def _grid_args_kernel(
+    grid_ptr,  # [2, 3] int32
+    counts_ptr,  # [num_experts] int32
+    stride_grid_part,
+    num_experts,
+    gate_up_tiles,
+    down_tiles,
+    token_tile,
+    BLOCK_E: tl.constexpr,  # power of two >= num_experts
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL)
+    pdl_trigger(PDL)
+    e = tl.arange(0, BLOCK_E)
+    counts = tl.load(counts_ptr + e, mask=e < num_experts, other=0)
+    args = GridArgs(grid_ptr, stride_grid_part, gate_up_tiles, down_tiles, token_tile)
+    store_grid_args(args, counts, num_experts)
 
 
 @kernel(dynamic=("gate_up_tiles", "down_tiles", "token_tile"))
 def _ids_tpe_kernel(
     buckets_ptr,  # [num_experts, num_pairs] int32
     tpe_ptr,  # [num_experts] int32
-    grid_ptr,  # [2, 3] int32
+    grid_ptr,  # [2, 3] int32, which one more program writes; or None
     ids_ptr,  # [num_tokens, top_k]
     stride_buckets_expert,
     stride_grid_part,
-    stride_ids_token,
+    stride_ids_token,  # or None of dense ids
     num_pairs,
-    lane_size,
     num_experts,
     gate_up_tiles,
     down_tiles,
@@ -98,50 +196,31 @@ def _ids_tpe_kernel(
     TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,  # power of two >= num_experts
     LANES: tl.constexpr,
-    STEP: tl.constexpr,
-    IN_WORD: tl.constexpr,  # a lane has at most 32 pairs
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
     pdl_trigger(PDL)
-    ids = Ids(ids_ptr, stride_ids_token, lane_size, num_pairs, num_experts)
+    ids = Ids(ids_ptr, stride_ids_token, num_pairs, num_experts)
     program = tl.program_id(0)
-    matches = tl.zeros([LANES], tl.int32)
-    found = tl.zeros([LANES], tl.int32)  # a bit for each match
-    counts = tl.zeros([BLOCK_E], tl.int32)
-    for step in range(0, lane_size, STEP):
-        pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
-        if program < num_experts:
-            mine = (expert == program).to(tl.int32)
-            matches += tl.sum(mine, axis=1)
-            if IN_WORD:
-                found |= tl.sum(mine << (step + tl.arange(0, STEP))[None, :], axis=1)
-        else:
-            counts += tl.histogram(tl.ravel(expert), BLOCK_E, mask=tl.ravel(expert >= 0))
     if program < num_experts:
         bucket_ptr = buckets_ptr + program.to(tl.int64) * stride_buckets_expert
-        total = tl.sum(matches, axis=0)
+        total = tl.zeros([], tl.int32)
+        for first in range(0, num_pairs, LANES * WIDTH):
+            found = bits_of(load_experts(ids, first, TOP_K, LANES, WIDTH), program, WIDTH)
+            matches = count_bits(found)
+            lane = first + tl.arange(0, LANES) * WIDTH
+            place = total + tl.cumsum(matches, axis=0) - matches
+            for i in range(tl.max(matches, axis=0)):
+                tl.store(bucket_ptr + place + i, lane + lowest_bit(found), mask=i < matches)
+                found &= found - 1
+            total += tl.sum(matches, axis=0)
         tl.store(tpe_ptr + program, total)
         fill(bucket_ptr, total, num_pairs, -1, LANES)
-        first = tl.cumsum(matches, axis=0) - matches
-        if IN_WORD:
-            lane = tl.arange(0, LANES) * lane_size
-            for i in range(tl.max(matches, axis=0)):
-                tl.store(bucket_ptr + first + i, lane + lowest_bit(found), mask=i < matches)
-                found &= found - 1
-        else:
-            for step in range(0, lane_size, STEP):
-                pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
-                mine = (expert == program).to(tl.int32)
-                place, first = places(mine, first)
-                tl.store(bucket_ptr + place, pair, mask=mine > 0)
-    else:
-        tiles = tl.maximum(tl.cdiv(tl.max(counts, axis=0), token_tile), 1)
-        for part in tl.static_range(2):
-            tl.store(grid_ptr + part * stride_grid_part, tiles)
-            tl.store(grid_ptr + part * stride_grid_part + 2, num_experts)
-        tl.store(grid_ptr + 1, gate_up_tiles)
-        tl.store(grid_ptr + stride_grid_part + 1, down_tiles)
+    elif grid_ptr is not None:
+        counts = counts_of(ids, None, TOP_K, BLOCK_E, LANES, WIDTH)
+        args = GridArgs(grid_ptr, stride_grid_part, gate_up_tiles, down_tiles, token_tile)
+        store_grid_args(args, counts, num_experts)
 
 
 @kernel
@@ -149,10 +228,10 @@ def _align_kernel(
     sorted_ptr,  # [capacity] int32
     block_experts_ptr,  # [capacity / block_size] int32
     total_ptr,  # [1] int32
+    counts_ptr,  # [num_experts] int32; or None of few pairs
     ids_ptr,  # [num_tokens, top_k]
-    stride_ids_token,
+    stride_ids_token,  # or None of dense ids
     num_pairs,
-    lane_size,
     num_experts,
     block_size,
     capacity,
@@ -160,35 +239,34 @@ def _align_kernel(
     TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,  # power of two >= num_experts
     LANES: tl.constexpr,
-    STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
     pdl_trigger(PDL)
-    ids = Ids(ids_ptr, stride_ids_token, lane_size, num_pairs, num_experts)
+    ids = Ids(ids_ptr, stride_ids_token, num_pairs, num_experts)
     program = tl.program_id(0)
-    matches = tl.zeros([LANES], tl.int32)
-    counts = tl.zeros([BLOCK_E], tl.int32)
-    for step in range(0, lane_size, STEP):
-        pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
-        matches += tl.sum((expert == program).to(tl.int32), axis=1)
-        counts += tl.histogram(tl.ravel(expert), BLOCK_E, mask=tl.ravel(expert >= 0))
+    counts = counts_of(ids, counts_ptr, TOP_K, BLOCK_E, LANES, WIDTH)
     padded = tl.cdiv(counts, block_size) * block_size
-    before = tl.arange(0, BLOCK_E) < program
-    begin = tl.sum(tl.where(before, padded, 0), axis=0)
+    e = tl.arange(0, BLOCK_E)
+    begin = tl.sum(tl.where(e < program, padded, 0), axis=0)
     if program < num_experts:
-        first_row = tl.sum(tl.where(before, counts, 0), axis=0)
-        total = tl.sum(matches, axis=0)
-        end = begin + tl.cdiv(total, block_size) * block_size
-        fill(sorted_ptr, begin + total, end, num_pairs, 128)
-        fill(block_experts_ptr, begin // block_size, end // block_size, program, 128)
-        first = tl.cumsum(matches, axis=0) - matches
-        for step in range(0, lane_size, STEP):
-            pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
-            mine = (expert == program).to(tl.int32)
-            place, first = places(mine, first)
-            entry = pair if PAIR_IDS else first_row + place
-            tl.store(sorted_ptr + begin + place, entry, mask=mine > 0)
+        # Of an entry that is a row, rows of experts are without padding.
+        offset = begin - tl.sum(tl.where(e < program, counts, 0), axis=0)
+        end = begin
+        for first in range(0, num_pairs, LANES * WIDTH):
+            found = bits_of(load_experts(ids, first, TOP_K, LANES, WIDTH), program, WIDTH)
+            matches = count_bits(found)
+            lane = first + tl.arange(0, LANES) * WIDTH
+            place = end + tl.cumsum(matches, axis=0) - matches
+            for i in range(tl.max(matches, axis=0)):
+                entry = lane + lowest_bit(found) if PAIR_IDS else place + i - offset
+                tl.store(sorted_ptr + place + i, entry, mask=i < matches)
+                found &= found - 1
+            end += tl.sum(matches, axis=0)
+        whole = begin + tl.cdiv(end - begin, block_size) * block_size
+        fill(sorted_ptr, end, whole, num_pairs, 128)
+        fill(block_experts_ptr, begin // block_size, whole // block_size, program, 128)
     else:
         # Every expert came before this program.
         tl.store(total_ptr, begin)
@@ -203,60 +281,63 @@ def _build_pairs_kernel(
     expert_offsets_ptr,  # [num_experts + 1] int32
     ids_ptr,  # [num_tokens, top_k]
     stride_pairs_token,
-    stride_ids_token,
+    stride_ids_token,  # or None of dense ids
     num_pairs,
-    lane_size,
     num_experts,
     TOP_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,  # power of two >= num_experts
     LANES: tl.constexpr,
-    STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
     pdl_trigger(PDL)
-    ids = Ids(ids_ptr, stride_ids_token, lane_size, num_pairs, num_experts)
+    ids = Ids(ids_ptr, stride_ids_token, num_pairs, num_experts)
     program = tl.program_id(0)
     orphans = program == num_experts
     wanted = tl.where(orphans, -1, program)
-    matches = tl.zeros([LANES], tl.int32)
     earlier = tl.zeros([LANES], tl.int32)
-    for step in range(0, lane_size, STEP):
-        pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
-        matches += tl.sum((expert == wanted).to(tl.int32), axis=1)
+    for first in range(0, num_pairs, LANES * WIDTH):
+        expert = load_experts(ids, first, TOP_K, LANES, WIDTH)
         earlier += tl.sum(((expert >= 0) & (expert < program)).to(tl.int32), axis=1)
     begin = tl.sum(earlier, axis=0)
     tl.store(expert_offsets_ptr + program, begin)
     if orphans:
         fill(packed_tokens_ptr, begin, num_pairs, -1, LANES)
-    first = begin + tl.cumsum(matches, axis=0) - matches
-    for step in range(0, lane_size, STEP):
-        pair, expert = load_experts(ids, step, TOP_K, LANES, STEP)
-        mine = (expert == wanted) & (pair < num_pairs)
-        row, first = places(mine.to(tl.int32), first)
-        token = pair // TOP_K
-        target = pairs_ptr + token.to(tl.int64) * stride_pairs_token + pair % TOP_K
-        tl.store(target, tl.where(orphans, -1, row), mask=mine)
-        tl.store(packed_tokens_ptr + row, token, mask=mine & (expert >= 0))
+    for first in range(0, num_pairs, LANES * WIDTH):
+        found = bits_of(load_experts(ids, first, TOP_K, LANES, WIDTH), wanted, WIDTH)
+        matches = count_bits(found)
+        lane = first + tl.arange(0, LANES) * WIDTH
+        row = begin + tl.cumsum(matches, axis=0) - matches
+        for i in range(tl.max(matches, axis=0)):
+            pair, mine = lane + lowest_bit(found), i < matches
+            token = pair // TOP_K
+            target = pairs_ptr + token.to(tl.int64) * stride_pairs_token + pair % TOP_K
+            tl.store(target, tl.where(orphans, -1, row + i), mask=mine)
+            tl.store(packed_tokens_ptr + row + i, token, mask=mine & (program < num_experts))
+            found &= found - 1
+        begin += tl.sum(matches, axis=0)
 
 
-def _launch(kernel_: Kernel, ids: Tensor, num_experts: int, **arguments: Any) -> None:
-    """Launch a program an expert and one more, with what every kernel here takes of ``ids``."""
-    num_pairs = ids.numel()
-    lanes = min(max(next_power_of_2(cdiv(max(num_pairs, 1), STEP)), 32), MAX_LANES)
+def _launch(
+    kernel_: Kernel, programs: int, ids: Tensor, num_experts: int, **arguments: Any
+) -> None:
+    """Launch programs of an expert each, with what every kernel here takes of ``ids``."""
+    num_pairs, is_dense = max(ids.numel(), 1), ids.is_contiguous()
+    most = MAX_WIDTH if is_dense else MAX_STRIDED_WIDTH
+    width = min(max(next_power_of_2(cdiv(num_pairs, MAX_LANES)), LEAST_WIDTH), most)
+    lanes = min(max(next_power_of_2(cdiv(num_pairs, width)), 32), MAX_LANES)
     kernel_.launch(
-        (num_experts + 1,),
+        (programs,),
         **arguments,
         ids_ptr=ids,
-        stride_ids_token=ids.stride(0),
-        num_pairs=num_pairs,
-        lane_size=cdiv(num_pairs, lanes * STEP) * STEP,
+        stride_ids_token=None if is_dense else ids.stride(0),
+        num_pairs=ids.numel(),
         num_experts=num_experts,
         TOP_K=max(ids.shape[1], 1),
-        BLOCK_E=next_power_of_2(num_experts),
         LANES=lanes,
-        STEP=STEP,
-        num_warps=max(lanes // 128, 1),
+        WIDTH=width,
+        # At most 16 lanes' loads of a thread, or 64 pairs.
+        num_warps=max(lanes // 128, lanes * width // 2048, 1),
     )
 
 
@@ -277,20 +358,29 @@ def compute_ids_tpe(
         ids.new_empty(num_experts, dtype=torch.int32),
         ids.new_empty(2, 3, dtype=torch.int32),
     )
+    is_few, block_e = num_pairs <= FEW_PAIRS, next_power_of_2(num_experts)
+    sizes = {
+        "stride_grid_part": grid_args.stride(0),
+        "gate_up_tiles": cdiv(gate_up_rows, row_tile),
+        "down_tiles": cdiv(down_rows, row_tile),
+        "token_tile": token_tile,
+        "BLOCK_E": block_e,
+    }
     _launch(
         _ids_tpe_kernel,
+        num_experts + is_few,
         ids,
         num_experts,
         buckets_ptr=buckets,
         tpe_ptr=tpe,
-        grid_ptr=grid_args,
+        grid_ptr=grid_args if is_few else None,
         stride_buckets_expert=buckets.stride(0),
-        stride_grid_part=grid_args.stride(0),
-        gate_up_tiles=cdiv(gate_up_rows, row_tile),
-        down_tiles=cdiv(down_rows, row_tile),
-        token_tile=token_tile,
-        IN_WORD=num_pairs <= 32 * MAX_LANES,
+        **sizes,
     )
+    if not is_few:
+        _grid_args_kernel.launch(
+            (1,), grid_ptr=grid_args, counts_ptr=tpe, num_experts=num_experts, **sizes
+        )
     return buckets, tpe, grid_args
 
 
@@ -316,13 +406,20 @@ def moe_align_block_size(
         ids.new_empty(capacity // block_size, dtype=torch.int32),
         ids.new_empty(1, dtype=torch.int32),
     )
+    counts = None
+    if num_pairs > FEW_PAIRS:
+        counts = ids.new_empty(num_experts, dtype=torch.int32)
+        _launch(_count_kernel, num_experts, ids, num_experts, counts_ptr=counts)
     _launch(
         _align_kernel,
+        num_experts + 1,
         ids,
         num_experts,
         sorted_ptr=sorted_ids,
         block_experts_ptr=block_experts,
         total_ptr=total,
+        counts_ptr=counts,
+        BLOCK_E=next_power_of_2(num_experts),
         block_size=block_size,
         capacity=capacity,
         PAIR_IDS=pair_ids,
@@ -342,6 +439,7 @@ def moe_build_pairs_by_token(
     )
     _launch(
         _build_pairs_kernel,
+        num_experts + 1,
         ids,
         num_experts,
         pairs_ptr=pairs,

@@ -34,18 +34,20 @@ LAYER = {"num_experts": 128, "top_k": 8}
 BENCH_KINDS = ("Q4_K", "Q6_K", "MXFP4", "Q4_K:planes", "Q6_K:planes")
 
 
-def _cases(kinds: tuple[str, ...], *num_tokens: int) -> list[Case]:
+def _cases(
+    kinds: tuple[str, ...], *num_tokens: int, n: int = 768, k: int = 2048, per_slot: bool = False
+) -> list[Case]:
     return [
         Case(
-            f"{kind.lower()}/e128k8n768k2048/m{m}",
+            f"{kind.lower()}/e128k8n{n}k{k}/m{m}",
             torch.bfloat16,
             LAYER
             | {
                 "kind": kind,
                 "num_tokens": m,
-                "n": 768,
-                "num_blocks": 2048 // format_of(kind).block_size,
-                "per_slot": False,
+                "n": n,
+                "num_blocks": k // format_of(kind).block_size,
+                "per_slot": per_slot,
             },
         )
         for kind in kinds
@@ -245,8 +247,7 @@ def _(a, gate_blocks, up_blocks, ids, gate_kind, up_kind):
     axes={"kind": KINDS, **SIZES, "num_tokens": (0, 2, 1, 30), "n": (1, 5, 70)},
     bench=_cases(BENCH_KINDS, 64)
     + _cases(("Q4_K", "Q4_K:planes"), 4096)
-    + _cases(("Q4_K:planes",), 256, 1024)
-    + _cases(("Q4_0:planes",), 256, 1024, 4096),
+    + _cases(("Q4_K:planes", "Q4_0:planes"), 64, 256, 1024, 4096, n=2048, k=768, per_slot=True),
     static=("top_k",),
     after_norm="a",
 )
@@ -366,7 +367,7 @@ def _(a, blocks, bucket_ids, tpe, kind, top_k):
             torch.bfloat16,
             LAYER
             | {"gate_kind": kind, "up_kind": kind, "num_tokens": m, "n": 768}
-            | {"num_blocks": 2048 // format_of(kind).block_size, "per_slot": False},
+            | {"num_blocks": 2048 // 256, "per_slot": False},
         )
         for kind in ("Q4_K:planes", "Q4_0:planes")
         for m in (64, 256, 1024, 4096)
