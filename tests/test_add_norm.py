@@ -141,7 +141,7 @@ def test_x_is_added_once_however_h_is_asked_for():
         for order in (first, *orders) if first else orders:
             got = tokens.arranged(order)
             assert tokens.arranged(order) is got
-            for part, part_of_h in zip(got[:3], arrange(h, *order)[:3], strict=True):
+            for part, part_of_h in zip(got[:3], arrange(h, order)[:3], strict=True):
                 assert_same(part, part_of_h)
         if first:
             assert torch.equal(tokens.values(), h)
@@ -165,7 +165,7 @@ def test_past_a_rows_end_there_are_zeros():
     h = fused_add_rms_norm(residual.clone(), x, ones, 0.0)
     assert h[0].isnan().all() and h[3].isinf().all()
     got = NormedTokens(residual, x, ones, 0.0).arranged(order)
-    for part, part_of_h in zip(got[:3], arrange(h, *order)[:3], strict=True):
+    for part, part_of_h in zip(got[:3], arrange(h, order)[:3], strict=True):
         assert_same(part, part_of_h)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ferrum_triton import FileError, InputError, get_backend
+from ferrum_triton import OPS, FileError, InputError, get_backend
 from ferrum_triton.cli.inspect import describe
 from ferrum_triton.files.fp8_weights import Fp8Files
 from ferrum_triton.files.int_weights import Packing, packing_of
@@ -142,6 +142,23 @@ def test_scales_of_tiny_and_of_huge_groups(backend, largest, scale):
     codes, scales = backend.quantize_fp8_groups(x)
     torch.testing.assert_close(scales.item(), scale, rtol=1e-6, atol=0)
     assert (codes.float().abs() == (0 if scale == 1 else 448)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpus_quotients_are_rounded_once(dtype):
+    """Many numbers and scales, among them quotients halfway between codes and the floats beside."""
+    x = torch.randn(4096, 4096, device="cuda").to(dtype)
+    x[::3] *= (10 * torch.randn(1366, 1, device="cuda")).exp2().to(dtype)
+    limits = x[1024:2048].unflatten(1, (32, 128)).float().abs().amax(-1, keepdim=True) / 448
+    codes = torch.randint(0, 126, (1024, 32, 128), device="cuda")
+    halfway = torch.from_numpy((POSITIVE[1:] + POSITIVE[:-1]) / 2).float().cuda()
+    near = (halfway[codes] * limits * (1 + torch.randint_like(codes, -2, 3) * 2.0**-24)).to(dtype)
+    near[..., 0] = 448 * limits[..., 0]
+    x[1024:2048] = near.flatten(1)
+    got = get_backend("cuda").quantize_fp8_groups(x)
+    want = OPS["quantize_fp8_groups"].reference(x)
+    assert torch.equal(bits(got[0]), bits(want[0])) and torch.equal(got[1], want[1])
 
 
 # Both orientations of a tile, K in parts or not, tiles side by side, of several programs.

@@ -58,7 +58,7 @@ def tokens(m, k, dtype=torch.float16, seed=1):
 
 def emulate(a, blocks, kind, config, y=None, seed=0, mutant=None, **added):
     """The product with matrices side by side, and the tickets that it left."""
-    arranged, matrices = arrange(a, *ORDER), [planes_of(each, kind) for each in blocks]
+    arranged, matrices = arrange(a, ORDER), [planes_of(each, kind) for each in blocks]
     if y is None:
         y = a.new_full((len(a), sum(map(len, matrices))), torch.nan)
     with note_launches(runs=False) as launches:
@@ -231,7 +231,7 @@ def test_every_candidate_on_a_gpu(kind, m):
 
 def launch_of(kind, config, m, n=28672, k=4096, matrices=1, **added):
     with record_launches((9, 0)) as launches:
-        arranged = arrange(empty(m, k), *ORDER)
+        arranged = arrange(empty(m, k), ORDER)
         w = [packed_rows(kind, n, k)] * matrices
         packed_products(empty(m, n), arranged, w, f"{kind}:planes", config, k, **added)
     return launches[-1]

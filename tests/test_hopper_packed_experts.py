@@ -54,12 +54,12 @@ def in_planes(stacks, kind):
     return [torch.stack([planes_of(each, kind) for each in stack]) for stack in stacks]
 
 
-def multiply(y, arranged, pairs, tiles, planes, kind, config, k, **options):
+def multiply(y, arranged, table, planes, kind, config, k, **options):
     """The launch alone, by the emulator."""
     form = f"{kind}:planes"
     apart = [rows_apart(stack, form, k) for stack in planes]
     with note_launches(runs=False) as launches:
-        packed_pairs(y, arranged, pairs, tiles, planes, apart, form, k, config)
+        packed_pairs(y, arranged, table, planes, apart, form, k, config)
     (launch,) = launches
     constexprs = {name: launch.meta[name] for name in launch.kernel.constexprs}
     options |= {"assembly": twins(FORMATS[kind]), "timeout": 60}
@@ -71,11 +71,10 @@ def emulate(a, stacks, ids, kind, config, num_rows, seed=0, mutant=None):
     top_k, k = ids.shape[1], a.shape[-1]
     y = a.new_full((len(a), top_k, num_rows), torch.nan)
     found, tpe = buckets(ids, len(stacks[0]))
-    arguments = a, found, tpe, top_k, ORDER.words, ORDER.halves
-    arranged, pairs = prepare_sorted(*arguments, y)
-    tiles = tile_table(pairs, config.tokens)
+    arranged, pairs = prepare_sorted(a, found, tpe, top_k, ORDER, y)
+    table = tile_table(pairs, config.tokens)
     planes, options = in_planes(stacks, kind), {"seed": seed, "mutant": mutant}
-    multiply(y, arranged, pairs, tiles, planes, kind, config, k, **options)
+    multiply(y, arranged, table, planes, kind, config, k, **options)
     return y
 
 
@@ -138,11 +137,11 @@ def test_a_pair_in_two_places_is_multiplied_by_one_of_its_experts():
     a, stack = tokens(4, 512), [matrix("Q4_K", 192, 512, seed=e) for e in range(2)]
     y = a.new_full((4, 1, 192), torch.nan)
     found = torch.tensor([[0, 1, 2, 9], [2, 1, -3, 3]], dtype=torch.int32)
-    arguments = a, found, torch.tensor([4, 4], dtype=torch.int32), 1, ORDER.words, ORDER.halves
-    arranged, pairs = prepare_sorted(*arguments, y)
-    tiles = tile_table(pairs, SMALL.tokens)
-    assert tiles[1].tolist() == [2] and tiles[0][:2, 3].sum() <= 4
-    multiply(y, arranged, pairs, tiles, in_planes([stack], "Q4_K"), "Q4_K", SMALL, 512)
+    tpe = torch.tensor([4, 4], dtype=torch.int32)
+    arranged, pairs = prepare_sorted(a, found, tpe, 1, ORDER, y)
+    table = tile_table(pairs, SMALL.tokens)
+    assert table.total.tolist() == [2] and table.tiles[:2, 2].sum() <= 4
+    multiply(y, arranged, table, in_planes([stack], "Q4_K"), "Q4_K", SMALL, 512)
     either = [wanted(a, stack, torch.full((4, 1), e), "Q4_K") for e in range(2)]
     assert error(y[0], either[0][0]) < LIMITS[a.dtype]
     # Which of its places a pair has is the last written; rows past the last pair there are not.
@@ -205,7 +204,8 @@ def test_what_is_compiled(kind, pairs, gated):
     assert resources.registers == (80 if config.ctas_per_sm == 2 else 168)
     code = instructions(resources.asm["cubin"])
     assert not overwritten_operands(code)
-    assert sum(each.name.startswith("HGMMA.64x") for each in code) == 2 * 4 * 4
+    parts = sum(config.tokens >= least for least in (8, 16, 32))  # a whole tile, half, a quarter
+    assert sum(each.name.startswith("HGMMA.64x") for each in code) == parts * 2 * 4 * 4
     assert "C75" not in assembler_says(resources.asm["ptx"])
 
 

@@ -36,7 +36,6 @@ PREFETCHED = re.compile(r"prefetch\.global\.L2 \[[^]]*\];")
 HINTS = (
     "ferrum_triton.kernels.attention.paged_decode",
     "ferrum_triton.kernels.attention.paged_step",
-    "ferrum_triton.kernels.linear_attention.delta",
 )
 HINT = re.compile(r"\bld\.global\.cg\.[^;]*;")
 

@@ -7,7 +7,7 @@ import torch
 
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.activations import Order, arrange
 from ferrum_triton.kernels.quant.fragments import unpacking_of
 from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
 from ferrum_triton.kernels.quant.mma import mma_products, order_of
@@ -121,7 +121,7 @@ def test_tickets_are_zeros_again_for_the_next_product():
     a = torch.randn(9, 1280, generator=seeded(1)).half()
     planes = planes_of(packed("Q4_K", 70, 1280), "Q4_K")
     config = SMALL._replace(splits=4)
-    arranged = arrange(a, *order_of("Q4_K", config))
+    arranged = arrange(a, order_of("Q4_K", config))
     y = torch.empty(9, 70, dtype=torch.float16)
     results = []
     for _ in range(2):
@@ -170,7 +170,7 @@ def test_rows_of_one_activation_fit_float16_with_their_sums(dtype):
     below_two = 2 - torch.finfo(dtype).eps
     a = (torch.stack([exponents.exp2(), exponents.exp2() * below_two]).flatten()).to(dtype)
     a = a[:, None].repeat(1, 256)
-    x, sums, factor, _ = arrange(a, 16)
+    x, sums, factor, _ = arrange(a, Order(16))
     assert torch.equal(x.double() * factor[:, None], a.double())
     assert x.min() >= 2**11 and x.max() < 2**12
     assert torch.equal(sums.double(), (8 * x[:, :32].double()).half().double())

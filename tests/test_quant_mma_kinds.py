@@ -26,7 +26,7 @@ def test_two_kinds_in_one_launch_give_the_bits_of_two(kinds, splits, use_tma):
         planes_of(packed(kind, n, 1024), kind) for kind, n in zip(kinds, (70, 37), strict=True)
     ]
     first, second = [f"{kind}:planes" for kind in kinds]
-    arranged = arrange(torch.randn(17, 1024).bfloat16(), *order_of(first, config))
+    arranged = arrange(torch.randn(17, 1024).bfloat16(), order_of(first, config))
     got, want = (torch.full((17, 107), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     mma_products(got, arranged, planes, first, config, 1024, second_kind=second)
     for y, w, kind in zip(want.split(rows, dim=1), planes, (first, second), strict=True):

@@ -6,7 +6,7 @@ import torch
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.activations import Order, arrange
 from ferrum_triton.kernels.quant.products import bucket_of, heuristic, product, products
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
@@ -83,7 +83,7 @@ def test_activations_lie_as_the_fragments_take_them(device):
     """Of 256 elements a thread's 64, of which 16 at a time are two loads of eight."""
     a = torch.arange(512, device=device).float().repeat(3, 1) / 512
     a[1] *= 2
-    x, sums, factor, tickets = arrange(a.half(), 32, interleave=8)
+    x, sums, factor, tickets = arrange(a.half(), Order(32, interleave=8))
     assert tickets is None  # products of few tokens never split K
     pieces = x.view(2, 4, 2, 8, 4, 8)[:, :, :, :3]  # block, 16 weights, half, token, thread, pair
     got = pieces.float().permute(3, 0, 4, 1, 2, 5).reshape(3, -1) * factor[:3, None]

@@ -90,9 +90,10 @@ def fragments(steps, TILE: gl.constexpr):
 def multiply(acc, a, x, stage, TILE: gl.constexpr):
     """Start the products of a row of steps; ``a`` must be left alone until they are done."""
     SPAN: gl.constexpr = TILE.span
+    TOKENS: gl.constexpr = TILE.tokens  # of a stage the first
     for j in gl.static_range(SPAN):
-        tokens = x.buffers.index(stage * SPAN + j).permute((1, 0))
-        acc = warpgroup_mma(a[j], tokens, acc, is_async=True)
+        tokens = x.buffers.index(stage * SPAN + j).slice(0, TOKENS)
+        acc = warpgroup_mma(a[j], tokens.permute((1, 0)), acc, is_async=True)
     return acc
 
 

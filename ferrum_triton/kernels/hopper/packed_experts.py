@@ -34,8 +34,8 @@ from ferrum_triton.kernels.hopper.packed_weights import Planes
 from ferrum_triton.kernels.hopper.packed_work import WARPGROUPS, Segment
 from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers
 from ferrum_triton.kernels.jit import processors
-from ferrum_triton.kernels.moe.prepare import PairTable, Result
-from ferrum_triton.kernels.moe.tile_table import FIELDS
+from ferrum_triton.kernels.moe.prepare import Result
+from ferrum_triton.kernels.moe.tile_table import FIELDS, TileTable
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged
 from ferrum_triton.kernels.quant.packed_config import BLOCK, REGISTERS, ROWS, STEP, PackedConfig
@@ -43,6 +43,9 @@ from ferrum_triton.kernels.quant.planes import row_sizes
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.kinds import file_kind
+
+# A pair a thread.
+EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 class Tiles(NamedTuple):
@@ -62,28 +65,26 @@ class Tiles(NamedTuple):
 
 
 class OfTile(NamedTuple):
-    """A tile's expert, its first pair in the bucket and among all, and how many it has."""
+    """A tile's expert, its first pair among all by expert, and how many it has."""
 
     expert: Any
-    first: Any
     row: Any
     left: Any
 
 
 class Pairs(NamedTuple):
-    """Pairs by expert as :class:`PairTable` has them, and the factors of their activations."""
+    """Pairs by expert, and the factors of their activations: all of them, or a tile's."""
 
     pairs: Any
-    places: Any
-    capacity: Any
     factor: Any
 
 
 @gluon.jit
 def of_tile(tiles, tile):
-    """The :class:`OfTile` of a tile."""
+    """The :class:`OfTile` of a tile; of one past the last any."""
+    tile = gl.maximum(gl.minimum(tile, tiles.total - 1), 0)
     at = tiles.table + tile // tiles.rows * FIELDS
-    return OfTile(gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3))
+    return OfTile(gl.load(at), gl.load(at + 1), gl.load(at + 2))
 
 
 @gluon.jit
@@ -96,11 +97,11 @@ def fetch_experts(matrices, apart, ring, tiles, TILE: gl.constexpr, PDL: gl.cons
     """
     GATED: gl.constexpr = TILE.activation != ""
     BYTES: gl.constexpr = TILE.block_bytes
-    EACH: gl.constexpr = WARPGROUPS * (32 if GATED else 64)
+    ROWS: gl.constexpr = WARPGROUPS * (32 if GATED else 64)
     pdl_wait(PDL)
     to, step = ring.buffers, 0
     for tile in range(gl.program_id(0), tiles.total, gl.num_programs(0)):
-        expert, row = of_tile(tiles, tile).expert, tile % tiles.rows * EACH
+        expert, row = of_tile(tiles, tile).expert, tile % tiles.rows * ROWS
         rows, up_rows = rows_of(apart[0], expert, row), rows_of(apart[1], expert, row)
         for k in range(tiles.blocks):
             stage = acquire(ring, step, BYTES)
@@ -140,11 +141,19 @@ def fetch_pairs(x_desc, ring, tiles, TILE: gl.constexpr, PDL: gl.constexpr):
 
 
 @gluon.jit
+def pairs_of_tile(pairs, here, TILE: gl.constexpr):
+    """The :class:`Pairs` of a tile, a token a thread: as few registers as it takes."""
+    m = gl.arange(0, TILE.tokens, EACH)
+    known = m < here.left
+    pair = gl.load(pairs.pairs + here.row + m, mask=known, other=-1)
+    return Pairs(pair, gl.load(pairs.factor + here.row + m, mask=known, other=0.0))
+
+
+@gluon.jit
 def store_pairs(
     acc,
     result,
-    pairs,
-    here,
+    mine,
     row_tile,
     TOP_K: gl.constexpr,
     WARPGROUP: gl.constexpr,
@@ -155,31 +164,56 @@ def store_pairs(
     Args:
         acc: float32 [64, tokens].
         result: :class:`Result`.
-        pairs: :class:`Pairs`.
-        here: :class:`OfTile`.
+        mine: :class:`Pairs` of the tile.
         row_tile: number of the tile of rows.
     """
     GATED: gl.constexpr = TILE.activation != ""
-    EACH: gl.constexpr = 32 if GATED else 64
-    ACC: gl.constexpr = acc.type.layout
-    m = gl.arange(0, TILE.tokens, gl.SliceLayout(0, ACC))
-    factor = gl.load(pairs.factor + here.row + m, mask=m < here.left, other=0.0)
+    ROWS: gl.constexpr = 32 if GATED else 64
+    factor = gl.convert_layout(mine.factor, gl.SliceLayout(0, acc.type.layout))
     y = acc * factor[None, :]
     if GATED:
         y = gated(y, TILE)
-    LAYOUT: gl.constexpr = output_layout(EACH)
+    LAYOUT: gl.constexpr = output_layout(ROWS)
     y = gl.convert_layout(y, LAYOUT)
-    m = gl.arange(0, TILE.tokens, gl.SliceLayout(0, LAYOUT))
-    known = m < here.left
-    expert, entry = here.expert.to(gl.int64), (here.first + m).to(gl.int64)
-    pair = gl.load(pairs.pairs + expert * pairs.capacity + entry, mask=known, other=0).to(gl.int64)
+    pair = gl.convert_layout(mine.pairs, gl.SliceLayout(0, LAYOUT)).to(gl.int64)
     # Of a pair that is in two places, one has activations.
-    known = known & (gl.load(pairs.places + pair, mask=known, other=-1) == (expert << 32) | entry)
-    token, slot = pair // TOP_K, pair % TOP_K
-    row = (row_tile * WARPGROUPS + WARPGROUP) * EACH + gl.arange(0, EACH, gl.SliceLayout(1, LAYOUT))
+    known, token, slot = pair >= 0, pair // TOP_K, pair % TOP_K
+    row = (row_tile * WARPGROUPS + WARPGROUP) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     to = result.y + (token * result.stride_token + slot * result.stride_slot)[None, :]
     mask = (row < result.num_rows)[:, None] & known[None, :]
     gl.store(to + row[:, None], y.to(result.y.dtype.element_ty), mask=mask)
+
+
+@gluon.constexpr_function
+def part_of(tile, parts):
+    """A tile of fewer tokens."""
+    return tile.part(parts)
+
+
+@gluon.jit
+def multiply_tile(
+    result,
+    pairs,
+    here,
+    w,
+    x,
+    at,
+    x_at,
+    tile,
+    tiles,
+    TOP_K: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Multiply and store a tile, or the first tokens of one."""
+    TOKENS: gl.constexpr = TILE.tokens
+    LAYOUT: gl.constexpr = sums_layout(TOKENS)
+    # Asked for before the products, so that no store waits for where it goes.
+    mine = pairs_of_tile(pairs, here, TILE)
+    part = Segment(tile, gl.to_tensor(0), tiles.blocks)
+    acc = gl.zeros([64, TOKENS], gl.float32, LAYOUT)
+    acc, at, x_at = add_blocks(acc, w, x, at, x_at, part, WARPGROUP, TILE)
+    store_pairs(acc, result, mine, tile % tiles.rows, TOP_K, WARPGROUP, TILE)
 
 
 @gluon.jit
@@ -194,26 +228,37 @@ def multiply_pairs(
     TILE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A warpgroup that multiplies."""
-    TOKENS: gl.constexpr = TILE.tokens
-    LAYOUT: gl.constexpr = sums_layout(TOKENS)
+    """A warpgroup that multiplies.
+
+    An expert's last tile may have few pairs: up to a half or a quarter of one takes less time.
+    """
+    SPAN: gl.constexpr = TILE.span
+    HALF: gl.constexpr = part_of(TILE, 2)
+    QUARTER: gl.constexpr = part_of(TILE, 4)
     pdl_wait(PDL)
     at, x_at = 0, 0
+    here = of_tile(tiles, gl.program_id(0))
     for tile in range(gl.program_id(0), tiles.total, gl.num_programs(0)):
-        part = Segment(tile, gl.to_tensor(0), tiles.blocks)
-        acc = gl.zeros([64, TOKENS], gl.float32, LAYOUT)
-        acc, at, x_at = add_blocks(acc, w, x, at, x_at, part, WARPGROUP, TILE)
-        here = of_tile(tiles, tile)
-        store_pairs(acc, result, pairs, here, tile % tiles.rows, TOP_K, WARPGROUP, TILE)
+        later = of_tile(tiles, tile + gl.num_programs(0))
+        common = (result, pairs, here, w, x, at, x_at, tile, tiles)
+        if TILE.tokens >= 16 and here.left <= HALF.tokens:
+            if TILE.tokens >= 32 and here.left <= QUARTER.tokens:
+                multiply_tile(*common, TOP_K, WARPGROUP, QUARTER)
+            else:
+                multiply_tile(*common, TOP_K, WARPGROUP, HALF)
+        else:
+            multiply_tile(*common, TOP_K, WARPGROUP, TILE)
+        here = later
+        at += tiles.blocks
+        x_at += tiles.blocks * 4 // SPAN
 
 
-@gluon_kernel(dynamic=("capacity",))
+@gluon_kernel
 def packed_experts_kernel(
     y_ptr,  # [num_tokens, top_k, n]
     table_ptr,  # int32 [tiles, FIELDS]
     total_ptr,  # int32 [1]
-    pairs_ptr,  # int32 [num_experts, capacity]
-    places_ptr,  # int64 [num_pairs]
+    pairs_ptr,  # int32 [num_pairs], by expert
     factor_ptr,  # float32 [num_pairs]
     q_desc,  # of planes of all experts
     h_desc,
@@ -237,7 +282,6 @@ def packed_experts_kernel(
     num_rows,
     blocks,  # of K
     row_tiles,
-    capacity,
     TOP_K: gl.constexpr,
     TILE: gl.constexpr,
     PDL: gl.constexpr,
@@ -261,7 +305,7 @@ def packed_experts_kernel(
     fence_async_shared()
     pdl_wait(PDL)
     tiles = Tiles(table_ptr, gl.load(total_ptr) * row_tiles, row_tiles, blocks)
-    pairs = Pairs(pairs_ptr, places_ptr, capacity, factor_ptr)
+    pairs = Pairs(pairs_ptr, factor_ptr)
     result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
     # Arguments stand where they are passed: in a variable, constants would become numbers.
     gl.warp_specialize(
@@ -304,8 +348,7 @@ def _maps(stack: Tensor, kind: str, num_weights: int, num_rows: int) -> list[Any
 def packed_pairs(
     y: Tensor,
     arranged: Arranged,
-    pairs: PairTable,
-    tiles: tuple[Tensor, Tensor],
+    table: TileTable,
     stacks: Sequence[Tensor],
     apart: Sequence[Planes],
     kind: str,
@@ -316,8 +359,8 @@ def packed_pairs(
 
     Args:
         y: [num_tokens, top_k, n], of at least one element.
-        arranged, pairs: of ``prepare_sorted``, in :data:`~.packed_config.ORDER`.
-        tiles: the table of tiles of ``config.tokens`` pairs, and their number.
+        arranged: of ``prepare_sorted``, in :data:`~.packed_config.ORDER`.
+        table: tiles of ``config.tokens`` pairs.
         stacks: W, uint8 [num_experts, n, row_bytes]; or gate and up of one shape, where y is
             silu(gate[e] · a[p]) * (up[e] · a[p]).
         apart: :func:`rows_apart` of each.
@@ -327,9 +370,8 @@ def packed_pairs(
     """
     num_rows, activation = y.shape[2], "silu" if len(stacks) > 1 else ""
     rows = ROWS // 2 if activation else ROWS
-    table, total = tiles
     row_tiles = cdiv(num_rows, rows * WARPGROUPS.value)
-    most = len(table) * row_tiles
+    most = len(table.tiles) * row_tiles
     maps: dict[str, Any] = {f"up_{plane}_desc": None for plane in "qhsd"}
     maps |= {f"up_{plane}_apart": 0 for plane in "qhsd"}
     for prefix, stack, steps in zip(("", "up_"), stacks, apart, strict=False):
@@ -340,17 +382,15 @@ def packed_pairs(
     packed_experts_kernel.launch(
         (min(processors(y.device) * config.ctas_per_sm, most),),
         y_ptr=y,
-        table_ptr=table,
-        total_ptr=total,
-        pairs_ptr=pairs.pairs,
-        places_ptr=pairs.places,
+        table_ptr=table.tiles,
+        total_ptr=table.total,
+        pairs_ptr=table.pairs,
         factor_ptr=arranged.factor,
         **maps,
         x_desc=describe(arranged.x, (config.tokens, STEP)),
         stride_y_token=y.stride(0),
         stride_y_slot=y.stride(1),
         num_rows=num_rows,
-        capacity=pairs.capacity,
         blocks=cdiv(k, BLOCK),
         row_tiles=row_tiles,
         TOP_K=y.shape[1],

@@ -1,7 +1,7 @@
 """Launches of packed products on Hopper: tensor maps of planes, and what is constant."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -61,6 +61,10 @@ class Tile:
     x_stages: int
     block_bytes: int
     registers: int
+
+    def part(self, parts: int) -> "Tile":
+        """A tile of fewer tokens."""
+        return replace(self, tokens=self.tokens // parts)
 
 
 @lru_cache(maxsize=1024)

@@ -1,8 +1,7 @@
 """The gated delta rule token by token: a program has a block of values of one head's state.
 
 A state is read once, held in registers for all tokens of its sequence, and written once. Many small
-programs keep the memory busy; those that run first ask for their states while the launch before
-ends.
+programs keep the memory busy.
 """
 
 import triton
@@ -10,16 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
-from ferrum_triton.kernels.jit import kernel, processors
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.linear_attention.sequences import Batch, Layout, layout_of, span_of
 from ferrum_triton.kernels.parameters import power_of_two, tile_refusal
-from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops.linear_attention import delta as ops
-
-# Programs of an SM that run at once, about: what later ones ask for ahead, they would soon read.
-AHEAD_PER_SM = 4
 
 
 @triton.jit
@@ -28,28 +24,7 @@ def key_head_of(head, num_v_heads, group, TILED: tl.constexpr):
     return head % (num_v_heads // group) if TILED else head // group
 
 
-@triton.jit
-def prefetch_state(
-    batch, seq, head_ptr, stride_slot, stride_key, keys, values, BLOCK_V: tl.constexpr
-):
-    """Ask for a block of a state before the PDL wait, in the slot that is named then.
-
-    Args:
-        head_ptr: the head's first value in slot 0.
-        keys: int64 [BLOCK_K], kept inside the state.
-        values: the first value of the block, and how many there are of a head.
-    """
-    PER_LINE: tl.constexpr = 1024 // head_ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.cdiv(BLOCK_V, PER_LINE)
-    slot = tl.load(batch.slots_ptr + seq, cache_modifier=".cg").to(tl.int64)
-    slot = tl.minimum(tl.maximum(slot, 0), batch.num_slots - 1)
-    first, num_values = values
-    line = tl.minimum(first + tl.arange(0, LINES) * PER_LINE, num_values - 1)
-    row = slot * stride_slot + keys[:, None] * stride_key
-    prefetch_l2(head_ptr + row + line[None, :])
-
-
-@kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "num_ahead", "query_scale"))
+@kernel(dynamic=("num_seqs", "num_tokens", "num_slots", "query_scale"))
 def _gdn_decode_kernel(
     out_ptr,  # [num_tokens, num_v_heads, head_v_dim]
     states_ptr,  # [num_slots, num_v_heads, head_k_dim, head_v_dim] or None, updated
@@ -82,7 +57,6 @@ def _gdn_decode_kernel(
     num_seqs,
     num_tokens,
     num_slots,
-    num_ahead,  # programs that ask for their state before they wait
     query_scale,
     TILED: tl.constexpr,
     EACH: tl.constexpr,
@@ -91,32 +65,20 @@ def _gdn_decode_kernel(
     PDL: tl.constexpr,
 ):
     """S ← e^g · S; S ← S + k ⊗ β · (v - Sᵀ k); y = query_scale · Sᵀ q"""
-    pid = tl.program_id(0)
-    blocks = tl.cdiv(head_v_dim, BLOCK_V)
-    head = (pid // blocks % num_v_heads).to(tl.int64)
-    seq = pid // (blocks * num_v_heads)
-    batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
-    key = tl.arange(0, BLOCK_K)
-    first_value = pid % blocks * BLOCK_V
-    if PDL and EACH and states_ptr is not None and slots_ptr is not None:
-        if pid < num_ahead:
-            prefetch_state(
-                batch,
-                seq,
-                states_ptr + head * stride_states_head,
-                stride_states_slot,
-                stride_states_key,
-                tl.minimum(key, head_k_dim - 1).to(tl.int64),
-                (first_value, head_v_dim),
-                BLOCK_V,
-            )
     pdl_wait(PDL)
     pdl_trigger(PDL)
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(head_v_dim, BLOCK_V)
+    head = pid // blocks % num_v_heads
+    seq = pid // (blocks * num_v_heads)
+    batch = Batch(cu_seqlens_ptr, slots_ptr, pos_offsets_ptr, num_seqs, num_tokens, num_slots)
     span = span_of(batch, seq, EACH)
 
-    value = first_value + tl.arange(0, BLOCK_V)
+    key = tl.arange(0, BLOCK_K)
+    value = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     in_keys, in_values = key < head_k_dim, value < head_v_dim
     in_state = in_keys[:, None] & in_values[None, :]
+    head = head.to(tl.int64)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if states_ptr is not None:
         in_head = head * stride_states_head + key[:, None].to(tl.int64) * stride_states_key
@@ -237,7 +199,6 @@ def launch_tokens(
         group=num_v_heads // num_k_heads,
         head_k_dim=head_k_dim,
         head_v_dim=head_v_dim,
-        num_ahead=AHEAD_PER_SM * processors(q.device),
         query_scale=head_k_dim**-0.5 if query_scale is None else query_scale,
         TILED=tiled_values,
         EACH=layout.each,

@@ -34,7 +34,7 @@ from ferrum_triton.kernels.moe.prepare import (
 )
 from ferrum_triton.kernels.moe.tile_table import tile_table
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.activations import Arranged
+from ferrum_triton.kernels.quant.activations import Arranged, Order
 from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
 from ferrum_triton.kernels.quant.mma import options_of
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
@@ -283,7 +283,7 @@ def gemm_plane_pairs(
                 return y
             choice = tiles.heuristic(gpu_of(a.device), *shape)
         mix = Mix.of(choice)
-    arguments = a, bucket_ids, tpe, top_k, mix.config.words, halves_of(kind)
+    arguments = a, bucket_ids, tpe, top_k, Order(mix.config.words, halves_of(kind))
     prepared = prepare_sorted(*arguments, y) if mix.config.use_tma else prepare(*arguments)
     is_per_pair = a.dim() == 3
     _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix.config, mix.spared, 0)
@@ -311,9 +311,9 @@ def _packed(
     apart = [rows_apart(stack, kind, k) for stack in stacks]
     if None in apart:
         return False
-    arranged, pairs = prepare_sorted(a, bucket_ids, tpe, y.shape[1], ORDER.words, ORDER.halves, y)
-    tiles = tile_table(pairs, tile.tokens)
-    packed_pairs(y, arranged, pairs, tiles, stacks, apart, kind, k, tile)
+    arranged, pairs = prepare_sorted(a, bucket_ids, tpe, y.shape[1], ORDER, y)
+    table = tile_table(pairs, tile.tokens)
+    packed_pairs(y, arranged, table, stacks, apart, kind, k, tile)
     return True
 
 

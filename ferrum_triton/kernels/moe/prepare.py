@@ -21,6 +21,7 @@ from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import (
     Arranged,
+    Order,
     arrange_token,
     arranged,
     block_and_warps,
@@ -185,7 +186,7 @@ def _find_pairs_kernel(
 @kernel(dynamic=("num_pairs", "capacity"))
 def _arrange_pairs_kernel(
     x_ptr,  # [num_pairs, padded k], float16
-    sums_ptr,  # [num_pairs, padded k / 8], float16
+    sums_ptr,  # [num_pairs, padded k / 8], float16; or None
     factor_ptr,  # [num_pairs], float32
     y_ptr,  # [num_tokens, top_k, n], written for pairs in no bucket
     a_ptr,  # [num_tokens, k], or [num_tokens, top_k, k]
@@ -286,7 +287,7 @@ def experts_of_pairs(bucket_ids: Tensor, tpe: Tensor, num_pairs: int) -> Tensor:
 
 
 def prepare(
-    a: Tensor, bucket_ids: Tensor, tpe: Tensor, top_k: int, words: int, halves: int
+    a: Tensor, bucket_ids: Tensor, tpe: Tensor, top_k: int, order: Order
 ) -> tuple[Arranged, PairTable]:
     """Arrange every row of a, and drop entries that are no pair.
 
@@ -296,7 +297,7 @@ def prepare(
         a: [num_tokens, k] or [num_tokens, top_k, k].
         bucket_ids, tpe: the buckets of ``compute_ids_tpe``.
         top_k: slots of a token.
-        words, halves: a step, as ``arrange`` takes them.
+        order: how the products take activations.
 
     Returns:
         The arranged activations, and the pairs of each expert.
@@ -326,8 +327,8 @@ def prepare(
         num_pairs=table.num_pairs,
         capacity=table.capacity,
         SLOTS=slots,
-        COLUMNS=words // halves,
-        HALVES=halves,
+        COLUMNS=order.words // order.halves,
+        HALVES=order.halves,
         BLOCK_K=block_k,
         BLOCK_C=ENTRIES,
         num_warps=warps,
@@ -336,7 +337,7 @@ def prepare(
 
 
 def prepare_sorted(
-    a: Tensor, bucket_ids: Tensor, tpe: Tensor, top_k: int, words: int, halves: int, y: Tensor
+    a: Tensor, bucket_ids: Tensor, tpe: Tensor, top_k: int, order: Order, y: Tensor
 ) -> tuple[Arranged, PairTable]:
     """As :func:`prepare`, but x, sums and factor have a row for each pair, by expert.
 
@@ -346,7 +347,7 @@ def prepare_sorted(
     num_experts, slots = len(bucket_ids), top_k if a.dim() == 3 else 1
     num_rows, num_weights, copies = a.shape[0] * slots, a.shape[-1], top_k // slots
     table = _room_for_pairs(bucket_ids, a.shape[0] * top_k)
-    to = room_for(table.num_pairs, num_weights, a.device)
+    to = room_for(table.num_pairs, num_weights, a.device, sums=order.sums)
     _find_pairs(table, bucket_ids, tpe)
     block_k, warps = block_and_warps(to.x.shape[1])
     each = next_power_of_2(copies) if num_rows >= MANY_ROWS else 1
@@ -372,8 +373,8 @@ def prepare_sorted(
         capacity=table.capacity,
         TOP_K=top_k,
         SLOTS=slots,
-        COLUMNS=words // halves,
-        HALVES=halves,
+        COLUMNS=order.words // order.halves,
+        HALVES=order.halves,
         BLOCK_K=block_k,
         BLOCK_E=next_power_of_2(num_experts),
         BLOCK_C=each,

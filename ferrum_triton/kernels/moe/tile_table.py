@@ -1,27 +1,45 @@
 """Which pairs each tile has, written down for programs that take many tiles in turn."""
 
+from typing import NamedTuple
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, tile_bound
-from ferrum_triton.kernels.moe.prepare import PairTable
+from ferrum_triton.kernels.moe.prepare import PairTable, expert_and_entry
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
-# Numbers of a tile: its expert, the first of its pairs in the expert's bucket and among all pairs
-# by expert, and how many it has.
-FIELDS = tl.constexpr(4)
-# Tiles by experts that a program looks at.
+# Numbers of a tile: its expert, the first of its pairs among all by expert, and how many it has.
+FIELDS = tl.constexpr(3)
+# Tiles by experts, or by their pairs, that a program looks at.
 CELLS = 8192
+
+
+class TileTable(NamedTuple):
+    """Tiles of pairs in device memory.
+
+    Attributes:
+        tiles: int32 [bound, FIELDS].
+        total: int32 [1], how many tiles there are.
+        pairs: int32 [num_pairs], those by expert; -1 of one whose place is another.
+    """
+
+    tiles: Tensor
+    total: Tensor
+    pairs: Tensor
 
 
 @kernel(dynamic=("num_pairs", "capacity"))
 def _tile_table_kernel(
-    table_ptr,  # int32 [bound, FIELDS]
+    tiles_ptr,  # int32 [bound, FIELDS]
     total_ptr,  # int32 [1]
+    by_expert_ptr,  # int32 [num_pairs]
+    pairs_ptr,  # int32 [num_experts, capacity]
     counts_ptr,  # [num_experts]
+    places_ptr,  # int64 [num_pairs]
     num_experts,
     num_pairs,
     capacity,
@@ -44,28 +62,41 @@ def _tile_table_kernel(
     # There are no more rows than pairs, should pairs be in two places.
     left = tl.maximum(tl.minimum(count - first, num_pairs - row), 0)
     known = tile < buckets.total
-    at = table_ptr + tile * FIELDS
+    at = tiles_ptr + tile * FIELDS
     tl.store(at, expert, mask=known)
-    tl.store(at + 1, first, mask=known)
-    tl.store(at + 2, row, mask=known)
-    tl.store(at + 3, left, mask=known)
+    tl.store(at + 1, row, mask=known)
+    tl.store(at + 2, left, mask=known)
     if tl.program_id(0) == 0:
         tl.store(total_ptr, buckets.total)
+    m = tl.arange(0, BLOCK_M)[None, :]
+    is_pair = known[:, None] & (m < left[:, None])
+    entry = first[:, None] + m
+    at = pairs_ptr + expert.to(tl.int64)[:, None] * capacity + entry
+    pair = tl.load(at, mask=is_pair, other=0)
+    home, place = expert_and_entry(tl.load(places_ptr + pair, mask=is_pair, other=-1))
+    pair = tl.where((home == expert[:, None]) & (place == entry), pair, -1)
+    tl.store(by_expert_ptr + row[:, None] + m, pair, mask=is_pair)
 
 
-def tile_table(pairs: PairTable, block_m: int) -> tuple[Tensor, Tensor]:
-    """Tiles of ``block_m`` pairs, int32 [bound, FIELDS], and their number, int32 [1]."""
+def tile_table(pairs: PairTable, block_m: int) -> TileTable:
+    """Tiles of ``block_m`` pairs of one expert each."""
     num_experts, device = len(pairs.counts), pairs.counts.device
     bound = tile_bound(pairs.num_pairs, num_experts, pairs.capacity, block_m)
-    table = torch.empty(bound, FIELDS.value, dtype=torch.int32, device=device)
-    total = torch.empty(1, dtype=torch.int32, device=device)
+    table = TileTable(
+        torch.empty(bound, FIELDS.value, dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(pairs.num_pairs, dtype=torch.int32, device=device),
+    )
     block_e = next_power_of_2(num_experts)
-    block_t = max(min(CELLS // block_e, next_power_of_2(bound)), 1)
+    block_t = max(min(CELLS // max(block_e, block_m), next_power_of_2(bound)), 1)
     _tile_table_kernel.launch(
         (cdiv(bound, block_t),),
-        table_ptr=table,
-        total_ptr=total,
+        tiles_ptr=table.tiles,
+        total_ptr=table.total,
+        by_expert_ptr=table.pairs,
+        pairs_ptr=pairs.pairs,
         counts_ptr=pairs.counts,
+        places_ptr=pairs.places,
         num_experts=num_experts,
         num_pairs=pairs.num_pairs,
         capacity=pairs.capacity,
@@ -74,4 +105,4 @@ def tile_table(pairs: PairTable, block_m: int) -> tuple[Tensor, Tensor]:
         BLOCK_T=block_t,
         num_warps=8,
     )
-    return table, total
+    return table

@@ -32,7 +32,7 @@ class Arranged(NamedTuple):
 
     Attributes:
         x: float16 [rows, padded k].
-        sums: float16 [rows, padded k / 8].
+        sums: float16 [rows, padded k / 8]; None where products take none.
         factor: float32 [rows], what x has to be multiplied by.
         tickets: int32 [TICKETS], zeros whenever no product is running; None where products of these
             activations never split K.
@@ -119,8 +119,9 @@ def store_arranged(to, row, first, x, sums, num_padded, INTERLEAVE: tl.constexpr
     BLOCK_K: tl.constexpr = x.shape[0]
     i = first + tl.arange(0, BLOCK_K)
     tl.store(to.x + _place(row, i, num_padded, INTERLEAVE), x, mask=i < num_padded)
-    word, num_words = first // 8 + tl.arange(0, BLOCK_K // 8), num_padded // 8
-    tl.store(to.sums + _place(row, word, num_words, INTERLEAVE), sums, mask=word < num_words)
+    if to.sums is not None:
+        word, num_words = first // 8 + tl.arange(0, BLOCK_K // 8), num_padded // 8
+        tl.store(to.sums + _place(row, word, num_words, INTERLEAVE), sums, mask=word < num_words)
 
 
 @triton.jit
@@ -157,7 +158,7 @@ def arrange_token(
 @kernel
 def _arrange_kernel(
     x_ptr,  # [m, padded k], float16
-    sums_ptr,  # [m, padded k / 8], float16
+    sums_ptr,  # [m, padded k / 8], float16; or None
     factor_ptr,  # [m], float32
     tickets_ptr,  # [TICKETS], int32, or None
     a_ptr,  # [m, k]
@@ -179,18 +180,40 @@ def _arrange_kernel(
     arrange_token(to, token, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K, INTERLEAVE)
 
 
+class Order(NamedTuple):
+    """How products take activations.
+
+    Attributes:
+        words: words of a step, 16 or 32.
+        halves: parts of a step. Of two, every other pair of words comes first, then the others.
+        interleave: tokens at most whose elements come in turn, 32 of each; 0: rows end to end.
+        sums: whether sums over words are taken too.
+    """
+
+    words: int
+    halves: int = 1
+    interleave: int = 0
+    sums: bool = True
+
+
 def room_for(
-    num_tokens: int, num_weights: int, device: torch.device, *, splits_k: bool = False
+    num_tokens: int,
+    num_weights: int,
+    device: torch.device,
+    *,
+    splits_k: bool = False,
+    sums: bool = True,
 ) -> Arranged:
     """Memory for what :func:`arrange` returns; with tickets where products may split K."""
     padded = cdiv(num_weights, STEP) * STEP
     x = torch.empty((num_tokens, padded), dtype=torch.float16, device=device)
-    sums = torch.empty((num_tokens, padded // 8), dtype=torch.float16, device=device)
     factor = torch.empty((num_tokens,), dtype=torch.float32, device=device)
-    tickets = None
+    tickets, words = None, None
+    if sums:
+        words = torch.empty((num_tokens, padded // 8), dtype=torch.float16, device=device)
     if splits_k:
         tickets = torch.empty((TICKETS.value,), dtype=torch.int32, device=device)
-    return Arranged(x, sums, factor, tickets)
+    return Arranged(x, words, factor, tickets)
 
 
 def block_and_warps(padded: int) -> tuple[int, int]:
@@ -200,15 +223,16 @@ def block_and_warps(padded: int) -> tuple[int, int]:
     return block, 16 if block > 4096 else (8 if block > 1024 else 2)
 
 
-def arrange(a: Tensor, words: int, halves: int = 1, interleave: int = 0) -> Arranged:
-    """Activations [m, k] as products whose steps are ``words`` words, 16 or 32, take them.
+def arrange(a: Tensor, order: Order) -> Arranged:
+    """Activations [m, k] in an order.
 
     Returns:
-        x, a step being [product, word]; of two halves, every other pair of words first and then
-        the others. Or of up to ``interleave`` tokens x and sums as [32 elements, token].
+        x, a step being [product, word]. Or of interleaved tokens x and sums as [32 elements,
+        token].
     """
-    num_tokens, num_weights = a.shape
-    to = room_for(interleave or num_tokens, num_weights, a.device, splits_k=not interleave)
+    (num_tokens, num_weights), interleave = a.shape, order.interleave
+    rows, splits_k = interleave or num_tokens, not interleave
+    to = room_for(rows, num_weights, a.device, splits_k=splits_k, sums=order.sums)
     block, warps = block_and_warps(to.x.shape[1])
     _arrange_kernel.launch(
         (num_tokens,),
@@ -220,21 +244,13 @@ def arrange(a: Tensor, words: int, halves: int = 1, interleave: int = 0) -> Arra
         stride_a_token=a.stride(0),
         num_weights=num_weights,
         num_padded=to.x.shape[1],
-        COLUMNS=words // halves,
-        HALVES=halves,
+        COLUMNS=order.words // order.halves,
+        HALVES=order.halves,
         INTERLEAVE=interleave,
         BLOCK_K=block,
         num_warps=warps,
     )
     return to
-
-
-class Order(NamedTuple):
-    """What :func:`arrange` takes beside the activations."""
-
-    words: int
-    halves: int = 1
-    interleave: int = 0
 
 
 class Tokens:
@@ -263,4 +279,4 @@ class Tokens:
         return self._arranged[order]
 
     def _arrange(self, order: Order) -> Arranged:
-        return arrange(self.values(), *order)
+        return arrange(self.values(), order)

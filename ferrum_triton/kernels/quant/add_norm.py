@@ -39,7 +39,7 @@ from ferrum_triton.ops import quant_fused as ops
 @kernel(dynamic=("eps",))
 def _add_norm_arrange_kernel(
     arranged_ptr,  # [m, padded k], float16
-    sums_ptr,  # [m, padded k / 8], float16
+    sums_ptr,  # [m, padded k / 8], float16; or None
     factor_ptr,  # [m], float32
     tickets_ptr,  # [TICKETS], int32, or None
     residual_ptr,  # [m, k], updated
@@ -100,9 +100,10 @@ class NormedTokens(Tokens):
     def _arrange(self, order: Order) -> Arranged:
         num_tokens, num_weights = self.like.shape
         if not 0 < num_weights <= LONGEST_BLOCK:
-            return arrange(self.values(), *order)
-        device, splits_k = self.like.device, not order.interleave
-        to = room_for(order.interleave or num_tokens, num_weights, device, splits_k=splits_k)
+            return arrange(self.values(), order)
+        rows, splits_k = order.interleave or num_tokens, not order.interleave
+        device = self.like.device
+        to = room_for(rows, num_weights, device, splits_k=splits_k, sums=order.sums)
         num_padded = to.x.shape[1]
         block, warps = block_and_warps(num_padded)
         _add_norm_arrange_kernel.launch(

@@ -21,7 +21,7 @@ BLOCK, STEP, ROWS = 256, 64, 64
 WARPGROUPS = 2
 TILE_ROWS = WARPGROUPS * ROWS
 # What activations are arranged in: of each block the steps, of 16 weights of each of four threads.
-ORDER = Order(words=BLOCK // 8, halves=BLOCK // STEP)
+ORDER = Order(words=BLOCK // 8, halves=BLOCK // STEP, sums=False)
 
 
 class PackedConfig(NamedTuple):
@@ -137,10 +137,12 @@ def experts_candidates(gpu: Gpu, kind: str, num_pairs: int) -> list[PackedConfig
     fmt = FORMATS[file_kind(kind)]
     if not is_served(fmt):
         return []
-    average = min(max(next_power_of_2(num_pairs), 16), 256)
+    # An expert of few pairs has one tile, of which it may take a part.
+    average = next_power_of_2(num_pairs)
+    sizes = {min(max(tokens, 16), 256) for tokens in (average // 2, average, 2 * average)}
     found = [
         with_rings(gpu, PackedConfig(tokens, span, overlapped, False, ctas_per_sm), fmt)
-        for tokens in sorted({max(average // 2, 16), average})
+        for tokens in sorted(sizes)
         for span, overlapped, ctas_per_sm in _TRIED[tokens]
     ]
     return [config for config in found if not experts_refusal(gpu, config, kind)]

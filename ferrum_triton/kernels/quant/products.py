@@ -415,7 +415,7 @@ def product(
         return y
     config = pick(a, kind, planes.shape[0])
     if config["path"] == "small_m":
-        parts, x = [(planes, kind)], arrange(a, *ORDER)
+        parts, x = [(planes, kind)], arrange(a, ORDER)
         return small_m_product(x, parts, config["warps"], y, bias=bias, residual=residual)
     if config["path"] in ("gemv", "persistent"):
         x = int16_activations(a) if config.get("prepared") else a
