@@ -9,9 +9,9 @@ from ferrum_triton import get_backend
 from ferrum_triton.gluon_emulator import EmulationError, run
 from ferrum_triton.gluon_emulator.mutants import mutants
 from ferrum_triton.kernels.hopper.packed_experts import (
+    has_maps,
     packed_experts_kernel,
     packed_pairs,
-    rows_apart,
 )
 from ferrum_triton.kernels.jit import note_launches, record_launches
 from ferrum_triton.kernels.moe.plane_config import (
@@ -57,9 +57,8 @@ def in_planes(stacks, kind):
 def multiply(y, arranged, table, planes, kind, config, k, **options):
     """The launch alone, by the emulator."""
     form = f"{kind}:planes"
-    apart = [rows_apart(stack, form, k) for stack in planes]
     with note_launches(runs=False) as launches:
-        packed_pairs(y, arranged, table, planes, apart, form, k, config)
+        packed_pairs(y, arranged, table, planes, form, k, config)
     (launch,) = launches
     constexprs = {name: launch.meta[name] for name in launch.kernel.constexprs}
     options |= {"assembly": twins(FORMATS[kind]), "timeout": 60}
@@ -124,12 +123,19 @@ def test_gate_and_up(kind, config):
     assert error(y, g * g.sigmoid() * u) < 2 * LIMITS[a.dtype]
 
 
-def test_stacks_whose_experts_are_no_whole_rows_apart_have_no_maps():
+def test_stacks_of_one_matrix_have_no_maps():
     planes = torch.stack([planes_of(matrix("Q4_K", 96, 512), "Q4_K")] * 3)
-    assert rows_apart(planes, "Q4_K:planes", 512) is not None
-    odd = torch.stack([planes_of(matrix("Q4_K", 97, 512), "Q4_K")] * 3)
-    assert rows_apart(odd, "Q4_K:planes", 512) is None
-    assert rows_apart(planes[:1].expand(3, -1, -1), "Q4_K:planes", 512) is None
+    assert has_maps(planes)
+    assert not has_maps(planes[:1].expand(3, -1, -1))
+
+
+@pytest.mark.parametrize(("kind", "k"), [("Q4_K", 768), ("Q6_K", 768), ("Q8_0", 544)])
+def test_experts_any_number_of_bytes_apart(kind, k):
+    """Rows of a plane that do not divide a matrix, of stacks that are part of others."""
+    a, ids = tokens(21, k), routed(21, 2, 3)
+    stack = [matrix(kind, 97, k, seed=e) for e in range(3)]
+    y = emulate(a, [stack], ids, kind, SMALL, 97)
+    assert error(y, wanted(a, stack, ids, kind)) < LIMITS[a.dtype]
 
 
 def test_a_pair_in_two_places_is_multiplied_by_one_of_its_experts():
@@ -169,12 +175,13 @@ def test_every_synchronisation_is_needed():
     assert len(seen) >= 6, seen
 
 
-def launches_of(kind, config, gated, n=768, k=2048):
+def launches_of(kind, config, gated, n=768, k=2048, stack=None):
     """The launches for 4096 tokens, 8 experts of 128 each."""
     empty = {"device": "meta", "dtype": torch.int32}
     a = torch.empty(4096, k, dtype=torch.bfloat16, device="meta")
-    rows = planes_of(matrix(kind, 1, k), kind).shape[1]
-    stack = torch.empty(128, n, rows, dtype=torch.uint8, device="meta")
+    if stack is None:
+        rows = planes_of(matrix(kind, 1, k), kind).shape[1]
+        stack = torch.empty(128, n, rows, dtype=torch.uint8, device="meta")
     found, tpe = torch.empty(128, 4096, **empty), torch.empty(128, **empty)
     tiles = GATE_UP_TILES if gated else TILES
     with tiles.forced(packed(config)), record_launches((9, 0)) as launches:
@@ -192,7 +199,8 @@ def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
     assert not experts_candidates(HOPPER, "Q3_K", 256)
     names = [launch.kernel.name for launch in launches_of("Q4_K", SMALL, False)]
     assert names[-2:] == ["_tile_table_kernel", "packed_experts_kernel"]
-    names = [launch.kernel.name for launch in launches_of("Q4_K", SMALL, False, n=97)]
+    one = torch.empty(1, 768, 1184, dtype=torch.uint8, device="meta").expand(128, -1, -1)
+    names = [launch.kernel.name for launch in launches_of("Q4_K", SMALL, False, stack=one)]
     assert names[-1] == "_plane_tiles_kernel"
 
 

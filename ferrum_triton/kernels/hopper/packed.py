@@ -239,13 +239,21 @@ def multiply_tiles(
         finish(acc, out, part, sizes, WARPGROUP, TILE, PDL)
 
 
+@gluon.constexpr_function
+def flat_layout(layout):
+    """The layout of a map's tile as rows, whatever the map's rank."""
+    return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, rank=2)
+
+
 @gluon.jit
 def buffers_of(desc, NUMBER: gl.constexpr):
     """Shared memory for so many tiles of a tensor map, None of a plane that there is not."""
     if desc is not None:
-        ROWS: gl.constexpr = desc.block_type.shape[0]
-        COLUMNS: gl.constexpr = desc.block_type.shape[1]
-        buffers = gl.allocate_shared_memory(desc.dtype, [NUMBER, ROWS, COLUMNS], desc.layout)
+        RANK: gl.constexpr = len(desc.block_type.shape)
+        ROWS: gl.constexpr = desc.block_type.shape[RANK - 2]
+        COLUMNS: gl.constexpr = desc.block_type.shape[RANK - 1]
+        LAYOUT: gl.constexpr = flat_layout(desc.layout)
+        buffers = gl.allocate_shared_memory(desc.dtype, [NUMBER, ROWS, COLUMNS], LAYOUT)
     else:
         buffers = None
     return buffers

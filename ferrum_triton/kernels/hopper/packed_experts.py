@@ -6,8 +6,7 @@ pairs is a tile of memory; one that ends in another expert's rows multiplies the
 tiles there are lies on the device (:mod:`ferrum_triton.kernels.moe.tile_table`), and the programs
 take them in turn.
 
-Matrices of all experts are one map for each plane, in whose rows an expert's begin a number of rows
-apart: so stacks are taken whose experts are a multiple of each plane's rows apart.
+Matrices of all experts are one map for each plane, [expert, row, column].
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from ferrum_triton.kernels.hopper.packed import (
     output_layout,
     token_ring,
 )
-from ferrum_triton.kernels.hopper.packed_fetch import copy_block, copy_tokens
+from ferrum_triton.kernels.hopper.packed_fetch import Source, copy_block, copy_tokens
 from ferrum_triton.kernels.hopper.packed_products import descriptors_of, plane_offsets, tile_of
 from ferrum_triton.kernels.hopper.packed_weights import Planes
 from ferrum_triton.kernels.hopper.packed_work import WARPGROUPS, Segment
@@ -39,7 +38,7 @@ from ferrum_triton.kernels.moe.tile_table import FIELDS, TileTable
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged
 from ferrum_triton.kernels.quant.packed_config import BLOCK, REGISTERS, ROWS, STEP, PackedConfig
-from ferrum_triton.kernels.quant.planes import row_sizes
+from ferrum_triton.kernels.quant.planes import ROW_ALIGN, row_sizes
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.kinds import file_kind
@@ -88,42 +87,48 @@ def of_tile(tiles, tile):
 
 
 @gluon.jit
-def fetch_experts(matrices, apart, ring, tiles, TILE: gl.constexpr, PDL: gl.constexpr):
+def as_map(desc, buffers):
+    """Buffers [number, rows, columns] as a map's tiles, of one expert each; None of no plane."""
+    if desc is not None:
+        NUMBER: gl.constexpr = buffers.shape[0]
+        ROWS: gl.constexpr = desc.block_type.shape[1]
+        COLUMNS: gl.constexpr = desc.block_type.shape[2]
+        tiles = buffers._reinterpret(desc.dtype, [NUMBER, 1, ROWS, COLUMNS], desc.layout)
+    else:
+        tiles = None
+    return tiles
+
+
+@gluon.jit
+def fetch_experts(matrices, ring, tiles, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for weights.
 
     Args:
         matrices: maps of the stacks, :class:`Planes`; of gate and up, or one and None.
-        apart: rows of each map from an expert to the next, :class:`Planes` for each stack.
     """
     GATED: gl.constexpr = TILE.activation != ""
     BYTES: gl.constexpr = TILE.block_bytes
     ROWS: gl.constexpr = WARPGROUPS * (32 if GATED else 64)
     pdl_wait(PDL)
-    to, step = ring.buffers, 0
+    maps, buffers, step = matrices[0], ring.buffers, 0
+    to = Planes(
+        as_map(maps.q, buffers.q),
+        as_map(maps.h, buffers.h),
+        as_map(maps.s, buffers.s),
+        as_map(maps.d, buffers.d),
+    )
     for tile in range(gl.program_id(0), tiles.total, gl.num_programs(0)):
-        expert, row = of_tile(tiles, tile).expert, tile % tiles.rows * ROWS
-        rows, up_rows = rows_of(apart[0], expert, row), rows_of(apart[1], expert, row)
+        rows = Source(of_tile(tiles, tile).expert, tile % tiles.rows * ROWS)
         for k in range(tiles.blocks):
             stage = acquire(ring, step, BYTES)
             full = ring.full.index(stage)
             if GATED:
                 first = stage * (2 * WARPGROUPS)
                 copy_block(matrices[0], rows, k, full, to, first, 2, TILE)
-                copy_block(matrices[1], up_rows, k, full, to, first + 1, 2, TILE)
+                copy_block(matrices[1], rows, k, full, to, first + 1, 2, TILE)
             else:
                 copy_block(matrices[0], rows, k, full, to, stage * WARPGROUPS, 1, TILE)
             step += 1
-
-
-@gluon.jit
-def rows_of(apart, expert, row):
-    """The first row of a tile in each plane's map."""
-    return Planes(
-        expert * apart.q + row,
-        expert * apart.h + row,
-        expert * apart.s + row,
-        expert * apart.d + row,
-    )
 
 
 @gluon.jit
@@ -271,14 +276,6 @@ def packed_experts_kernel(
     x_desc,  # of activations by expert, float16 [num_pairs, padded k]
     stride_y_token,
     stride_y_slot,
-    q_apart,  # rows of each map from an expert to the next
-    h_apart,
-    s_apart,
-    d_apart,
-    up_q_apart,
-    up_h_apart,
-    up_s_apart,
-    up_d_apart,
     num_rows,
     blocks,  # of K
     row_tiles,
@@ -290,8 +287,6 @@ def packed_experts_kernel(
     first, second = Planes(q_desc, h_desc, s_desc, d_desc), None
     if up_q_desc is not None:
         second = Planes(up_q_desc, up_h_desc, up_s_desc, up_d_desc)
-    apart = Planes(q_apart, h_apart, s_apart, d_apart)
-    up_apart = Planes(up_q_apart, up_h_apart, up_s_apart, up_d_apart)
     # Made here and not in a function, which could not return a plane that there is not.
     TILES: gl.constexpr = TILE.stages * WARPGROUPS * (2 if TILE.activation != "" else 1)
     buffers = Planes(
@@ -312,7 +307,7 @@ def packed_experts_kernel(
         [
             (multiply_pairs, (result, pairs, w, x, tiles, TOP_K, 0, TILE, PDL)),
             (multiply_pairs, (result, pairs, w, x, tiles, TOP_K, 1, TILE, PDL)),
-            (fetch_experts, ((first, second), (apart, up_apart), w, tiles, TILE, PDL)),
+            (fetch_experts, ((first, second), w, tiles, TILE, PDL)),
             (fetch_pairs, (x_desc, x, tiles, TILE, PDL)),
         ],
         [4, 1, 1],
@@ -320,27 +315,26 @@ def packed_experts_kernel(
     )
 
 
-def rows_apart(stack: Tensor, kind: str, num_weights: int) -> Planes | None:
-    """Rows from an expert to the next in each plane's map; None of a stack that has no maps."""
-    sizes, between = row_sizes(stack, kind, num_weights), stack.stride(0)
-    if between == 0 or any(size and between % size for size in sizes.values()):
-        return None
-    return Planes(*(between // sizes[plane] if sizes[plane] else 0 for plane in "qhsd"))
+def has_maps(stack: Tensor) -> bool:
+    """Whether a stack can be described to TMA: its experts are apart, by multiples of 16 bytes."""
+    between = stack.stride(0)
+    return between > 0 and between % ROW_ALIGN == 0
 
 
 def _maps(stack: Tensor, kind: str, num_weights: int, num_rows: int) -> list[Any]:
     """Tensor maps of a stack's planes."""
     sizes, (num_experts, matrix_rows, row_bytes) = row_sizes(stack, kind, num_weights), stack.shape
-    begins = plane_offsets(sizes, matrix_rows)
-    room = (num_experts - 1) * stack.stride(0) + matrix_rows * row_bytes
+    begins, between = plane_offsets(sizes, matrix_rows), stack.stride(0)
+    room = (num_experts - 1) * between + matrix_rows * row_bytes
     data = stack.as_strided((room,), (1,))
 
     def plane_rows(plane: str, dtype: torch.dtype) -> Tensor | None:
         if plane not in begins:
             return None
-        count = (num_experts - 1) * stack.stride(0) // sizes[plane] + matrix_rows
-        rows = data[begins[plane] : begins[plane] + count * sizes[plane]]
-        return rows.view(dtype).view(count, -1)
+        size, wide = sizes[plane], dtype.itemsize
+        rows = data[begins[plane] :].view(dtype)
+        shape = num_experts, matrix_rows, size // wide
+        return rows.as_strided(shape, (between // wide, size // wide, 1))
 
     return descriptors_of(plane_rows, kind, num_weights, num_rows)
 
@@ -350,7 +344,6 @@ def packed_pairs(
     arranged: Arranged,
     table: TileTable,
     stacks: Sequence[Tensor],
-    apart: Sequence[Planes],
     kind: str,
     k: int,
     config: PackedConfig,
@@ -363,7 +356,6 @@ def packed_pairs(
         table: tiles of ``config.tokens`` pairs.
         stacks: W, uint8 [num_experts, n, row_bytes]; or gate and up of one shape, where y is
             silu(gate[e] · a[p]) * (up[e] · a[p]).
-        apart: :func:`rows_apart` of each.
         kind: theirs, such as ``"Q4_K:planes"``.
         k: weights of a row.
         config: the launch's configuration, of whole tiles.
@@ -373,12 +365,9 @@ def packed_pairs(
     row_tiles = cdiv(num_rows, rows * WARPGROUPS.value)
     most = len(table.tiles) * row_tiles
     maps: dict[str, Any] = {f"up_{plane}_desc": None for plane in "qhsd"}
-    maps |= {f"up_{plane}_apart": 0 for plane in "qhsd"}
-    for prefix, stack, steps in zip(("", "up_"), stacks, apart, strict=False):
-        found = zip("qhsd", _maps(stack, kind, k, rows), steps, strict=True)
-        for plane, descriptor, step in found:
+    for prefix, stack in zip(("", "up_"), stacks, strict=False):
+        for plane, descriptor in zip("qhsd", _maps(stack, kind, k, rows), strict=True):
             maps[f"{prefix}{plane}_desc"] = descriptor
-            maps[f"{prefix}{plane}_apart"] = step
     packed_experts_kernel.launch(
         (min(processors(y.device) * config.ctas_per_sm, most),),
         y_ptr=y,

@@ -4,11 +4,13 @@ Weights are asked for before the kernel that arranges the activations has ended 
 the last one are zeros by the tensor map, and so are rows past a matrix's last one.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ferrum_triton.kernels.hopper.packed_weights import D_WORDS, Planes, columns_of, word_of_d
+from ferrum_triton.kernels.hopper.packed_weights import D_WORDS, columns_of, word_of_d
 from ferrum_triton.kernels.hopper.packed_work import (
     WARPGROUPS,
     place_of,
@@ -19,29 +21,42 @@ from ferrum_triton.kernels.hopper.rings import acquire
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 
 
+class Source(NamedTuple):
+    """Where a tile's rows begin: in which matrix, of maps that have several; and the first row."""
+
+    matrix: Any
+    row: Any
+
+
 @gluon.jit
-def copy_rows(desc, row, column, full, buffers, first, APART: gl.constexpr, TILE: gl.constexpr):
+def copy_rows(desc, source, column, full, buffers, first, APART: gl.constexpr):
     """Ask for the tiles of a plane, one for each warpgroup.
 
     Args:
+        source: :class:`Source`.
         first: buffer of the first of them.
         APART: buffers from one to the next.
     """
     if desc is not None:
-        ROWS: gl.constexpr = desc.block_type.shape[0]
+        RANK: gl.constexpr = len(desc.block_type.shape)
+        ROWS: gl.constexpr = desc.block_type.shape[RANK - 2]
         for w in gl.static_range(WARPGROUPS):
-            to = buffers.index(first + w * APART)
-            tma.async_copy_global_to_shared(desc, [row + w * ROWS, column], full, to)
+            to, row = buffers.index(first + w * APART), source.row + w * ROWS
+            if RANK == 3:
+                at = [source.matrix, row, column]
+            else:
+                at = [row, column]
+            tma.async_copy_global_to_shared(desc, at, full, to)
 
 
 @gluon.jit
-def copy_block(planes, rows, block, full, to, first, APART: gl.constexpr, TILE: gl.constexpr):
+def copy_block(planes, source, block, full, to, first, APART: gl.constexpr, TILE: gl.constexpr):
     """Ask for a block of K of a matrix's rows, every plane of it.
 
     TMA reads from multiples of 16 bytes, so that d of a whole block comes with its neighbours'.
 
     Args:
-        rows: the first row in each plane's map, :class:`Planes`.
+        source: :class:`Source`.
     """
     FORMAT: gl.constexpr = TILE.format
     Q: gl.constexpr = columns_of("q", FORMAT)
@@ -52,10 +67,10 @@ def copy_block(planes, rows, block, full, to, first, APART: gl.constexpr, TILE: 
         d_column = word_of_d(block, TILE) // D_WORDS * D_WORDS
     else:
         d_column = block * D
-    copy_rows(planes.q, rows.q, block * Q, full, to.q, first, APART, TILE)
-    copy_rows(planes.h, rows.h, block * H, full, to.h, first, APART, TILE)
-    copy_rows(planes.s, rows.s, block * S, full, to.s, first, APART, TILE)
-    copy_rows(planes.d, rows.d, d_column, full, to.d, first, APART, TILE)
+    copy_rows(planes.q, source, block * Q, full, to.q, first, APART)
+    copy_rows(planes.h, source, block * H, full, to.h, first, APART)
+    copy_rows(planes.s, source, block * S, full, to.s, first, APART)
+    copy_rows(planes.d, source, d_column, full, to.d, first, APART)
 
 
 @gluon.jit
@@ -82,7 +97,7 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
     for i in range(share.count):
         part = segment(share, i, sizes)
         place = place_of(part.tile // sizes.tiles_m, out.num_rows, TILE)
-        rows = Planes(place.row, place.row, place.row, place.row)
+        rows = Source(0, place.row)
         for k in range(part.begin, part.end):
             stage = acquire(ring, step, BYTES)
             full = ring.full.index(stage)

@@ -85,7 +85,8 @@ def descriptors_of(
     would not become 0 by activations that are.
 
     Args:
-        rows_of: a plane's rows as numbers of a dtype, or None of a plane that there is not.
+        rows_of: a plane's rows as numbers of a dtype, [rows, columns] or of several matrices; or
+            None of a plane that there is not.
     """
     fmt = FORMATS[file_kind(kind)]
     d_type = torch.int32 if fmt.has_minimum or fmt.scale_code else torch.float16
@@ -98,10 +99,10 @@ def descriptors_of(
         columns = num_weights // (BLOCK if fmt.scale_code else 32)
         if fmt.scale_code and not fmt.has_minimum:
             columns = cdiv(columns, 2)  # a word has two blocks' d
-        shape = len(rows), columns if plane == "d" else rows.shape[1]
-        tile = num_rows, columns_of(plane, fmt)
+        shape = *rows.shape[:-1], columns if plane == "d" else rows.shape[-1]
+        tile = *(1 for _ in rows.shape[2:]), num_rows, columns_of(plane, fmt)
         # Rows of 128 bytes would lie in the same banks.
-        wide = tile[1] * rows.element_size() >= 128
+        wide = tile[-1] * rows.element_size() >= 128
         found.append(describe(rows, tile, shape, rows.stride(), swizzled=wide))
     return found
 

@@ -305,15 +305,14 @@ def _packed(
 ) -> bool:
     """The products by the kernel in Gluon, or False of stacks that it has no tensor maps of."""
     # Gluon moves between versions of Triton: it is imported where it may be used.
-    from ferrum_triton.kernels.hopper.packed_experts import packed_pairs, rows_apart
+    from ferrum_triton.kernels.hopper.packed_experts import has_maps, packed_pairs
 
     stacks, k = [planes] if up is None else [planes, up], a.shape[-1]
-    apart = [rows_apart(stack, kind, k) for stack in stacks]
-    if None in apart:
+    if not all(has_maps(stack) for stack in stacks):
         return False
     arranged, pairs = prepare_sorted(a, bucket_ids, tpe, y.shape[1], ORDER, y)
     table = tile_table(pairs, tile.tokens)
-    packed_pairs(y, arranged, table, stacks, apart, kind, k, tile)
+    packed_pairs(y, arranged, table, stacks, kind, k, tile)
     return True
 
 
