@@ -149,7 +149,7 @@ def test_scales_of_tiny_and_of_huge_groups(backend, largest, scale):
 def test_a_gpus_quotients_are_rounded_once(dtype):
     """Many numbers and scales, among them quotients halfway between codes and the floats beside."""
     x = torch.randn(4096, 4096, device="cuda").to(dtype)
-    x[::3] *= (10 * torch.randn(1366, 1, device="cuda")).exp2().to(dtype)
+    x[::3] *= (2 * torch.randn(1366, 1, device="cuda")).exp2().to(dtype)
     limits = x[1024:2048].unflatten(1, (32, 128)).float().abs().amax(-1, keepdim=True) / 448
     codes = torch.randint(0, 126, (1024, 32, 128), device="cuda")
     halfway = torch.from_numpy((POSITIVE[1:] + POSITIVE[:-1]) / 2).float().cuda()
