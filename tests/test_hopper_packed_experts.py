@@ -138,6 +138,17 @@ def test_experts_any_number_of_bytes_apart(kind, k):
     assert error(y, wanted(a, stack, ids, kind)) < LIMITS[a.dtype]
 
 
+def test_short_tiles_come_last():
+    """Tiles of 32: of experts of 70, 0, 16, 32 and 17 pairs two end with at most half of one."""
+    ids = torch.arange(5).repeat_interleave(torch.tensor([70, 0, 16, 32, 17]))[:, None]
+    a, (found, tpe) = tokens(len(ids), 256), buckets(ids, 5)
+    _, pairs = prepare_sorted(a, found, tpe, 1, ORDER, a.new_empty(len(ids), 1, 8))
+    table = tile_table(pairs, 32)
+    want = [(0, 0, 70), (0, 32, 38), (3, 86, 32), (4, 118, 17), (0, 64, 6), (2, 70, 16)]
+    assert [tuple(row) for row in table.tiles[: int(table.total)].tolist()] == want
+    assert table.pairs.tolist() == [*range(len(ids))]
+
+
 def test_a_pair_in_two_places_is_multiplied_by_one_of_its_experts():
     """Buckets that are wrong write each pair's row once, and nothing else."""
     a, stack = tokens(4, 512), [matrix("Q4_K", 192, 512, seed=e) for e in range(2)]

@@ -11,6 +11,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.moe.pairs import aligned_pairs
 from tests.harness import BACKENDS
 
 both = pytest.mark.parametrize("backend_name", BACKENDS)
@@ -349,6 +350,22 @@ def test_the_worst_distribution_just_fits(backend, block_size):
     entries, experts, total = run(backend, "moe_align_block_size", ids, 24, block_size)
     assert int(total) == len(entries) == 24 * block_size
     assert experts.tolist() == list(range(24))
+
+
+@given(**pair_shapes, block_size=st.sampled_from([2, 8, 64]))
+def test_short_blocks_come_last(num_tokens, top_k, num_experts, seed, block_size):
+    """The blocks are the same: first those that are more than half full, then the others."""
+    ids = random_ids(num_tokens, top_k, num_experts, seed)
+    entries, experts, total = aligned_pairs(ids, num_experts, block_size)
+    entries, experts = entries.view(-1, block_size), experts.tolist()
+    is_short = (entries < ids.numel()).sum(1) * 2 <= block_size
+    used = range(int(total) // block_size)
+    unused = range(len(used), len(experts))
+    order = [*sorted(used, key=lambda block: bool(is_short[block])), *unused]
+    got = aligned_pairs(ids, num_experts, block_size, short_last=True)
+    assert torch.equal(got[0].view(-1, block_size), entries[order])
+    assert got[1].tolist() == [experts[block] for block in order]
+    assert torch.equal(got[2], total)
 
 
 @both

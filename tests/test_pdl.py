@@ -27,6 +27,7 @@ READ_WEIGHTS = ("ferrum_triton.kernels.quant.", "ferrum_triton.kernels.moe.")
 PREFETCH = (
     "ferrum_triton.kernels.linear",
     "ferrum_triton.kernels.open_norm",
+    "ferrum_triton.kernels.fp8.gemv",
     "ferrum_triton.kernels.fp8.product",
 )
 PREFETCHED = re.compile(r"prefetch\.global\.L2 \[[^]]*\];")
@@ -35,7 +36,6 @@ PREFETCHED = re.compile(r"prefetch\.global\.L2 \[[^]]*\];")
 HINTS = (
     "ferrum_triton.kernels.attention.paged_decode",
     "ferrum_triton.kernels.attention.paged_step",
-    "ferrum_triton.kernels.fp8.gemv",
 )
 HINT = re.compile(r"\bld\.global\.cg\.[^;]*;")
 

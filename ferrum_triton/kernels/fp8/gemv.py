@@ -20,7 +20,7 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.fp8.codes import BLOCK, multiplies_codes, scaled_groups
 from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.kv_pool import e4m3_bits
-from ferrum_triton.kernels.moe.dense import lines_ahead, prefetch_expert, without_expert
+from ferrum_triton.kernels.moe.dense import without_expert
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
@@ -181,24 +181,12 @@ def _fp8_gemv_kernel(
     first_row = (tl.program_id(0) // num_pairs).to(tl.int64) * BLOCK_N
     n = first_row + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, num_rows - 1)[:, None]
-    token, slot = pair // TOP_K, pair % TOP_K
     if LINES > 0:
-        if ids_ptr is None:
-            ahead = tl.minimum(tl.arange(0, LINES) * LINE, num_cols - 1)
-            prefetch_l2(weights_ptr + row * strides.row + ahead[None, :])
-        else:
-            prefetch_expert(
-                weights_ptr,
-                ids_ptr + token * stride_ids_token + slot,
-                tl.minimum(n, num_rows - 1),
-                strides.expert,
-                strides.row,
-                num_experts,
-                num_cols,
-                LINES,
-            )
+        ahead = tl.minimum(tl.arange(0, LINES) * LINE, num_cols - 1)
+        prefetch_l2(weights_ptr + row * strides.row + ahead[None, :])
     pdl_wait(PDL)
     pdl_trigger(PDL)
+    token, slot = pair // TOP_K, pair % TOP_K
     end = num_cols
     expert = tl.zeros([], tl.int64)
     if ids_ptr is not None:
@@ -265,10 +253,6 @@ def gemv(
     num_rows, num_pairs = y.shape[-1], y.numel() // y.shape[-1]
     weights, scales, up, up_scales = stacks if activation else (*stacks, *stacks)
     codes = weights.view(torch.uint8), up.view(torch.uint8)
-    if ids is not None:
-        lines = lines_ahead(a, weights, num_pairs)
-    else:
-        lines = config["LINES"] if can_overlap(a.device) else 0
     apart = [size for each in codes for size in (*each.stride()[:-1], each.data_ptr())]
     _fp8_gemv_kernel.launch(
         (num_pairs * cdiv(num_rows, config["BLOCK_N"]),),
@@ -294,7 +278,7 @@ def gemv(
         ACTIVATION=activation,
         BLOCK_N=config["BLOCK_N"],
         BLOCK_K=config["BLOCK_K"],
-        LINES=lines,
+        LINES=config["LINES"] if ids is None and can_overlap(a.device) else 0,
         ALIGNED=all(size % 4 == 0 for size in (a.shape[-1], *apart)),
         NATIVE=multiplies_codes(a),
         num_warps=config["num_warps"],

@@ -54,7 +54,7 @@ from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers, rel
 from ferrum_triton.kernels.hopper_config import ALIGNED, STEP_BYTES
 from ferrum_triton.kernels.jit import processors
 from ferrum_triton.kernels.moe.activation import clamped_swiglu
-from ferrum_triton.kernels.moe.pairs import moe_align_block_size
+from ferrum_triton.kernels.moe.pairs import aligned_pairs
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.moe.prepare import Result
 from ferrum_triton.kernels.parameters import Config
@@ -424,7 +424,7 @@ def multiply_pairs(
     is_gated = activation != ""
     right = ROWS.value if not is_gated else num_rows if up is None else 0
     other, other_scales = (weights, scales) if up is None else (up, up_scales)
-    pairs, experts, total = moe_align_block_size(ids, num_experts, PAIRS.value)
+    pairs, experts, total = aligned_pairs(ids, num_experts, PAIRS.value, short_last=True)
     num_tiles = len(experts) * cdiv(num_rows, ROWS.value if is_gated else 2 * ROWS.value)
     _experts_kernel.launch(
         (min(num_tiles, processors(y.device)),),

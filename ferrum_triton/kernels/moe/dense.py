@@ -3,7 +3,7 @@
 A tile is some rows of one expert by some of its pairs, computed transposed: rows of weights are the
 tall operand of the tensor cores, so that few pairs need little padding. Rows of activations are
 gathered as they are read. Few pairs are a tile each. More are sorted by expert first, every expert
-padded to whole tiles (:func:`~ferrum_triton.kernels.moe.pairs.moe_align_block_size`). The grid has
+padded to whole tiles (:func:`~ferrum_triton.kernels.moe.pairs.aligned_pairs`). The grid has
 room for any routing of that many pairs. Programs without a tile end at once. Programs after the
 last tile clear the rows of pairs that have no expert.
 """
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.gpu import gpu_of
-from ferrum_triton.kernels.jit import can_overlap, kernel
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.activation import clamped_swiglu
 from ferrum_triton.kernels.moe.dense_config import GATE_UP_TILES, TILES
-from ferrum_triton.kernels.moe.pairs import moe_align_block_size
+from ferrum_triton.kernels.moe.pairs import aligned_pairs
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.moe.prepare import Result, clear_rows
 from ferrum_triton.kernels.parameters import Config
-from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops.moe import dense as ops
 
@@ -53,56 +53,13 @@ def blocks_of(ids: Tensor, num_experts: int, config: Config) -> Blocks:
     num_pairs = ids.numel()
     if config["path"] == "per_pair":
         return Blocks(None, None, num_pairs, 0)
-    pairs, experts, _ = moe_align_block_size(ids, num_experts, config["BLOCK_M"])
+    pairs, experts, _ = aligned_pairs(ids, num_experts, config["BLOCK_M"])
     return Blocks(pairs, experts, experts.shape[0], cdiv(num_pairs, CLEARED_PAIRS.value))
 
 
 @triton.jit
 def without_expert(expert, num_experts):
     return (expert < 0) | (expert >= num_experts)
-
-
-# Bytes of experts' weights that are asked for ahead at most: half of an H200's L2.
-MOST_AHEAD = 32 << 20
-# What L2 is asked for at a time.
-LINE_BYTES = tl.constexpr(128)
-
-
-def lines_ahead(a: Tensor, weights: Tensor, num_pairs: int) -> int:
-    """Lines of a row of weights to ask L2 for before the PDL wait, by the ids as they are then.
-
-    Those of a product of pairs' own activations are there: the product that made these took them.
-    """
-    row_bytes = weights.shape[-1] * weights.element_size()
-    is_second = a.dim() == 3 and can_overlap(a.device)
-    if not is_second or num_pairs * weights.shape[1] * row_bytes > MOST_AHEAD:
-        return 0
-    return next_power_of_2(cdiv(row_bytes, LINE_BYTES.value))
-
-
-@triton.jit
-def prefetch_expert(
-    weights_ptr,
-    id_at,
-    rows,
-    stride_expert,
-    stride_row,
-    num_experts,
-    num_cols,
-    LINES: tl.constexpr,
-):
-    """Ask L2 for rows of the expert that a pair has now: another one costs time alone.
-
-    Args:
-        id_at: where the expert is read, past L1.
-        rows: int64, of an expert's matrix.
-    """
-    PER_LINE: tl.constexpr = LINE_BYTES * 8 // weights_ptr.dtype.element_ty.primitive_bitwidth
-    expert = tl.load(id_at, cache_modifier=".cg").to(tl.int64)
-    expert = tl.minimum(tl.maximum(expert, 0), num_experts - 1)
-    column = tl.minimum(tl.arange(0, LINES) * PER_LINE, num_cols - 1)
-    row = expert * stride_expert + rows * stride_row
-    prefetch_l2(weights_ptr + row[:, None] + column[None, :])
 
 
 @triton.jit
@@ -153,7 +110,6 @@ def _expert_tiles_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,  # whether the last step has columns past the end
-    LINES: tl.constexpr,  # of a row of weights, asked for before the PDL wait; 0: none
     PDL: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION != ""
@@ -162,24 +118,11 @@ def _expert_tiles_kernel(
     block = tl.program_id(0) // tiles_n
     n = (tl.program_id(0) % tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     entry = tl.arange(0, BLOCK_M)
-    id_at = ids_ptr + (block // TOP_K).to(tl.int64) * stride_ids_token + block % TOP_K
-    if LINES > 0:
-        prefetch_expert(
-            weights_ptr,
-            id_at,
-            tl.minimum(n, num_rows - 1),
-            stride_weights_expert,
-            stride_weights_row,
-            num_experts,
-            num_cols,
-            LINES,
-        )
     pdl_wait(PDL)
     if sorted_ptr is None:
-        pdl_trigger(PDL)
         pair = tl.zeros([BLOCK_M], tl.int64) + block
         known = entry == 0
-        expert = tl.load(id_at)
+        expert = tl.load(ids_ptr + (block // TOP_K).to(tl.int64) * stride_ids_token + block % TOP_K)
         is_lost = without_expert(expert, num_experts)
     else:
         behind = tl.program_id(0) - num_blocks * tiles_n
@@ -223,8 +166,7 @@ def _expert_tiles_kernel(
             else:
                 v = tl.load(up_at + column)
             up = tl.dot(v, a, up, input_precision="ieee")
-    if sorted_ptr is not None:
-        pdl_trigger(PDL)  # before the loop it would cost registers
+    pdl_trigger(PDL)  # before the loop it would cost registers
     if bias_ptr is not None:
         bias = bias_ptr + expert * stride_bias_expert + row
         acc += tl.load(bias).to(tl.float32)[:, None]
@@ -293,7 +235,6 @@ def _launch(
         TOP_K=ids.shape[1],
         ACTIVATION=activation,
         MASKED=num_cols % config["BLOCK_K"] != 0,
-        LINES=lines_ahead(a, weights, num_pairs) if config["path"] == "per_pair" else 0,
         **options,
     )
     return y

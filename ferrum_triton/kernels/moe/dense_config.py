@@ -101,8 +101,8 @@ def candidates(
     sizes = average, 2 * average, min(average, MOST_PAIRS // 2)
     found = [
         tiles("per_pair", LEAST_PAIRS, rows, columns, warps, stages)
-        for rows, warps in ((32, 4), (64, 4), (128, 8))
-        for columns, stages in ((64, 4), (128, 3), (128, 4), (256, 3), (256, 4))
+        for rows, warps in ((64, 4), (128, 8))
+        for columns, stages in ((64, 4), (128, 3), (128, 4), (256, 3))
         if num_pairs <= 4 * num_experts
     ]
     found += [

@@ -236,6 +236,7 @@ def _align_kernel(
     block_size,
     capacity,
     PAIR_IDS: tl.constexpr,
+    SHORT_LAST: tl.constexpr,  # blocks of at most half as many pairs come after all others
     TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,  # power of two >= num_experts
     LANES: tl.constexpr,
@@ -247,31 +248,44 @@ def _align_kernel(
     ids = Ids(ids_ptr, stride_ids_token, num_pairs, num_experts)
     program = tl.program_id(0)
     counts = counts_of(ids, counts_ptr, TOP_K, BLOCK_E, LANES, WIDTH)
-    padded = tl.cdiv(counts, block_size) * block_size
+    blocks = tl.cdiv(counts, block_size)
+    short = tl.zeros_like(blocks)
+    if SHORT_LAST:
+        left = counts - (blocks - 1) * block_size
+        short = ((left > 0) & (2 * left <= block_size)).to(tl.int32)
     e = tl.arange(0, BLOCK_E)
-    begin = tl.sum(tl.where(e < program, padded, 0), axis=0)
+    first_block = tl.sum(tl.where(e < program, blocks - short, 0), axis=0)
+    first_short = tl.sum(tl.where(e < program, blocks, blocks - short), axis=0)
     if program < num_experts:
+        # Pairs of blocks that are no short one, and how far those of that one lie from them.
+        num_long = tl.sum(tl.where(e == program, blocks - short, 0), axis=0) * block_size
+        begin = first_block * block_size
+        apart = first_short * block_size - num_long - begin
         # Of an entry that is a row, rows of experts are without padding.
-        offset = begin - tl.sum(tl.where(e < program, counts, 0), axis=0)
-        end = begin
+        first_row = tl.sum(tl.where(e < program, counts, 0), axis=0)
+        count = tl.zeros([], tl.int32)
         for first in range(0, num_pairs, LANES * WIDTH):
             found = bits_of(load_experts(ids, first, TOP_K, LANES, WIDTH), program, WIDTH)
             matches = count_bits(found)
             lane = first + tl.arange(0, LANES) * WIDTH
-            place = end + tl.cumsum(matches, axis=0) - matches
+            row = count + tl.cumsum(matches, axis=0) - matches
             for i in range(tl.max(matches, axis=0)):
-                entry = lane + lowest_bit(found) if PAIR_IDS else place + i - offset
-                tl.store(sorted_ptr + place + i, entry, mask=i < matches)
+                entry = lane + lowest_bit(found) if PAIR_IDS else first_row + row + i
+                place = begin + row + i + tl.where(row + i < num_long, 0, apart)
+                tl.store(sorted_ptr + place, entry, mask=i < matches)
                 found &= found - 1
-            end += tl.sum(matches, axis=0)
-        whole = begin + tl.cdiv(end - begin, block_size) * block_size
-        fill(sorted_ptr, end, whole, num_pairs, 128)
-        fill(block_experts_ptr, begin // block_size, whole // block_size, program, 128)
+            count += tl.sum(matches, axis=0)
+        end = begin + count + tl.where(count > num_long, apart, 0)
+        fill(sorted_ptr, end, tl.cdiv(end, block_size) * block_size, num_pairs, 128)
+        fill(block_experts_ptr, first_block, first_block + num_long // block_size, program, 128)
+        if count > num_long:
+            tl.store(block_experts_ptr + first_short, program)
     else:
         # Every expert came before this program.
-        tl.store(total_ptr, begin)
-        fill(sorted_ptr, begin, capacity, num_pairs, LANES)
-        fill(block_experts_ptr, begin // block_size, capacity // block_size, -1, LANES)
+        num_blocks = first_block + tl.sum(short, axis=0)
+        tl.store(total_ptr, num_blocks * block_size)
+        fill(sorted_ptr, num_blocks * block_size, capacity, num_pairs, LANES)
+        fill(block_experts_ptr, num_blocks, capacity // block_size, -1, LANES)
 
 
 @kernel
@@ -390,15 +404,19 @@ def sorted_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return buckets, tpe
 
 
-@ops.moe_align_block_size.impl("triton")
-def moe_align_block_size(
+def aligned_pairs(
     ids: Tensor,
     num_experts: int,
     block_size: int,
     pair_ids: bool = True,
-    *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
+    *,
+    short_last: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``moe_align_block_size``; or with blocks of at most half as many pairs behind all others.
+
+    Programs that take blocks in turn, and less time for a short one, then end together.
+    """
     num_pairs = ids.numel()
     capacity = ops.align_capacity(num_pairs, num_experts, block_size)
     sorted_ids, block_experts, total = out or (
@@ -419,12 +437,25 @@ def moe_align_block_size(
         block_experts_ptr=block_experts,
         total_ptr=total,
         counts_ptr=counts,
-        BLOCK_E=next_power_of_2(num_experts),
         block_size=block_size,
         capacity=capacity,
         PAIR_IDS=pair_ids,
+        SHORT_LAST=short_last,
+        BLOCK_E=next_power_of_2(num_experts),
     )
     return sorted_ids, block_experts, total
+
+
+@ops.moe_align_block_size.impl("triton")
+def moe_align_block_size(
+    ids: Tensor,
+    num_experts: int,
+    block_size: int,
+    pair_ids: bool = True,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return aligned_pairs(ids, num_experts, block_size, pair_ids, out)
 
 
 @ops.moe_build_pairs_by_token.impl("triton")

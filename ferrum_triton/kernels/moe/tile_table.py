@@ -62,7 +62,13 @@ def _tile_table_kernel(
     # There are no more rows than pairs, should pairs be in two places.
     left = tl.maximum(tl.minimum(count - first, num_pairs - row), 0)
     known = tile < buckets.total
-    at = tiles_ptr + tile * FIELDS
+    # Short tiles, which take less time, come last: programs that take turns then end together.
+    of_last = buckets.counts - (buckets.tiles - 1) * BLOCK_M
+    short = ((of_last > 0) & (2 * of_last <= BLOCK_M)).to(tl.int32)
+    short_before = tl.sum(tl.where(is_before, short[None, :], 0), axis=1)
+    is_short = 2 * (count - first) <= BLOCK_M
+    behind = buckets.total - tl.sum(short, axis=0) + short_before
+    at = tiles_ptr + tl.where(is_short, behind, tile - short_before) * FIELDS
     tl.store(at, expert, mask=known)
     tl.store(at + 1, row, mask=known)
     tl.store(at + 2, left, mask=known)
@@ -79,7 +85,7 @@ def _tile_table_kernel(
 
 
 def tile_table(pairs: PairTable, block_m: int) -> TileTable:
-    """Tiles of ``block_m`` pairs of one expert each."""
+    """Tiles of ``block_m`` pairs of one expert each; those of at most half as many come last."""
     num_experts, device = len(pairs.counts), pairs.counts.device
     bound = tile_bound(pairs.num_pairs, num_experts, pairs.capacity, block_m)
     table = TileTable(
