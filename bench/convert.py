@@ -79,9 +79,12 @@ def without_kernels(linear: Any, x: Tensor) -> Tensor:
 
 
 def check(name: str, way: Way, x: Tensor, weight: QuantizedTensor) -> None:
-    """Raise unless a way gives the float64 product."""
+    """Raise unless a way gives the float64 product.
+
+    Ways that decode before they multiply round weights to x's dtype: twice the tolerance of sums.
+    """
     want = x.double() @ weight.dequantize(torch.float32).double().T
-    assert_close(way(x), want, name=name)
+    assert_close(way(x), want, name=name, scale=2)
 
 
 @torch.inference_mode()

@@ -64,7 +64,7 @@ class Tiles(NamedTuple):
 
 
 class OfTile(NamedTuple):
-    """A tile's expert, its first pair among all by expert, and how many it has."""
+    """A tile's expert, its first pair among all by expert, and how many that has from there on."""
 
     expert: Any
     row: Any

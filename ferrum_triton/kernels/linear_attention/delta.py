@@ -84,7 +84,8 @@ def _gdn_decode_kernel(
     head = head.to(tl.int64)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if states_ptr is not None:
-        in_head = head * stride_states_head + key[:, None] * STRIDE_KEY + value[None, :]
+        in_head = head * stride_states_head + key[:, None].to(tl.int64) * STRIDE_KEY
+        in_head += value[None, :]
         source = tl.maximum(span.source, 0) * stride_states_slot
         known = in_state & (span.source >= 0)
         state = tl.load(states_ptr + source + in_head, mask=known, other=0.0).to(tl.float32)

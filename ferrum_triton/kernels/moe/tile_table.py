@@ -12,10 +12,11 @@ from ferrum_triton.kernels.moe.prepare import PairTable, expert_and_entry
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
-# Numbers of a tile: its expert, the first of its pairs among all by expert, and how many it has.
+# Numbers of a tile: its expert, the first of its pairs among all by expert, and how many the expert
+# has from there.
 FIELDS = tl.constexpr(3)
 # Tiles by experts, or by their pairs, that a program looks at.
-CELLS = 8192
+CELLS = 4096
 
 
 class TileTable(NamedTuple):
