@@ -149,6 +149,16 @@ def test_short_tiles_come_last():
     assert table.pairs.tolist() == [*range(len(ids))]
 
 
+def test_a_table_has_room_for_its_tiles_alone():
+    """Whole tiles of one expert are as many as there can be: nothing is written behind them."""
+    ids = torch.zeros(96, 1, dtype=torch.int32)
+    a, (found, tpe) = tokens(96, 256), buckets(ids, 1)
+    _, pairs = prepare_sorted(a, found, tpe, 1, ORDER, a.new_empty(96, 1, 8))
+    table = tile_table(pairs, 32)
+    assert table.tiles.tolist() == [[0, 0, 96], [0, 32, 64], [0, 64, 32]]
+    assert table.total.tolist() == [3]
+
+
 def test_a_pair_in_two_places_is_multiplied_by_one_of_its_experts():
     """Buckets that are wrong write each pair's row once, and nothing else."""
     a, stack = tokens(4, 512), [matrix("Q4_K", 192, 512, seed=e) for e in range(2)]

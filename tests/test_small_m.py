@@ -6,6 +6,7 @@ import torch
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant import activations as arranging
 from ferrum_triton.kernels.quant.activations import Order, arrange
 from ferrum_triton.kernels.quant.products import bucket_of, heuristic, product, products
 from ferrum_triton.kernels.resources import TARGETS
@@ -158,3 +159,17 @@ def test_what_is_launched_compiled(kind, target, n, k):
     products = sum(name.startswith("HMMA.16816") for name in code)
     assert products == 16 + 2 * (kind in ("Q2_K", "Q4_K", "Q5_K"))
     assert not [name for name in code if name.startswith(("I2F", "LDL", "STL"))]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_arranging_clears_the_tickets_of_the_product_behind_it(num_tokens, monkeypatch):
+    """Whatever lay in their memory."""
+    room_for = arranging.room_for
+
+    def used_room(*args, **options):
+        room = room_for(*args, **options)
+        room.tickets.fill_(7)
+        return room
+
+    monkeypatch.setattr(arranging, "room_for", used_room)
+    assert not arrange(torch.randn(num_tokens, 256), Order(16)).tickets.any()
