@@ -1870,6 +1870,7 @@ class Backend:
         logits: Tensor,
         top_k: int,
         norm_topk_prob: bool = True,
+        counted: bool = True,
         *,
         out: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -1884,10 +1885,12 @@ class Backend:
             top_k: experts a token, up to 32.
             norm_topk_prob: divide by the sum over the chosen experts (Mixtral, Qwen3-MoE), which is
                 also the softmax over the chosen logits; where the sum is 0 each weight is 1 / top_k.
+            counted: whether the counts are asked for, which several programs add up in memory that a
+                launch of its own has to clear.
 
         Returns:
             ids [num_tokens, top_k] int32, by descending probability; weights [num_tokens, top_k]
-            float32; counts [num_experts] int32, the tokens of each expert.
+            float32; counts [num_experts] int32, the tokens of each expert, or [0] if not ``counted``.
         """
     def route_topk_sigmoid_grouped(
         self,
@@ -1898,6 +1901,7 @@ class Backend:
         topk_groups: int = 1,
         norm_topk_prob: bool = True,
         routed_scaling_factor: float = 1.0,
+        counted: bool = True,
         *,
         out: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -1916,10 +1920,11 @@ class Backend:
             topk_groups: groups a token may use.
             norm_topk_prob: divide by the sum over the chosen experts; 1 / top_k where that is 0.
             routed_scaling_factor: multiplies the weights, last.
+            counted: whether the counts are asked for, as of :func:`route_topk_softmax`.
 
         Returns:
             ids [num_tokens, top_k] int32, by descending s + bias; weights [num_tokens, top_k] float32;
-            counts [num_experts] int32, the tokens of each expert.
+            counts [num_experts] int32, the tokens of each expert, or [0] if not ``counted``.
 
         Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, sections 2.1.2 and 4.2.
         """

@@ -157,7 +157,9 @@ def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:
         As h.
     """
     logits = backend.gemm(h, experts.router, wide=True)
-    ids, weights, _ = backend.route_topk_softmax(logits, experts.top_k, experts.norm_topk_prob)
+    ids, weights, _ = backend.route_topk_softmax(
+        logits, experts.top_k, experts.norm_topk_prob, counted=False
+    )
     y = backend.weighted_sum(experts.slots(backend, h, ids), weights)
     if (shared := experts.shared) is None:
         return y

@@ -358,7 +358,7 @@ class GptOss(Decoder):
         backend, config = self.backend, self.config
         scores = backend.gemm(h, experts.router, wide=True)
         backend.add_bias(scores, experts.router_bias)
-        ids, weights, _ = backend.route_topk_softmax(scores, experts.top_k)
+        ids, weights, _ = backend.route_topk_softmax(scores, experts.top_k, counted=False)
         slots = experts.slots(backend, h, ids)
         if not experts.ADDS_DOWN_BIAS:
             backend.add_inplace(residual, backend.moe_combine(experts.down_bias, ids, weights))

@@ -23,6 +23,7 @@ def route_topk_softmax(
     logits: Tensor,
     top_k: int,
     norm_topk_prob: bool = True,
+    counted: bool = True,
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
@@ -35,7 +36,8 @@ def route_topk_softmax(
         params = (num_experts, top_k, int(norm_topk_prob))
         launch = {"groups": num_tokens, "threads": power_of_2_threads(num_experts)}
         ROUTE.launch({"SCALAR": logits.dtype, "ID": torch.int32}, buffers, params, **launch)
-    return tuple(map(delivered, (ids, weights, counts), out or (None,) * 3))
+    results = ids, weights, counts if counted else counts[:0]
+    return tuple(map(delivered, results, out or (None,) * 3))
 
 
 @pairs.compute_ids_tpe.impl("metal")

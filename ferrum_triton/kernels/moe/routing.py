@@ -5,9 +5,9 @@ work on unsigned integers that order as the values do, which one instruction red
 A 16-bit value shares its integer with its column, so that the largest is unique; a 32-bit one takes
 a second reduction, for the lowest column that has it.
 
-Counts without a second pass: where one program holds every token it stores them; otherwise programs
-add theirs to zeros, whose sum does not depend on the order of integer additions. The zeros are
-written by the same call, as a fill that a captured graph replays.
+Counts, where they are asked for, without a second pass: where one program holds every token it
+stores them; otherwise programs add theirs to zeros, whose sum does not depend on the order of
+integer additions. The zeros are written by the same call, as a fill that a captured graph replays.
 """
 
 from typing import Any
@@ -129,7 +129,7 @@ def likelihoods(x, top):
 def _route_topk_softmax_kernel(
     ids_ptr,  # [num_tokens, top_k] int32
     weights_ptr,  # [num_tokens, top_k] float32
-    counts_ptr,  # [num_experts] int32, zeros unless ONE_PROGRAM
+    counts_ptr,  # [num_experts] int32, zeros unless ONE_PROGRAM; or None
     logits_ptr,  # [num_tokens, num_experts]
     stride_ids_token,
     stride_weights_token,
@@ -173,7 +173,8 @@ def _route_topk_softmax_kernel(
     store_choice(
         ids_ptr, weights_ptr, stride_ids_token, stride_weights_token, token, ids, weights, mask
     )
-    store_counts(counts_ptr, ids, mask, num_experts, BLOCK_E, ONE_PROGRAM)
+    if counts_ptr is not None:
+        store_counts(counts_ptr, ids, mask, num_experts, BLOCK_E, ONE_PROGRAM)
 
 
 @triton.jit
@@ -213,7 +214,7 @@ def keys_of_best_groups(
 def _route_topk_sigmoid_kernel(
     ids_ptr,  # [num_tokens, top_k] int32
     weights_ptr,  # [num_tokens, top_k] float32
-    counts_ptr,  # [num_experts] int32, zeros unless ONE_PROGRAM
+    counts_ptr,  # [num_experts] int32, zeros unless ONE_PROGRAM; or None
     logits_ptr,  # [num_tokens, num_experts]
     bias_ptr,  # [num_experts] or None
     stride_ids_token,
@@ -266,11 +267,14 @@ def _route_topk_sigmoid_kernel(
     store_choice(
         ids_ptr, weights_ptr, stride_ids_token, stride_weights_token, token, ids, weights, mask
     )
-    store_counts(counts_ptr, ids, mask, num_groups * group_size, BLOCK_E, ONE_PROGRAM)
+    if counts_ptr is not None:
+        store_counts(counts_ptr, ids, mask, num_groups * group_size, BLOCK_E, ONE_PROGRAM)
 
 
-def _tokens(num_tokens: int, block_e: int, item_size: int, device: torch.device) -> int:
-    """Tokens a program: all of few, else what fills the processors once.
+def _tokens(
+    num_tokens: int, block_e: int, item_size: int, device: torch.device, counted: bool
+) -> int:
+    """Tokens a program: all of few that are counted, else what fills the processors once.
 
     More programs than that cost more: each adds a row of counts, to the same few addresses. Rows
     that a warp cannot hold in two loads would be spread over warps, which exchange every maximum.
@@ -278,7 +282,7 @@ def _tokens(num_tokens: int, block_e: int, item_size: int, device: torch.device)
     if block_e * item_size > SHARED_ROW:
         return 1
     tokens = next_power_of_2(num_tokens)
-    if tokens * block_e > MAX_SINGLE:
+    if tokens * block_e > MAX_SINGLE or not counted:
         share = next_power_of_2(max(num_tokens // processors(device), 1))
         tokens = min(share, MAX_TILE // block_e)
     return tokens
@@ -289,6 +293,7 @@ def _launch(
     logits: Tensor,
     top_k: int,
     block_e: int,
+    counted: bool,
     out: tuple[Tensor, Tensor, Tensor] | None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,18 +302,18 @@ def _launch(
     ids, weights, counts = out or (
         logits.new_empty(num_tokens, top_k, dtype=torch.int32),
         logits.new_empty(num_tokens, top_k, dtype=torch.float32),
-        logits.new_empty(num_experts, dtype=torch.int32),
+        logits.new_empty(num_experts if counted else 0, dtype=torch.int32),
     )
-    tokens = _tokens(num_tokens, block_e, logits.element_size(), logits.device)
+    tokens = _tokens(num_tokens, block_e, logits.element_size(), logits.device, counted)
     programs = cdiv(num_tokens, tokens)
-    if programs != 1:
+    if programs != 1 and counted:
         counts.zero_()
     if programs > 0:
         kernel_.launch(
             (programs,),
             ids_ptr=ids,
             weights_ptr=weights,
-            counts_ptr=counts,
+            counts_ptr=counts if counted else None,
             logits_ptr=logits,
             stride_ids_token=ids.stride(0),
             stride_weights_token=weights.stride(0),
@@ -330,6 +335,7 @@ def route_topk_softmax(
     logits: Tensor,
     top_k: int,
     norm_topk_prob: bool = True,
+    counted: bool = True,
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -339,6 +345,7 @@ def route_topk_softmax(
         logits,
         top_k,
         next_power_of_2(num_experts),
+        counted,
         out,
         num_experts=num_experts,
         NORMALISE=norm_topk_prob,
@@ -354,6 +361,7 @@ def route_topk_sigmoid_grouped(
     topk_groups: int = 1,
     norm_topk_prob: bool = True,
     routed_scaling_factor: float = 1.0,
+    counted: bool = True,
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -364,6 +372,7 @@ def route_topk_sigmoid_grouped(
         logits,
         top_k,
         block_g * block_m,
+        counted,
         out,
         bias_ptr=bias,
         num_groups=num_groups,

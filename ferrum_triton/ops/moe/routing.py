@@ -14,6 +14,7 @@ ROUTES = {
     "num_experts": (1, 8, 60, 128),
     "top_k": (1, 2, 8),
     "norm_topk_prob": (False, True),
+    "counted": (True, False),
 }
 
 
@@ -38,6 +39,13 @@ def _descending(x: Tensor) -> Tensor:
     return x.sort(dim=-1, descending=True, stable=True).indices
 
 
+def _counts(ids: Tensor, logits: Tensor, counted: bool) -> Tensor:
+    """How often each expert was chosen, or nothing."""
+    if not counted:
+        return logits.new_empty(0, dtype=torch.int32)
+    return count_experts(ids.reshape(-1), logits.shape[1])
+
+
 def _normalised(chosen: Tensor, top_k: int) -> Tensor:
     total = chosen.sum(dim=-1, keepdim=True)
     return torch.where(total > 0, chosen / total, 1.0 / top_k)
@@ -53,7 +61,7 @@ def _normalised(chosen: Tensor, top_k: int) -> Tensor:
     static=("top_k",),
 )
 def route_topk_softmax(
-    logits: Tensor, top_k: int, norm_topk_prob: bool = True
+    logits: Tensor, top_k: int, norm_topk_prob: bool = True, counted: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """p = softmax(logits) over all experts; the top_k of p, and how many tokens chose each expert.
 
@@ -66,10 +74,12 @@ def route_topk_softmax(
         top_k: experts a token, up to 32.
         norm_topk_prob: divide by the sum over the chosen experts (Mixtral, Qwen3-MoE), which is
             also the softmax over the chosen logits; where the sum is 0 each weight is 1 / top_k.
+        counted: whether the counts are asked for, which several programs add up in memory that a
+            launch of its own has to clear.
 
     Returns:
         ids [num_tokens, top_k] int32, by descending probability; weights [num_tokens, top_k]
-        float32; counts [num_experts] int32, the tokens of each expert.
+        float32; counts [num_experts] int32, the tokens of each expert, or [0] if not ``counted``.
     """
     clean = _nan_last(widen(logits))
     ids = _descending(clean)[:, :top_k]
@@ -82,21 +92,21 @@ def route_topk_softmax(
     else:
         total = likelihood.sum(dim=-1, keepdim=True)
         weights = torch.where(total > 0, chosen / total, 0.0)
-    counts = count_experts(ids.reshape(-1), logits.shape[1])
-    return ids.to(torch.int32), weights.to(torch.float32), counts
+    return ids.to(torch.int32), weights.to(torch.float32), _counts(ids, logits, counted)
 
 
 @route_topk_softmax.rule
-def _(logits, top_k, norm_topk_prob):
+def _(logits, top_k, norm_topk_prob, counted):
     _check_route(route_topk_softmax, logits, top_k)
 
 
 @route_topk_softmax.sample
-def _(make, num_tokens, num_experts, top_k, norm_topk_prob=True):
+def _(make, num_tokens, num_experts, top_k, norm_topk_prob=True, counted=True):
     return {
         "logits": make.randn(num_tokens, num_experts, scale=2.0),
         "top_k": min(top_k, num_experts),
         "norm_topk_prob": norm_topk_prob,
+        "counted": counted,
     }
 
 
@@ -116,6 +126,7 @@ def route_topk_sigmoid_grouped(
     topk_groups: int = 1,
     norm_topk_prob: bool = True,
     routed_scaling_factor: float = 1.0,
+    counted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """s = sigmoid(logits); the top_k of s + bias inside the best groups; weights from s alone.
 
@@ -132,10 +143,11 @@ def route_topk_sigmoid_grouped(
         topk_groups: groups a token may use.
         norm_topk_prob: divide by the sum over the chosen experts; 1 / top_k where that is 0.
         routed_scaling_factor: multiplies the weights, last.
+        counted: whether the counts are asked for, as of :func:`route_topk_softmax`.
 
     Returns:
         ids [num_tokens, top_k] int32, by descending s + bias; weights [num_tokens, top_k] float32;
-        counts [num_experts] int32, the tokens of each expert.
+        counts [num_experts] int32, the tokens of each expert, or [0] if not ``counted``.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, sections 2.1.2 and 4.2.
     """
@@ -154,15 +166,11 @@ def route_topk_sigmoid_grouped(
     if norm_topk_prob:
         weights = _normalised(weights, top_k)
     weights = weights * routed_scaling_factor
-    return (
-        ids.to(torch.int32),
-        weights.to(torch.float32),
-        count_experts(ids.reshape(-1), num_experts),
-    )
+    return ids.to(torch.int32), weights.to(torch.float32), _counts(ids, logits, counted)
 
 
 @route_topk_sigmoid_grouped.rule
-def _(logits, bias, top_k, num_groups, topk_groups, norm_topk_prob, routed_scaling_factor):
+def _(logits, bias, top_k, num_groups, topk_groups, norm_topk_prob, routed_scaling_factor, counted):
     this, num_experts = route_topk_sigmoid_grouped, logits.shape[1]
     _check_route(this, logits, top_k)
     if num_groups < 1 or num_experts % num_groups:
@@ -177,7 +185,7 @@ def _(logits, bias, top_k, num_groups, topk_groups, norm_topk_prob, routed_scali
 @route_topk_sigmoid_grouped.sample
 def _(
     make, num_tokens, num_experts, top_k, norm_topk_prob=True, num_groups=1, topk_groups=1,
-    biased=True,
+    biased=True, counted=True,
 ):  # fmt: skip
     num_groups = num_groups if num_experts % num_groups == 0 else 1
     topk_groups = min(topk_groups, num_groups)
@@ -195,4 +203,5 @@ def _(
         "topk_groups": topk_groups,
         "norm_topk_prob": norm_topk_prob,
         "routed_scaling_factor": make.scalar(0.5, 2.5),
+        "counted": counted,
     }
