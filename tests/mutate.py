@@ -110,7 +110,7 @@ FAMILIES = {
     K + "moe/routing": ("interpret and topk", "test_moe"),
     K + "moe/activation": ("interpret and clamped_swiglu", "test_gpt_oss"),
     K + "moe/combine": ("interpret and (combine or weighted)", "test_moe_combine"),
-    K + "fp8/": ("interpret and fp8", "test_fp8 test_fp8_experts"),
+    K + "fp8/": ("interpret and fp8", "test_fp8 test_fp8_codes test_fp8_experts"),
     OPS: ("", "test_recorded@refusals test_registry test_costs test_door test_strides"),
     OPS + "precision": ("cpu and norm", "test_registry"),
     "ferrum_triton/backends/": (

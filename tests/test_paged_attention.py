@@ -9,12 +9,11 @@ from torch.nn import functional as F
 from triton.runtime.interpreter import interpreter_builder
 
 from ferrum_triton import InputError, get_backend
-from ferrum_triton.kernels.attention import decode_config, paged_prefill, plan
+from ferrum_triton.kernels.attention import decode_config, paged_prefill
 from ferrum_triton.kernels.attention.pages import Pool, as_pool, scaled_queries
 from ferrum_triton.kernels.interpreter import run_raw
-from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.registry import OPS
-from ferrum_triton.testing import TensorFactory, assert_close
+from ferrum_triton.testing import assert_close
 from tests.harness import BACKENDS, clone, in_float64, place_far_apart, sample
 
 KERNELS = ["interpret", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -248,21 +247,6 @@ def test_batch_invariant_results_are_those_of_a_batch_of_one(backend_name, monke
         assert torch.equal(alone[0], together[b])
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_batch_invariant_tiles_are_those_of_any_batch(batch_invariant):
-    """What the products are cut into may follow from the batch and its capacity otherwise."""
-    op, chosen = OPS["paged_decode_attention"], set()
-    for batch, max_len in ((1, 100), (4, 70_000), (64, 5000), (300, 2000)):
-        axes = AXES | {"batch": batch, "q_len": 1, "max_len": max_len, "head_dim": 128}
-        call = op.make_sample(TensorFactory(torch.float16, "meta"), **axes)
-        with record_launches((9, 0)) as launches:
-            op.impls["triton"](**call | {"batch_invariant": batch_invariant})
-        meta = launches[0].meta
-        options = (meta.get(name) for name in ("num_warps", "num_stages", "maxnreg"))
-        chosen.add((meta["ATTENTION"], *options))
-    assert (len(chosen) == 1) == batch_invariant
-
-
 @pytest.mark.parametrize("backend_name", BACKENDS)
 def test_lengths_past_the_table_are_all_it_holds(backend_name):
     """Those of 64 bits too, whose lower half is a small number."""
@@ -366,18 +350,6 @@ def test_a_sink_is_a_key_without_a_value(backend_name):
     without = backend.paged_decode_attention(**plain)
     share = torch.exp(plain["lse"] - torch.logaddexp(plain["lse"], call["sinks"].expand(3, 2, 6)))
     assert_close(out, without * share[..., None])
-
-
-@pytest.mark.parametrize("lengths", [(7,), (0, 100, 0), (300, 5, 5, 1), (64,) * 5])
-@pytest.mark.parametrize("shares", [1, 4, 50])
-def test_plans_cover_every_tile_once(lengths, shares):
-    """The device's arithmetic, on the host: units of a sequence, and the bound on all of them."""
-    tiles = [-(-length // 16) for length in lengths]
-    size = max(-(-sum(tiles) // shares), 2)
-    units = [max(-(-count // size), 1) for count in tiles]
-    for count, own in zip(tiles, units, strict=True):
-        assert (own - 1) * size < max(count, 1) <= own * size or count == 0
-    assert sum(units) <= plan.most_units(len(lengths), max(tiles), shares, 2, False)
 
 
 @pytest.mark.parametrize("change", ["heads", "scales", "window", "block"])

@@ -1,13 +1,15 @@
-"""Which kernels calls over pages launch: queries of long sequences share tiles, few are decoded."""
+"""What calls over pages launch: queries of long sequences share tiles, few are decoded in units."""
 
 import pytest
 import torch
 
 from ferrum_triton.backends.triton_provider import load_kernels
+from ferrum_triton.kernels.attention import plan
 from ferrum_triton.kernels.attention.paged import FEW_QUERIES
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory
+from tests.test_paged_attention import AXES
 
 load_kernels("interpret")
 
@@ -25,3 +27,30 @@ def test_prefill_is_launched_where_a_sequence_may_be_long(q_lens, told):
     longest = min(told or sum(q_lens), call["q"].shape[0])
     assert ("_paged_prefill_kernel" in names) == (longest > FEW_QUERIES)
     assert "_paged_decode_kernel" in names
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_batch_invariant_tiles_are_those_of_any_batch(batch_invariant):
+    """What the products are cut into may follow from the batch and its capacity otherwise."""
+    op, chosen = OPS["paged_decode_attention"], set()
+    for batch, max_len in ((1, 100), (4, 70_000), (64, 5000), (300, 2000)):
+        axes = AXES | {"batch": batch, "q_len": 1, "max_len": max_len, "head_dim": 128}
+        call = op.make_sample(TensorFactory(torch.float16, "meta"), **axes)
+        with record_launches((9, 0)) as launches:
+            op.impls["triton"](**call | {"batch_invariant": batch_invariant})
+        meta = launches[0].meta
+        options = (meta.get(name) for name in ("num_warps", "num_stages", "maxnreg"))
+        chosen.add((meta["ATTENTION"], *options))
+    assert (len(chosen) == 1) == batch_invariant
+
+
+@pytest.mark.parametrize("lengths", [(7,), (0, 100, 0), (300, 5, 5, 1), (64,) * 5])
+@pytest.mark.parametrize("shares", [1, 4, 50])
+def test_plans_cover_every_tile_once(lengths, shares):
+    """The device's arithmetic, on the host: units of a sequence, and the bound on all of them."""
+    tiles = [-(-length // 16) for length in lengths]
+    size = max(-(-sum(tiles) // shares), 2)
+    units = [max(-(-count // size), 1) for count in tiles]
+    for count, own in zip(tiles, units, strict=True):
+        assert (own - 1) * size < max(count, 1) <= own * size or count == 0
+    assert sum(units) <= plan.most_units(len(lengths), max(tiles), shares, 2, False)

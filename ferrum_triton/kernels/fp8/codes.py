@@ -24,35 +24,33 @@ INFINITY = tl.constexpr(0x7F800000)
 def _quotients(x, by):
     """x [groups, BLOCK] / by [groups], rounded once, of quotients that are normal numbers.
 
-    A division takes ten instructions of each number. Here a group's reciprocal is found once, and a
-    quotient by it is corrected by what multiply-adds say is left of x, which is exact: twice, since
-    the first may be off by more than its last bit.
+    A group's reciprocal is found once. Each product with it is corrected by its remainder, which a
+    multiply-add gives exactly: once may leave the last bit wrong, twice does not. Divisions, and
+    codes rounded in integers, took 624 instructions for a thread's 16 numbers instead of 432
+    (``compile_launch`` of quantize_fp8_groups/bf16/k4096/m4096 for sm_90), and 20.1 us instead of
+    15.5 (``bench.run quantize_fp8_groups``, before and at 1452acc, which had no line for the sign).
     """
     inverse = tl.div_rn(tl.full(by.shape, 1.0, tl.float32), by)
     by = tl.broadcast_to(by[:, None], x.shape)
     inverse = tl.broadcast_to(inverse[:, None], x.shape)
     y = x * inverse
     y = tl.fma(tl.fma(-y, by, x), inverse, y)
-    return tl.fma(tl.fma(-y, by, x), inverse, y)
+    y = tl.fma(tl.fma(-y, by, x), inverse, y)
+    # The sign is x's: a remainder of 0 would make -0 0.
+    sign = x.to(tl.int32, bitcast=True) & -(1 << 31)
+    return (y.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def scaled_groups(x, FUSED: tl.constexpr):
-    """float32 [groups, BLOCK] by their scales, what codes are rounded from; and the scales.
-
-    Args:
-        FUSED: whether multiply-adds round once, as the interpreter's do not.
-    """
+def scaled_groups(x):
+    """float32 [groups, BLOCK] by their scales, what codes are rounded from; and the scales."""
     bits = tl.max(magnitude_bits(x), axis=1)
     is_finite = bits < INFINITY
     largest = bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
     scale = tl.where(largest >= LEAST, scale, 1.0)
-    if FUSED:
-        y = _quotients(x, scale)
-    else:
-        y = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    return tl.where(is_finite[:, None], y, 0.0), tl.where(is_finite, scale, float("nan"))
+    y = tl.where(is_finite[:, None], _quotients(x, scale), 0.0)
+    return y, tl.where(is_finite, scale, float("nan"))
 
 
 @kernel(dynamic=("stride_scales_row", "stride_scales_group"))
@@ -80,7 +78,7 @@ def _quantise_kernel(
     mask = col < num_cols
     pdl_wait(PDL)
     x = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
-    y, scale = scaled_groups(x, NATIVE)
+    y, scale = scaled_groups(x)
     if NATIVE:
         codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:

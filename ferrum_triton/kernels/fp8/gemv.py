@@ -213,7 +213,7 @@ def _fp8_gemv_kernel(
         up_scale = _scales(up_scale_at, 0, end, BLOCK_K)
     for column in range(0, end, BLOCK_K):
         later = column + BLOCK_K
-        y, step = scaled_groups(x, NATIVE)
+        y, step = scaled_groups(x)
         y = _nearest(y, NATIVE)
         x = _groups(x_at, later, end, BLOCK_K)
         w_later = _words(w_at, later, end, BLOCK_K, ALIGNED)

@@ -27,7 +27,7 @@ from ferrum_triton.kernels.hopper.packed import (
     output_layout,
     token_ring,
 )
-from ferrum_triton.kernels.hopper.packed_fetch import Source, copy_block, copy_tokens
+from ferrum_triton.kernels.hopper.packed_fetch import Source, copy_stage, copy_tokens
 from ferrum_triton.kernels.hopper.packed_products import descriptors_of, plane_offsets, tile_of
 from ferrum_triton.kernels.hopper.packed_weights import Planes
 from ferrum_triton.kernels.hopper.packed_work import WARPGROUPS, Segment
@@ -122,12 +122,7 @@ def fetch_experts(matrices, ring, tiles, TILE: gl.constexpr, PDL: gl.constexpr):
         for k in range(tiles.blocks):
             stage = acquire(ring, step, BYTES)
             full = ring.full.index(stage)
-            if GATED:
-                first = stage * (2 * WARPGROUPS)
-                copy_block(matrices[0], rows, k, full, to, first, 2, TILE)
-                copy_block(matrices[1], rows, k, full, to, first + 1, 2, TILE)
-            else:
-                copy_block(matrices[0], rows, k, full, to, stage * WARPGROUPS, 1, TILE)
+            copy_stage(matrices, rows, k, full, to, stage, TILE)
             step += 1
 
 
@@ -352,7 +347,7 @@ def packed_pairs(
 
     Args:
         y: [num_tokens, top_k, n], of at least one element.
-        arranged: of ``prepare_sorted``, in :data:`~.packed_config.ORDER`.
+        arranged: activations that ``prepare_sorted`` brought into :data:`~.packed_config.ORDER`.
         table: tiles of ``config.tokens`` pairs.
         stacks: W, uint8 [num_experts, n, row_bytes]; or gate and up of one shape, where y is
             silu(gate[e] · a[p]) * (up[e] · a[p]).

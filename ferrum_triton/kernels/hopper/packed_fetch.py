@@ -74,6 +74,17 @@ def copy_block(planes, source, block, full, to, first, APART: gl.constexpr, TILE
 
 
 @gluon.jit
+def copy_stage(matrices, source, block, full, to, stage, TILE: gl.constexpr):
+    """Ask for a stage: a block of the first matrix, or of gate and up, theirs in turn."""
+    if TILE.activation != "":
+        first = stage * (2 * WARPGROUPS)
+        copy_block(matrices[0], source, block, full, to, first, 2, TILE)
+        copy_block(matrices[1], source, block, full, to, first + 1, 2, TILE)
+    else:
+        copy_block(matrices[0], source, block, full, to, stage * WARPGROUPS, 1, TILE)
+
+
+@gluon.jit
 def copy_tokens(x_desc, row, k, ring, step, TILE: gl.constexpr):
     """Ask for the k-th span of steps of K of a tile of tokens, from a row on."""
     SPAN: gl.constexpr = TILE.span
@@ -89,7 +100,6 @@ def copy_tokens(x_desc, row, k, ring, step, TILE: gl.constexpr):
 def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
     """The warp that asks for weights."""
     share = share_of_program(sizes, TILE.streamed)
-    GATED: gl.constexpr = TILE.activation != ""
     BYTES: gl.constexpr = TILE.block_bytes
     MATRICES: gl.constexpr = TILE.matrices
     to = ring.buffers
@@ -101,14 +111,10 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
         for k in range(part.begin, part.end):
             stage = acquire(ring, step, BYTES)
             full = ring.full.index(stage)
-            if GATED:
-                first = stage * (2 * WARPGROUPS)
-                copy_block(matrices[0], rows, k, full, to, first, 2, TILE)
-                copy_block(matrices[1], rows, k, full, to, first + 1, 2, TILE)
-            elif MATRICES == 1:
-                copy_block(matrices[0], rows, k, full, to, stage * WARPGROUPS, 1, TILE)
+            if TILE.activation != "" or MATRICES == 1:
+                copy_stage(matrices, rows, k, full, to, stage, TILE)
             elif place.matrix == 0:
-                copy_block(matrices[0], rows, k, full, to, stage * WARPGROUPS, 1, TILE)
+                copy_stage(matrices, rows, k, full, to, stage, TILE)
             elif MATRICES == 2 or place.matrix == 1:
                 copy_block(matrices[1], rows, k, full, to, stage * WARPGROUPS, 1, TILE)
             else:

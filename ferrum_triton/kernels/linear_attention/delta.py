@@ -1,10 +1,11 @@
 """The gated delta rule token by token: a program has a block of values of one head's state.
 
 A state is read once, held in registers for all tokens of its sequence, and written once. Many small
-programs keep the memory busy. Sizes of a head are compile-time constants: rows whose addresses are
-one plus what is known, and no masks, take 119 registers instead of 155 of a thread of 64 numbers of
-a state, so that four programs of 128 threads share an SM instead of three
-(``pytest tests/test_kernels_compile.py -k gdn_decode``).
+programs keep the memory busy. Sizes of a head are compile-time constants: the rows of a state then
+share one address, and need no masks. A thread with 64 numbers of a state takes 119 registers
+instead of 155 (``compile_launch`` of gdn_decode/fp32/k16v32d128/b32 for sm_90). So four programs of
+128 threads share an SM instead of three: 36.7 us instead of 37.7 (``device_us``, 8cdf6ad and
+6afc1ed).
 """
 
 import triton

@@ -17,69 +17,26 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import Kernel, kernel
+from ferrum_triton.kernels.moe.lanes import (
+    Ids,
+    bits_of,
+    count_bits,
+    find,
+    load_experts,
+    lowest_bit,
+)
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import pairs as ops
 
-
-class Ids(NamedTuple):
-    """The pairs' experts."""
-
-    ids: Any  # pointer, [num_tokens, top_k]
-    stride_token: Any  # None of dense ids
-    num_pairs: Any
-    num_experts: Any
-
-
 # Lanes, and consecutive pairs of each: a 16-byte load at least, a word's bits at most. Of ids that
 # are not dense each has an address of its own, and registers hold fewer.
 MAX_LANES, LEAST_WIDTH, MAX_WIDTH, MAX_STRIDED_WIDTH = 1024, 4, 32, 8
-# Pairs up to which programs count all experts' by themselves. A histogram of 32,768 would take
-# longer than a launch that counts: compute_ids_tpe/e128k8/m4096 took 20.8 us with one, and
-# moe_align_block_size/e128k8/m4096 34.9 (``bench.run``, 4f3641f).
+# Pairs up to which a program counts those of all experts by itself. Of more a launch counts them.
+# By histograms, and ids read a lane at a time, compute_ids_tpe/e128k8/m4096 took 20.8 us and
+# moe_align_block_size/e128k8/m4096 34.9; now they take 9.8 and 11.2 (``bench.run``, 4f3641f and
+# 6050f43).
 FEW_PAIRS = MAX_LANES * LEAST_WIDTH
-
-
-@triton.jit
-def load_experts(ids, first, TOP_K: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """Experts [LANES, WIDTH] of pairs from one on: -1 of one that has none, -2 past the last.
-
-    Args:
-        ids: :class:`Ids`.
-        first: the first pair.
-    """
-    pair = first + tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    if ids.stride_token is None:
-        source = ids.ids + pair
-    else:
-        source = ids.ids + (pair // TOP_K).to(tl.int64) * ids.stride_token + pair % TOP_K
-    is_pair = pair < ids.num_pairs
-    expert = tl.load(source, mask=is_pair, other=-1)
-    known = (expert >= 0) & (expert < ids.num_experts)
-    return tl.where(known, expert, tl.where(is_pair, -1, -2)).to(tl.int32)
-
-
-@triton.jit
-def bits_of(expert, wanted, WIDTH: tl.constexpr):
-    """Which pairs of each lane are an expert's, a bit each."""
-    return tl.sum((expert == wanted).to(tl.int32) << tl.arange(0, WIDTH)[None, :], axis=1)
-
-
-@triton.jit
-def count_bits(word):
-    """How many bits of an int32 are set."""
-    word = word.to(tl.uint32, bitcast=True)
-    word -= (word >> 1) & 0x55555555
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
-def lowest_bit(word):
-    """The place of an int32's lowest 1; of 0 any."""
-    lowest = (word & -word).to(tl.float32)  # a power of two, so exact, or that of the sign
-    return ((lowest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
 
 
 @triton.jit
@@ -120,6 +77,13 @@ def _count_kernel(
 
 
 @triton.jit
+def load_counts(counts_ptr, num_experts, BLOCK_E: tl.constexpr):
+    """Pairs of all experts, int32 [BLOCK_E], as a launch before counted them."""
+    e = tl.arange(0, BLOCK_E)
+    return tl.load(counts_ptr + e, mask=e < num_experts, other=0)
+
+
+@triton.jit
 def counts_of(
     ids,
     counts_ptr,
@@ -133,8 +97,7 @@ def counts_of(
         expert = load_experts(ids, 0, TOP_K, LANES, WIDTH)
         counts = tl.histogram(tl.ravel(expert), BLOCK_E, mask=tl.ravel(expert >= 0))
     else:
-        e = tl.arange(0, BLOCK_E)
-        counts = tl.load(counts_ptr + e, mask=e < ids.num_experts, other=0)
+        counts = load_counts(counts_ptr, ids.num_experts, BLOCK_E)
     return counts
 
 
@@ -150,7 +113,7 @@ class GridArgs(NamedTuple):
 
 @triton.jit
 def store_grid_args(args, counts, num_experts):
-    """Write the sizes of grids for so many pairs of each expert."""
+    """Write the sizes of both products' grids, which the expert of most pairs decides."""
     tiles = tl.maximum(tl.cdiv(tl.max(counts, axis=0), args.token_tile), 1)
     for part in tl.static_range(2):
         tl.store(args.grid + part * args.stride_part, tiles)
@@ -173,8 +136,7 @@ def _grid_args_kernel(
 ):
     pdl_wait(PDL)
     pdl_trigger(PDL)
-    e = tl.arange(0, BLOCK_E)
-    counts = tl.load(counts_ptr + e, mask=e < num_experts, other=0)
+    counts = load_counts(counts_ptr, num_experts, BLOCK_E)
     args = GridArgs(grid_ptr, stride_grid_part, gate_up_tiles, down_tiles, token_tile)
     store_grid_args(args, counts, num_experts)
 
@@ -207,14 +169,13 @@ def _ids_tpe_kernel(
         bucket_ptr = buckets_ptr + program.to(tl.int64) * stride_buckets_expert
         total = tl.zeros([], tl.int32)
         for first in range(0, num_pairs, LANES * WIDTH):
-            found = bits_of(load_experts(ids, first, TOP_K, LANES, WIDTH), program, WIDTH)
-            matches = count_bits(found)
-            lane = first + tl.arange(0, LANES) * WIDTH
-            place = total + tl.cumsum(matches, axis=0) - matches
-            for i in range(tl.max(matches, axis=0)):
-                tl.store(bucket_ptr + place + i, lane + lowest_bit(found), mask=i < matches)
-                found &= found - 1
-            total += tl.sum(matches, axis=0)
+            found = find(ids, first, program, total, TOP_K, LANES, WIDTH)
+            bits = found.bits
+            for i in range(tl.max(found.matches, axis=0)):
+                pair = found.lane + lowest_bit(bits)
+                tl.store(bucket_ptr + found.place + i, pair, mask=i < found.matches)
+                bits &= bits - 1
+            total += tl.sum(found.matches, axis=0)
         tl.store(tpe_ptr + program, total)
         fill(bucket_ptr, total, num_pairs, -1, LANES)
     elif grid_ptr is not None:
@@ -257,7 +218,7 @@ def _align_kernel(
     first_block = tl.sum(tl.where(e < program, blocks - short, 0), axis=0)
     first_short = tl.sum(tl.where(e < program, blocks, blocks - short), axis=0)
     if program < num_experts:
-        # Pairs of blocks that are no short one, and how far those of that one lie from them.
+        # How many pairs come before the expert's short block, and how far from them it lies.
         num_long = tl.sum(tl.where(e == program, blocks - short, 0), axis=0) * block_size
         begin = first_block * block_size
         apart = first_short * block_size - num_long - begin
@@ -265,16 +226,15 @@ def _align_kernel(
         first_row = tl.sum(tl.where(e < program, counts, 0), axis=0)
         count = tl.zeros([], tl.int32)
         for first in range(0, num_pairs, LANES * WIDTH):
-            found = bits_of(load_experts(ids, first, TOP_K, LANES, WIDTH), program, WIDTH)
-            matches = count_bits(found)
-            lane = first + tl.arange(0, LANES) * WIDTH
-            row = count + tl.cumsum(matches, axis=0) - matches
-            for i in range(tl.max(matches, axis=0)):
-                entry = lane + lowest_bit(found) if PAIR_IDS else first_row + row + i
-                place = begin + row + i + tl.where(row + i < num_long, 0, apart)
-                tl.store(sorted_ptr + place, entry, mask=i < matches)
-                found &= found - 1
-            count += tl.sum(matches, axis=0)
+            found = find(ids, first, program, count, TOP_K, LANES, WIDTH)
+            bits = found.bits
+            for i in range(tl.max(found.matches, axis=0)):
+                row = found.place + i
+                entry = found.lane + lowest_bit(bits) if PAIR_IDS else first_row + row
+                place = begin + row + tl.where(row < num_long, 0, apart)
+                tl.store(sorted_ptr + place, entry, mask=i < found.matches)
+                bits &= bits - 1
+            count += tl.sum(found.matches, axis=0)
         end = begin + count + tl.where(count > num_long, apart, 0)
         fill(sorted_ptr, end, tl.cdiv(end, block_size) * block_size, num_pairs, 128)
         fill(block_experts_ptr, first_block, first_block + num_long // block_size, program, 128)
@@ -318,18 +278,16 @@ def _build_pairs_kernel(
     if orphans:
         fill(packed_tokens_ptr, begin, num_pairs, -1, LANES)
     for first in range(0, num_pairs, LANES * WIDTH):
-        found = bits_of(load_experts(ids, first, TOP_K, LANES, WIDTH), wanted, WIDTH)
-        matches = count_bits(found)
-        lane = first + tl.arange(0, LANES) * WIDTH
-        row = begin + tl.cumsum(matches, axis=0) - matches
-        for i in range(tl.max(matches, axis=0)):
-            pair, mine = lane + lowest_bit(found), i < matches
+        found = find(ids, first, wanted, begin, TOP_K, LANES, WIDTH)
+        bits = found.bits
+        for i in range(tl.max(found.matches, axis=0)):
+            pair, row, mine = found.lane + lowest_bit(bits), found.place + i, i < found.matches
             token = pair // TOP_K
             target = pairs_ptr + token.to(tl.int64) * stride_pairs_token + pair % TOP_K
-            tl.store(target, tl.where(orphans, -1, row + i), mask=mine)
-            tl.store(packed_tokens_ptr + row + i, token, mask=mine & (program < num_experts))
-            found &= found - 1
-        begin += tl.sum(matches, axis=0)
+            tl.store(target, tl.where(orphans, -1, row), mask=mine)
+            tl.store(packed_tokens_ptr + row, token, mask=mine & (program < num_experts))
+            bits &= bits - 1
+        begin += tl.sum(found.matches, axis=0)
 
 
 def _launch(
@@ -350,7 +308,7 @@ def _launch(
         TOP_K=max(ids.shape[1], 1),
         LANES=lanes,
         WIDTH=width,
-        # At most 16 lanes' loads of a thread, or 64 pairs.
+        # A thread has 4 lanes, or 64 pairs where lanes have more.
         num_warps=max(lanes // 128, lanes * width // 2048, 1),
     )
 
@@ -382,7 +340,7 @@ def compute_ids_tpe(
     }
     _launch(
         _ids_tpe_kernel,
-        num_experts + is_few,
+        num_experts + 1 if is_few else num_experts,
         ids,
         num_experts,
         buckets_ptr=buckets,

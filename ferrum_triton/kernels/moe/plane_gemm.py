@@ -17,12 +17,7 @@ from torch import Tensor
 from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, pairs_of_tile, tile_bound
-from ferrum_triton.kernels.moe.plane_config import (
-    GATE_UP_TILES,
-    TILES,
-    Mix,
-    tiles_each,
-)
+from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Mix, tiles_each
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.moe.prepare import (
     PairTable,

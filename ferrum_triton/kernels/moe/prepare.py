@@ -304,7 +304,7 @@ def prepare(
     """
     num_experts, slots = len(bucket_ids), top_k if a.dim() == 3 else 1
     num_rows, num_weights = a.shape[0] * slots, a.shape[-1]
-    to = room_for(num_rows, num_weights, a.device)
+    to = room_for(num_rows, num_weights, a.device, order)
     table = _room_for_pairs(bucket_ids, a.shape[0] * top_k)
     block_k, warps = block_and_warps(to.x.shape[1])
     _prepare_kernel.launch(
@@ -347,7 +347,7 @@ def prepare_sorted(
     num_experts, slots = len(bucket_ids), top_k if a.dim() == 3 else 1
     num_rows, num_weights, copies = a.shape[0] * slots, a.shape[-1], top_k // slots
     table = _room_for_pairs(bucket_ids, a.shape[0] * top_k)
-    to = room_for(table.num_pairs, num_weights, a.device, sums=order.sums)
+    to = room_for(table.num_pairs, num_weights, a.device, order)
     _find_pairs(table, bucket_ids, tpe)
     block_k, warps = block_and_warps(to.x.shape[1])
     each = next_power_of_2(copies) if num_rows >= MANY_ROWS else 1

@@ -25,7 +25,8 @@ class TileTable(NamedTuple):
     Attributes:
         tiles: int32 [bound, FIELDS].
         total: int32 [1], how many tiles there are.
-        pairs: int32 [num_pairs], those by expert; -1 of one whose place is another.
+        pairs: int32 [num_pairs], by expert; -1 for one that another bucket has too, and is taken
+            from there.
     """
 
     tiles: Tensor

@@ -197,23 +197,21 @@ class Order(NamedTuple):
 
 
 def room_for(
-    num_tokens: int,
-    num_weights: int,
-    device: torch.device,
-    *,
-    splits_k: bool = False,
-    sums: bool = True,
+    num_tokens: int, num_weights: int, device: torch.device, order: Order, *, splits_k: bool = False
 ) -> Arranged:
-    """Memory for what :func:`arrange` returns; with tickets where products may split K."""
-    padded = cdiv(num_weights, STEP) * STEP
-    x = torch.empty((num_tokens, padded), dtype=torch.float16, device=device)
-    factor = torch.empty((num_tokens,), dtype=torch.float32, device=device)
-    tickets, words = None, None
-    if sums:
-        words = torch.empty((num_tokens, padded // 8), dtype=torch.float16, device=device)
-    if splits_k:
-        tickets = torch.empty((TICKETS.value,), dtype=torch.int32, device=device)
-    return Arranged(x, words, factor, tickets)
+    """Memory for activations in an order; with tickets where products may split K."""
+    num_rows, padded = order.interleave or num_tokens, cdiv(num_weights, STEP) * STEP
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return Arranged(
+        x=empty(torch.float16, num_rows, padded),
+        sums=empty(torch.float16, num_rows, padded // 8) if order.sums else None,
+        factor=empty(torch.float32, num_rows),
+        # Few enough tokens to be interleaved never split K.
+        tickets=empty(torch.int32, TICKETS.value) if splits_k and not order.interleave else None,
+    )
 
 
 def block_and_warps(padded: int) -> tuple[int, int]:
@@ -230,9 +228,8 @@ def arrange(a: Tensor, order: Order) -> Arranged:
         x, a step being [product, word]. Or of interleaved tokens x and sums as [32 elements,
         token].
     """
-    (num_tokens, num_weights), interleave = a.shape, order.interleave
-    rows, splits_k = interleave or num_tokens, not interleave
-    to = room_for(rows, num_weights, a.device, splits_k=splits_k, sums=order.sums)
+    num_tokens, num_weights = a.shape
+    to = room_for(num_tokens, num_weights, a.device, order, splits_k=True)
     block, warps = block_and_warps(to.x.shape[1])
     _arrange_kernel.launch(
         (num_tokens,),
@@ -246,7 +243,7 @@ def arrange(a: Tensor, order: Order) -> Arranged:
         num_padded=to.x.shape[1],
         COLUMNS=order.words // order.halves,
         HALVES=order.halves,
-        INTERLEAVE=interleave,
+        INTERLEAVE=order.interleave,
         BLOCK_K=block,
         num_warps=warps,
     )

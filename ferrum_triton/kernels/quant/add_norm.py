@@ -101,9 +101,7 @@ class NormedTokens(Tokens):
         num_tokens, num_weights = self.like.shape
         if not 0 < num_weights <= LONGEST_BLOCK:
             return arrange(self.values(), order)
-        rows, splits_k = order.interleave or num_tokens, not order.interleave
-        device = self.like.device
-        to = room_for(rows, num_weights, device, splits_k=splits_k, sums=order.sums)
+        to = room_for(num_tokens, num_weights, self.like.device, order, splits_k=True)
         num_padded = to.x.shape[1]
         block, warps = block_and_warps(num_padded)
         _add_norm_arrange_kernel.launch(
