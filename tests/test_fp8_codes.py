@@ -61,21 +61,17 @@ def test_scales_of_tiny_and_of_huge_groups(backend, largest, scale):
 
 
 @pytest.mark.parametrize(
-    ("backend_name", "size", "least"),
-    [("interpret", 256, 8), pytest.param("cuda", 4096, 0, marks=pytest.mark.gpu)],
+    ("backend_name", "size"),
+    [("interpret", 256), pytest.param("cuda", 4096, marks=pytest.mark.gpu)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_quotients_are_rounded_once(backend_name, size, least, dtype):
-    """Many numbers and scales, among them quotients halfway between codes and the floats beside.
-
-    From the least code on. ``e4m3_bits``, which rounds where a GPU does not, goes through float32's
-    subnormals for codes below the normal ones, and would take those floats for halfway.
-    """
+def test_quotients_are_rounded_once(backend_name, size, dtype):
+    """Many numbers and scales, among them quotients halfway between codes and the floats beside."""
     backend = get_backend(backend_name)
     x = torch.randn(size, size, device=backend.device).to(dtype)
     x[: size // 2] *= (2 * torch.randn(size // 2, 1, device=x.device)).exp2().to(dtype)
     limits = x[size // 4 :].unflatten(1, (-1, 128)).float().abs().amax(-1, keepdim=True) / 448
-    codes = torch.randint(least, 126, (*limits.shape[:2], 128), device=x.device)
+    codes = torch.randint(126, (*limits.shape[:2], 128), device=x.device)
     halfway = torch.from_numpy((POSITIVE[1:] + POSITIVE[:-1]) / 2).float().to(x.device)
     near = (halfway[codes] * limits * (1 + torch.randint_like(codes, -2, 3) * 2.0**-24)).to(dtype)
     near[..., 0], near[..., 1] = 448 * limits[..., 0], -0.0

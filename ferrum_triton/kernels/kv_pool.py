@@ -149,14 +149,17 @@ def magnitude_bits(x):
 def e4m3_bits(y):
     """The bits of E4M3 that are nearest to y, float32 from -448 to 448, as bytes.
 
-    In integers, since no GPU before sm_89 converts to it and AMD's have another format: scaled by
-    2^-120, a value's exponent is E4M3's and its subnormals are E4M3's, so that rounding away the
-    low 20 bits of the mantissa leaves the code.
+    In integers, since no GPU before sm_89 converts to it and AMD's have another format: of normal
+    codes the low 20 bits of the mantissa are rounded away, and 120 is taken off the exponent. Those
+    below are multiples of 2^-9, rounded where the unit in the last place is one.
     """
-    bits = (y * 7.52316384526264e-37).to(tl.int32, bitcast=True)
+    bits = y.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # 2^-6 and 1.5 * 2^23 by their bits.
+    below = (tl.abs(y) * 512.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    code = tl.where(magnitude < 0x3C800000, below, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

@@ -34,20 +34,24 @@ class Mix(NamedTuple):
     """Tiles of one product: of one size, or what is left of an expert's pairs in smaller ones.
 
     Attributes:
-        config: tiles of pairs; neither ``splits`` nor ``prefetch_lines`` count.
+        config: tiles of pairs; ``splits`` does not count, and ``prefetch_lines`` are those of
+            the rows that a program has if each expert has one tile.
         spared: the most pairs of an expert, left by whole tiles, that take smaller ones.
         rest: the smaller tiles, with as many words.
+        steps: steps of its loop that a program has at most, unless a tile has more; 0 for
+            :data:`STEPS`.
     """
 
     config: MmaConfig
     spared: int = 0
     rest: MmaConfig | None = None
+    steps: int = 0
 
     def flat(self) -> Config:
         """This mix as a table holds it: the smaller tiles' entries begin with ``rest_``."""
         rest = {} if self.rest is None else self.rest._asdict()
         smaller = {f"rest_{name}": value for name, value in rest.items()}
-        return {**self.config._asdict(), "spared": self.spared, **smaller}
+        return {**self.config._asdict(), "spared": self.spared, "steps": self.steps, **smaller}
 
     @classmethod
     def of(cls, flat: Config) -> Mix:
@@ -56,7 +60,7 @@ class Mix(NamedTuple):
         rest = None
         if "rest_rows" in flat:
             rest = MmaConfig(**{name: flat[f"rest_{name}"] for name in MmaConfig._fields})
-        return cls(config, flat["spared"], rest)
+        return cls(config, flat["spared"], rest, flat["steps"])
 
 
 def _full(rows: int, tokens: int, **changes: int) -> MmaConfig:
@@ -83,7 +87,8 @@ _MIXES_OF = {
 }
 # Pairs up to which programs are few, whatever the number of experts.
 FEW_PAIRS = 16
-# Steps of its loop that a program has at most, unless a tile has more: by the pairs of a tile.
+# Steps of its loop that a program has at most, unless a tile has more: by the pairs of a tile,
+# where a mix does not say.
 STEPS = {8: 32, 16: 16, 32: 16, 64: 32}
 
 
@@ -160,9 +165,15 @@ def _fitted_mix(kind: str, mix: Mix) -> Mix:
     return mix._replace(config=fitted(kind, mix.config), rest=rest)
 
 
-def tiles_each(tiles: int, steps: int, tokens: int) -> int:
-    """Tiles of rows that a program takes: the most that divide all tiles and keep its steps few."""
-    few = range(1, max(min(tiles, STEPS.get(tokens, 16) // steps), 1) + 1)
+def tiles_each(tiles: int, steps: int, most: int) -> int:
+    """Tiles of rows that a program takes: the most that divide all tiles and keep its steps few.
+
+    Args:
+        tiles: tiles of rows that there are.
+        steps: steps of a tile.
+        most: steps of a program at most, unless a tile has more.
+    """
+    few = range(1, max(min(tiles, most // steps), 1) + 1)
     return max(each for each in few if tiles % each == 0)
 
 

@@ -8,6 +8,7 @@ of their pairs is a product of its own.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.gpu import gpu_of
-from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, pairs_of_tile, tile_bound
-from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Mix, tiles_each
+from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, STEPS, TILES, Mix, tiles_each
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.moe.prepare import (
     PairTable,
@@ -28,11 +29,10 @@ from ferrum_triton.kernels.moe.prepare import (
     prepare_sorted,
 )
 from ferrum_triton.kernels.moe.tile_table import tile_table
-from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.activations import Arranged, Order
 from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
 from ferrum_triton.kernels.quant.mma import options_of
-from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.mma_operands import (
     MatrixTma,
     Operands,
@@ -64,6 +64,7 @@ class Buckets:
         per_pair: a has a row for each pair, not for each token.
         block_e: power of two >= num_experts.
         spared, big: which pairs tiles take, see ``bucket_tiles``.
+        prefetch_lines: lines of 128 bytes of each row that are asked for before the PDL wait.
     """
 
     top_k: int
@@ -71,6 +72,42 @@ class Buckets:
     block_e: int
     spared: int
     big: int
+    prefetch_lines: int
+
+
+class Stacks(NamedTuple):
+    """Planes of W and of U or None, and units of 16 bytes from one expert's to the next's."""
+
+    planes: Any
+    up: Any
+    stride: Any
+    up_stride: Any
+
+
+@triton.jit
+def _rows_of(stacks, expert, first, num_rows, BLOCK_N: tl.constexpr):
+    """Planes and rows of a tile of an expert's rows from ``first`` on; int64 [BLOCK_N].
+
+    Of gate and up, eight rows of each in turn, as ``gated`` takes them. Past the end the last row
+    is there again.
+    """
+    planes = stacks.planes + expert.to(tl.int64) * stacks.stride * 16
+    row = tl.arange(0, BLOCK_N)
+    if stacks.up is not None:
+        is_up = row // 8 % 2 == 1
+        row = row // 16 * 8 + row % 8
+        up = stacks.up + expert.to(tl.int64) * stacks.up_stride * 16
+        planes = tl.where(is_up, up, planes)
+    return planes, tl.minimum(first.to(tl.int64) + row, num_rows - 1)
+
+
+@triton.jit
+def _prefetch(planes, row, q_row, LINES: tl.constexpr):
+    """Ask L2 for the first lines of rows in the first plane."""
+    line = tl.minimum(tl.arange(0, LINES) * 8, q_row - 1)  # in units of 16 bytes
+    units = row[:, None] * q_row + line[None, :]
+    start = planes if len(planes.shape) == 0 else planes[:, None]
+    prefetch_l2(start + units * 16)
 
 
 @triton.jit
@@ -161,6 +198,18 @@ def _plane_tiles_kernel(
 ):
     TOP_K: tl.constexpr = BUCKETS.top_k
     BLOCK_N: tl.constexpr = TILE.rows
+    # Programs of one tile of pairs run side by side, and those of one expert near each other.
+    ROWS: tl.constexpr = BLOCK_N if up_ptr is None else BLOCK_N // 2
+    tiles_n = tl.cdiv(num_rows, ROWS)
+    chunks = tl.cdiv(tiles_n, tiles_each)
+    tile = tl.program_id(0) // chunks
+    first = tl.program_id(0) % chunks * tiles_each
+    stacks = Stacks(planes_ptr, up_ptr, stride_expert, stride_up_expert)
+    if BUCKETS.prefetch_lines > 0:
+        # Nobody has said yet whose the tile is. If each expert has one, it is this one's.
+        if tile < num_experts:
+            planes, row = _rows_of(stacks, tile, first * ROWS, num_rows, BLOCK_N)
+            _prefetch(planes, row, q_row, BUCKETS.prefetch_lines)
     pdl_wait(PDL)
     pdl_trigger(PDL)
     result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
@@ -174,14 +223,8 @@ def _plane_tiles_kernel(
     SPARED: tl.constexpr = BUCKETS.spared
     BIG: tl.constexpr = BUCKETS.big
     buckets = bucket_tiles(counts_ptr, num_experts, capacity, BLOCK_E, BLOCK_M, SPARED, BIG)
-    # Programs of one tile of pairs run side by side, and those of one expert near each other.
-    ROWS: tl.constexpr = BLOCK_N if up_ptr is None else BLOCK_N // 2
-    tiles_n = tl.cdiv(num_rows, ROWS)
-    chunks = tl.cdiv(tiles_n, tiles_each)
-    tile = tl.program_id(0) // chunks
     if tile >= buckets.total:
         return
-    first = tl.program_id(0) % chunks * tiles_each
     tiles_n = tl.minimum(tiles_n - first, tiles_each)
     expert, first_pair, left = pairs_of_tile(tile, buckets, BLOCK_E, BLOCK_M)
     pairs_ptr += expert * capacity + first_pair
@@ -192,14 +235,7 @@ def _plane_tiles_kernel(
         first_pair += tl.sum(tl.where(e < expert, buckets.counts, 0), axis=0)
         left = tl.minimum(left, num_pairs - first_pair)  # of rows, if pairs are in two places
         factor_ptr += first_pair
-    planes_ptr += expert * stride_expert * 16
-    row = tl.arange(0, BLOCK_N)
-    if up_ptr is not None:
-        # Eight rows of each in turn, as ``gated`` takes them.
-        is_up = row // 8 % 2 == 1
-        row = row // 16 * 8 + row % 8
-        planes_ptr = tl.where(is_up, up_ptr + expert * stride_up_expert * 16, planes_ptr)
-    row = tl.minimum(first.to(tl.int64) * ROWS + row, num_rows - 1)  # past the end the last again
+    planes, row = _rows_of(stacks, expert, first * ROWS, num_rows, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     pair = tl.load(pairs_ptr + m, mask=m < left, other=0).to(tl.int64)
     x_row = pair if BUCKETS.per_pair else pair // TOP_K
@@ -208,7 +244,7 @@ def _plane_tiles_kernel(
     tma_expert = tl.where(stride_expert == 0, 0, expert).to(tl.int32)
     up_expert = tl.where(stride_up_expert == 0, 0, expert).to(tl.int32)
     operands = Operands(
-        pointers(planes_ptr, x_ptr, sums_ptr, rows, stride_x, row, x_row, num_rows, TILE),
+        pointers(planes, x_ptr, sums_ptr, rows, stride_x, row, x_row, num_rows, TILE),
         rows,
         MatrixTma(q_desc, h_desc, s_desc, d_desc, tma_expert),
         MatrixTma(up_q_desc, up_h_desc, up_s_desc, up_d_desc, up_expert),
@@ -281,10 +317,10 @@ def gemm_plane_pairs(
     arguments = a, bucket_ids, tpe, top_k, Order(mix.config.words, halves_of(kind))
     prepared = prepare_sorted(*arguments, y) if mix.config.use_tma else prepare(*arguments)
     is_per_pair = a.dim() == 3
-    _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix.config, mix.spared, 0)
+    _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix, 0)
     if mix.rest is not None:
-        big = mix.config.tokens
-        _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix.rest, mix.spared, big)
+        rest = mix._replace(config=mix.rest)
+        _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, rest, mix.config.tokens)
     return y
 
 
@@ -320,11 +356,11 @@ def _launch_tiles(
     kind: str,
     k: int,
     is_per_pair: bool,
-    config: MmaConfig,
-    spared: int,
+    mix: Mix,
     big: int,
 ) -> None:
-    """Products of one size of tile; ``spared`` and ``big`` as ``bucket_tiles`` has them."""
+    """Products by a mix's tiles of one size; ``big`` as ``bucket_tiles`` has it."""
+    config, spared = mix.config, mix.spared
     (num_experts, num_rows), top_k = planes.shape[:2], y.shape[1]
     sizes, tile = row_sizes(planes, kind, k), tile_of(kind, config, k, y.device)
     if big:
@@ -335,7 +371,8 @@ def _launch_tiles(
     tiles = cdiv(num_rows, rows)
     each = 1  # the rows that a last tile lacks can only be left out of a program's first
     if num_rows % rows == 0:
-        each = tiles_each(tiles, cdiv(k, 8 * config.words), config.tokens)
+        most = mix.steps or STEPS.get(config.tokens, 16)
+        each = tiles_each(tiles, cdiv(k, 8 * config.words), most)
     num_programs = stripes * cdiv(tiles, each)
     stacks = {"": planes, "up_": up}
     descriptors, clearing = no_descriptors(stacks), cdiv(table.num_pairs, CLEARED.value)
@@ -368,6 +405,13 @@ def _launch_tiles(
         tiles_each=each,
         num_programs=num_programs,
         TILE=tile,
-        BUCKETS=Buckets(top_k, is_per_pair, next_power_of_2(num_experts), spared, big),
+        BUCKETS=Buckets(
+            top_k=top_k,
+            per_pair=is_per_pair,
+            block_e=next_power_of_2(num_experts),
+            spared=spared,
+            big=big,
+            prefetch_lines=config.prefetch_lines if can_overlap(y.device) else 0,
+        ),
         **options_of(config),
     )
