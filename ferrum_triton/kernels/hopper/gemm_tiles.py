@@ -107,24 +107,30 @@ def plain_sums(ring, buffers, i, num_steps, PART: gl.constexpr, GATHERED: gl.con
     Products of a step are begun while those of the step before run, whose stage is given back when
     they are done.
     """
-    LAYOUT: gl.constexpr = sums_layout(ROWS)
-    left = gl.zeros([TOKENS, ROWS], gl.float32, LAYOUT)
-    right = gl.zeros([TOKENS, ROWS], gl.float32, LAYOUT)
+    LAYOUT: gl.constexpr = sums_layout(2 * ROWS)
+    sums = gl.zeros([TOKENS, 2 * ROWS], gl.float32, LAYOUT)
     STAGES: gl.constexpr = ring.full.shape[0]
+    STEP: gl.constexpr = buffers.weights.shape[2]
+    # Both blocks of a stage lie one behind the other: one product reads activations once for both.
+    both = buffers.weights._reinterpret(
+        buffers.weights.dtype, [STAGES, 2 * ROWS, STEP], buffers.weights.layout
+    )
     for step in range(num_steps):
         stage = wait_full(ring, i + step)
         if GATHERED:
             fence_async_shared()
         a = buffers.a.index(stage * 2 + PART)
-        weights = buffers.weights.index(stage * 2).permute((1, 0))
-        left = warpgroup_mma(a, weights, left, use_acc=step > 0, is_async=True)
-        weights = buffers.weights.index(stage * 2 + 1).permute((1, 0))
-        right = warpgroup_mma(a, weights, right, use_acc=step > 0, is_async=True)
-        left, right = warpgroup_mma_wait(2, deps=(left, right))
+        weights = both.index(stage).permute((1, 0))
+        sums = warpgroup_mma(a, weights, sums, use_acc=step > 0, is_async=True)
+        sums = warpgroup_mma_wait(1, deps=(sums,))
         release(ring, i + step + STAGES - 1, step > 0)  # the step before, STAGES later
-    left, right = warpgroup_mma_wait(0, deps=(left, right))
+    sums = warpgroup_mma_wait(0, deps=(sums,))
     release(ring, i + num_steps - 1)
-    return left, right
+    # In a thread's registers the left half comes first.
+    left, right = gl.split(sums.reshape([TOKENS, 2, ROWS]).permute([0, 2, 1]))
+    HALF: gl.constexpr = sums_layout(ROWS)
+    left = gl.convert_layout(left, HALF, assert_trivial=True)
+    return left, gl.convert_layout(right, HALF, assert_trivial=True)
 
 
 def mappable(x: Tensor) -> bool:

@@ -34,8 +34,7 @@ class Mix(NamedTuple):
     """Tiles of one product: of one size, or what is left of an expert's pairs in smaller ones.
 
     Attributes:
-        config: tiles of pairs; ``splits`` does not count, and ``prefetch_lines`` are those of
-            the rows that a program has if each expert has one tile.
+        config: tiles of pairs; neither ``splits`` nor ``prefetch_lines`` count.
         spared: the most pairs of an expert, left by whole tiles, that take smaller ones.
         rest: the smaller tiles, with as many words.
         steps: steps of its loop that a program has at most, unless a tile has more; 0 for
@@ -80,6 +79,12 @@ MIXES = {
 }
 # Of gate and up, whose tiles have half as many rows of each.
 _GATED_MIXES = {4: Mix(MmaConfig(128, 8, stages=3, maxnreg=168))}
+# Of these programs of fewer steps are worth timing too, and tiles of twice the rows.
+_SHORT_MIXES = [
+    Mix(MmaConfig(rows, 8, stages=stages), steps=steps)
+    for rows, stages, steps in ((64, 3, 16), (128, 2, 8), (128, 3, 16), (128, 3, 32))
+]
+_SHORT_MIXES += [Mix(MmaConfig(128, 32, stages=3, use_tma=True), steps=16)]
 # Of kinds that would spill.
 _MIXES_OF = {
     "Q3_K": {8: Mix(MmaConfig(64, 16, stages=3, maxnreg=168, use_tma=True))},
@@ -144,6 +149,7 @@ def mix_candidates(gpu: Gpu, num_pairs: int, num_experts: int, kind: str) -> lis
     mixes = [Mix(config) for config in OTHER_TILES.values()]
     mixes += [*MIXES.values(), *_GATED_MIXES.values()]
     mixes += [Mix(mix.config) for mix in MIXES.values() if mix.rest]
+    mixes += _SHORT_MIXES
     found = [_fitted_mix(file_kind(kind), mix).flat() for mix in mixes]
     found += map(packed, experts_candidates(gpu, kind, cdiv(num_pairs, num_experts)))
     return [mix for mix in found if not mix_fits(gpu, mix, num_pairs, num_experts, kind)]
@@ -163,6 +169,11 @@ def mix_fits(gpu: Gpu, config: Config, num_pairs: int, num_experts: int, kind: s
 def _fitted_mix(kind: str, mix: Mix) -> Mix:
     rest = mix.rest and fitted(kind, mix.rest)
     return mix._replace(config=fitted(kind, mix.config), rest=rest)
+
+
+def steps_of(mix: Mix) -> int:
+    """Steps that a program of a mix's tiles has at most, unless a tile has more."""
+    return mix.steps or STEPS.get(mix.config.tokens, 16)
 
 
 def tiles_each(tiles: int, steps: int, most: int) -> int:

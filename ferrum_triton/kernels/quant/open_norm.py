@@ -39,6 +39,8 @@ from ferrum_triton.quant.planes import PLANE_FORMATS
 
 # Columns of a program that opens or closes a norm by itself.
 BLOCK = 1024
+# Rows that an SM's programs read at a time, at least, where they open a norm.
+LEAST_ROWS = 8
 
 
 @kernel
@@ -167,7 +169,10 @@ def opening_choice(a: Tensor, planes: Tensor, kind: str) -> Config | None:
     """A launch that opens the norm of its own products; None where there is none.
 
     The launch chosen for the product by itself if its sums are deferred; else one of persistent
-    programs, whether or not a row fills their threads: a launch less is worth more.
+    programs, whether or not a row fills their threads: a launch less is worth more. One program of
+    four rows an SM reads too little at a time beside a norm: 4096x12288 of Q4_0 takes 13.4 us so
+    and 9.05 by eight rows, of Q4_K 12.6 and 9.64 (``device_us`` of ``linear_quant_open_norm`` by
+    one token under each, H200, 8d1a382).
     """
     num_tokens, num_rows = a.shape[0], planes.shape[0]
     if num_tokens > FEW or a.dtype == torch.float32 or kind not in PLANE_FORMATS:
@@ -182,9 +187,10 @@ def opening_choice(a: Tensor, planes: Tensor, kind: str) -> Config | None:
         persistent(8, 1, deferred=True, ordered=True),
         persistent(4, 2, deferred=True, maxnreg=128, late_trigger=True),
     ):
-        if config["path"] == "persistent" and config["deferred"]:
-            if launch_plan(config, a, layout, num_rows, opens=True) is not None:
-                return config
+        if config["path"] != "persistent" or config["rows"] * config["ctas_per_sm"] < LEAST_ROWS:
+            continue
+        if config["deferred"] and launch_plan(config, a, layout, num_rows, opens=True) is not None:
+            return config
     return None
 
 
