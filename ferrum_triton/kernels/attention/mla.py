@@ -37,8 +37,11 @@ from ferrum_triton.ops.attention import mla as ops
 MIN_KEYS = 128
 MAX_SPLITS = 128
 
-# The configuration of Hopper's kernel: two tiles fill shared memory.
-HOPPER: Config = {"path": "hopper", "BLOCK_M": 64, "BLOCK_N": 64}
+# The configurations of Hopper's kernel: two tiles fill shared memory.
+HOPPER: list[Config] = [
+    {"path": "hopper", "BLOCK_M": 64, "BLOCK_N": 64, "SCORES_FIRST": scores_first}
+    for scores_first in (False, True)
+]
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ def _config(*sizes: int, use_tma: bool = False) -> Config:
 
 def mla_candidates(gpu: Gpu, *shape: Dim) -> list[Config]:
     """Blocks of 16 to 64 rows and tiles of 16 to 64 keys, each way of loading them; Hopper's."""
-    configs = [*_plain_candidates(), HOPPER]
+    configs = [*_plain_candidates(), *HOPPER]
     return [config for config in configs if not mla_fits(gpu, config, *shape)]
 
 
@@ -245,7 +248,7 @@ def mla_fits(
     if config["path"] == "hopper":
         if not serves(gpu):
             return f"Hopper's kernel is not for {gpu.arch}, or not with this version of Triton"
-        if dtype != "16 bits" or rows % HOPPER["BLOCK_M"]:
+        if dtype != "16 bits" or rows % config["BLOCK_M"]:
             return "Hopper's kernel takes 16 bits and blocks of 64 heads"
     if not has_tma:
         return "no tensor map of the cache can be made"
@@ -399,7 +402,7 @@ def mla_attention(
         from ferrum_triton.kernels.hopper import mla as hopper
 
         attend = hopper.attend_latents
-        if not (has_tma and hopper.can_attend(q, kv_lora_rank)):
+        if not (has_tma and hopper.can_attend(q, shape[1], kv_lora_rank)):
             attend, config = attend_plain, mla_heuristic(gpu_of(q.device), *shape)
     row_blocks = cdiv(rows, config["BLOCK_M"])
     most_splits = min(cdiv(capacity, MIN_KEYS), MAX_SPLITS)

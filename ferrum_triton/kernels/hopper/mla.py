@@ -130,12 +130,17 @@ def _hopper_mla_kernel(
     )
 
 
-def can_attend(q: Tensor, kv_lora_rank: int) -> bool:
-    """Whether the kernel takes such queries; of the cache the launch choice has told the same."""
+def can_attend(q: Tensor, block_size: int, kv_lora_rank: int) -> bool:
+    """Whether the kernel takes such queries over blocks of a cache that has tensor maps.
+
+    Args:
+        block_size: rows of a block, 0 of a contiguous cache.
+    """
     rope, size = q.shape[3] - kv_lora_rank, q.element_size()
     strides = [step for n, step in zip(q.shape[:3], q.stride()[:3], strict=True) if n > 1]
     return (
-        kv_lora_rank in LATENTS
+        block_size % KEYS.value == 0
+        and kv_lora_rank in LATENTS
         and rope <= MOST_ROPE
         and rope * size % 16 == 0
         and size == 2
@@ -168,6 +173,7 @@ def attend_latents(
         min_keys=cut.min_keys,
         negate=softmax_scale < 0,
         registers=HOPPER_REGISTERS[2],
+        scores_first=config["SCORES_FIRST"],
     )
     q_left, q_right, q_rope = _parts_of(q, kv_lora_rank, ROWS.value)
     left, right, rope = _parts_of(cache[:, None], kv_lora_rank, KEYS.value)

@@ -56,6 +56,7 @@ class LatentVariant:
         min_keys: keys of a split, at least.
         negate: the softmax scale is negative.
         registers: of a consumer's thread.
+        scores_first: what consumer 1 begins first, see :func:`fold_odd`.
     """
 
     half: int
@@ -63,6 +64,7 @@ class LatentVariant:
     min_keys: int
     negate: bool
     registers: int
+    scores_first: bool
 
     @property
     def block_n(self) -> int:
@@ -181,9 +183,8 @@ def add_scores(scores, q, k, n, USE_ACC: gl.constexpr):
     """Begin to add the products of a part of the queries with that of tile n."""
     wait_full(k.ring, n)
     keys = tile_of(k.ring.buffers, n % STAGES)
-    return warpgroup_mma(
-        tile_of(q.ring.buffers, 0), keys.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True
-    )
+    queries = tile_of(q.ring.buffers, n >> 31)  # 0, which compilers cannot tell: see consume
+    return warpgroup_mma(queries, keys.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
 
 
 @gluon.jit
@@ -215,9 +216,8 @@ def weigh(scores, block, n, row_max, work, VARIANT: gl.constexpr):
 def hand_on(weights, row_max, n, room):
     """Give the other consumer the weights of tile n, in the place of its rope, and the maximum."""
     stage = n % STAGES
-    # redundant: to the emulator, whose partitions are one thread. Here a warp must not write over
-    # the rope while the scores of another warp are still being made of it.
-    gl.thread_barrier()
+    # No warp may write over the rope while another one's scores are still being made of it.
+    gl.thread_barrier()  # redundant: to the emulator, which has no threads within a partition
     tile_of(room.rope.ring.buffers, stage).store(weights.to(room.rope.desc.dtype))
     room.maxima.index(stage).store(row_max)
     fence_async_shared()
@@ -274,22 +274,35 @@ def fold_even(state, n, room, work, VARIANT: gl.constexpr):
 
 @gluon.jit
 def fold_odd(state, n, room, work, VARIANT: gl.constexpr):
-    """Consumer 1's part in tile n, which it weighs, and before in tile n - 1.
+    """Consumer 1's part in tile n, which it weighs, and in tile n - 1.
 
-    The product with the values of tile n - 1 stands before the last part of tile n is waited for:
-    so what is let go of behind it does not wait for memory.
+    Either all scores come first, and the softmax runs beside the product with the values of tile
+    n - 1. Or that product does not wait for the last part of tile n to arrive, and what is let go
+    of behind it is sooner asked for anew.
     """
     block = block_of(n, work, VARIANT)
     scores = begin_scores(room, n, VARIANT)
-    acc, row_max, row_sum = begin_others(state, n - 1, room.right, room, VARIANT)
-    scores = add_scores(scores, room.q_right, room.right, n, True)
-    acc = warpgroup_mma_wait(1, deps=(acc,))
-    release(room.right.ring, n - 1)
-    release(room.rope.ring, n - 1)
+    if VARIANT.scores_first:
+        scores = add_scores(scores, room.q_right, room.right, n, True)
+    # ptxas would wait here itself: it lets threads touch no results while products are in flight.
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    state = Softmax(acc, row_max, row_sum)
+    acc, row_max, row_sum = begin_others(state, n - 1, room.right, room, VARIANT)
+    if not VARIANT.scores_first:
+        scores = add_scores(scores, room.q_right, room.right, n, True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        release(room.right.ring, n - 1)
+        release(room.rope.ring, n - 1)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
     weights, rescale, row_max = weigh(scores, block, n, row_max, work, VARIANT)
     hand_on(weights, row_max, n, room)
+    if VARIANT.scores_first:
+        # redundant: long over, since these weights are held. ptxas moves the wait for tensor cores
+        # above the softmax where nothing stands between; a loop, which this is, it leaves in place.
+        wait_full(room.weighed, n - 1)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        release(room.right.ring, n - 1)
+        release(room.rope.ring, n - 1)
+    state = Softmax(acc, row_max, row_sum)
     return add_own(state, weights, rescale, row_max, n, room.right, VARIANT)
 
 
@@ -305,7 +318,10 @@ def consume(room, work, OWN: gl.constexpr, VARIANT: gl.constexpr):
     wait_full(room.q_left.ring, 0, work.tiles > 0)
     wait_full(room.q_rope.ring, 0, work.tiles > 0)
     wait_full(room.q_right.ring, 0, work.tiles > 0)
-    for n in range(1, work.tiles, STAGES):
+    # 0 is added, which compilers cannot tell. Of stages that are known they compute all addresses
+    # before the loop, and keep them in registers that the products need.
+    nothing = work.num_blocks >> 31
+    for n in range(1 + nothing, work.tiles, STAGES):
         if OWN == 0:
             state = fold_even(state, n - 1, room, work, VARIANT)
             state = add_others(state, n, room.left, room, VARIANT)
@@ -323,7 +339,8 @@ def consume(room, work, OWN: gl.constexpr, VARIANT: gl.constexpr):
 def store_rows(state, room, work, OWN: gl.constexpr, VARIANT: gl.constexpr):
     """Store a consumer's columns of the result; consumer 0 the logarithms of the sums as well."""
     room.sums.index(OWN).store(state.row_sum)
-    gl.thread_barrier()
+    # One thread arrives for all, once they have stored.
+    gl.thread_barrier()  # redundant: to the emulator, which has no threads within a partition
     mbarrier.arrive(room.summed.index(OWN), count=1)
     mbarrier.wait(room.summed.index(1 - OWN), 0)
     row_layout: gl.constexpr = gl.SliceLayout(1, VARIANT.scores)
@@ -332,8 +349,8 @@ def store_rows(state, room, work, OWN: gl.constexpr, VARIANT: gl.constexpr):
     total = gl.where(empty, 1.0, row_sum)
     if OWN == 0 and work.lse_ptr is not None:
         lse = gl.where(empty, float("-inf"), (state.row_max + gl.log2(total)) * LN_2)
-        head = gl.arange(0, ROWS, row_layout).to(gl.int64)
-        gl.store(work.lse_ptr + head * work.stride_lse, lse)
+        row = gl.arange(0, ROWS, row_layout).to(gl.int64)
+        gl.store(work.lse_ptr + row * work.stride_lse, lse)
     if work.writes:
         result = scale_rows(state.acc, 1.0 / total, VARIANT)
         head = gl.arange(0, ROWS, gl.SliceLayout(1, VARIANT.result)).to(gl.int64)
