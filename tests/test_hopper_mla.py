@@ -22,7 +22,9 @@ from tests.hopper_kernels import emulate, unnoticed, warnings_of
 
 OP = OPS["mla_attention"]
 KERNEL = "_hopper_mla_kernel"
-ORDERS = [pytest.param(config, id=f"first{config['SCORES_FIRST']:d}") for config in HOPPER]
+IDS = [f"first{config['SCORES_FIRST']:d}-ahead{config['AHEAD']:d}" for config in HOPPER]
+on_orders = pytest.mark.parametrize("config", HOPPER[:2], ids=IDS[:2])
+on_configs = pytest.mark.parametrize("config", HOPPER, ids=IDS)
 
 on_kernels = pytest.mark.parametrize(
     "backend_name", ["interpret", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -82,7 +84,7 @@ FEATURES = {
 
 
 @on_kernels
-@pytest.mark.parametrize("config", ORDERS)
+@on_orders
 @pytest.mark.parametrize("axes", FEATURES.values(), ids=FEATURES)
 def test_equals_the_reference(backend_name, axes, config):
     backend = get_backend(backend_name)
@@ -90,7 +92,7 @@ def test_equals_the_reference(backend_name, axes, config):
 
 
 @on_kernels
-@pytest.mark.parametrize("config", ORDERS)
+@on_orders
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_lengths_off_every_tile(backend_name, monkeypatch, splits, config):
     """Splits of an odd and an even number of tiles, of one, of less, and of none."""
@@ -178,7 +180,7 @@ def recorded(config, **axes):
     return launch, out
 
 
-@pytest.mark.parametrize("config", ORDERS)
+@on_orders
 def test_results_do_not_depend_on_the_order_of_events(config, monkeypatch):
     """Partitions and copies go on in another order for every seed."""
     use_splits(monkeypatch, 1)
@@ -197,7 +199,7 @@ def test_every_wait_fence_and_arrival_is_needed(monkeypatch):
     assert "in fold_odd: without wait_full(room.weighed, n - 1)" in held
 
 
-@pytest.mark.parametrize("config", ORDERS)
+@on_configs
 @pytest.mark.parametrize("case", OP.bench[1:], ids=lambda case: case.id)
 def test_machine_code(case, config):
     """Roles with registers of their own, no spill, and as many products as were meant."""
@@ -281,7 +283,7 @@ def test_it_is_chosen_by_a_measured_row_alone(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", ORDERS)
+@on_configs
 @pytest.mark.parametrize("num_heads", [64, 128])
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
 @pytest.mark.parametrize("q_len, max_blocks", [(1, 128), (2, 64), (1, 7)])
