@@ -17,7 +17,7 @@ from ferrum_triton.kernels.sass import instructions, overwritten_operands
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
 from tests import harness
-from tests.compiling import launches_of
+from tests.compiling import compiled, launches_of
 from tests.hopper_kernels import emulate, unnoticed, warnings_of
 
 OP = OPS["mla_attention"]
@@ -220,6 +220,32 @@ def test_machine_code(case, config):
     assert sum(name.startswith("USETMAXREG") for name in names) >= 3
     assert not any(name.startswith("PRMT") for name in names)
     assert exponentials_beside(code) == (1 if config["SCORES_FIRST"] else 0)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"paged": False, "q_len": 2},
+        {"kv_lora_rank": 128, "rope_dim": 32, "block_size": 128},
+        {"kv_lora_rank": 256, "batch": 200},
+    ],
+    ids=["contiguous", "128 latents", "256 latents"],
+)
+@pytest.mark.parametrize("config", HOPPER[1:3], ids=IDS[1:3])
+def test_every_kind_of_call_compiles_within_limits(axes, config):
+    """Lengths and tables of 64 bits, a negative scale, logarithms, one split and several."""
+    axes = {"batch": 3, "num_heads": 128, "kv_lora_rank": 512, "rope_dim": 64} | axes
+    axes = {"block_size": 64, "max_blocks": 128, "lens": "full", "with_lse": True} | axes
+    call = OP.make_sample(harness.TensorFactory(torch.float16, "meta"), **axes)
+    call |= {"softmax_scale": -0.1, "kv_lens": call["kv_lens"].long()}
+    if call["block_tables"] is not None:
+        call["block_tables"] = call["block_tables"].long()
+    with mla_config.forced(config), record_launches((9, 0)) as launches:
+        OP.impls["triton"](**call)
+    assert launches[0].kernel.name == KERNEL
+    used = compiled(launches[0])
+    assert warnings_of(used.asm["ptx"]) == []
+    assert overwritten_operands(instructions(used.asm["cubin"])) == []
 
 
 def exponentials_beside(code):
