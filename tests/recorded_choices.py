@@ -130,7 +130,7 @@ TRIED: dict[str, list[tuple]] = {
         (4096, (64, 256), (64, 256), False, True, False),
     ],
     "merge_attention_states": [(1, 4, (64, 128, 512))],
-    "mla_attention": [(16, (0, 16, 64), "16 bits", BOOL)],
+    "mla_attention": [((16, 128), (0, 16, 64), "16 bits", BOOL)],
     "paged_decode_attention": [(1, 8, 4096, (512, 4096), 4, False, True)],
     "qkv_paged_decode_attention": [(1, 8, 4096, (512, 1024), 4, True)],
     "paged_varlen_attention": [(128, False, True, False)],

@@ -6,11 +6,15 @@ maps or through pointers, each way with a loop of its own. Sequences are split s
 which depends on shapes alone, fills the GPU; how long a split is each program works out from the
 length in device memory. Splits leave partial results in float32, which
 :func:`~ferrum_triton.kernels.attention.merge.merge_parts` merges.
+
+On Hopper there is a kernel in Gluon as well (:mod:`ferrum_triton.kernels.hopper.mla`), for blocks
+of 64 heads where a measured row asks for it.
 """
 
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -21,7 +25,8 @@ from ferrum_triton.kernels.attention.merge import merge_parts, strides_of
 from ferrum_triton.kernels.attention.mla_tiles import Latents, Queries, attend_pointers, attend_tma
 from ferrum_triton.kernels.attention.softmax import LOG2_E, finish, first_state, store_rows
 from ferrum_triton.kernels.attention.tensor_maps import can_describe, describe
-from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
+from ferrum_triton.kernels.gpu import INTERPRETER, Gpu, gpu_of
+from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.jit import capability, kernel, processors
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -31,6 +36,13 @@ from ferrum_triton.ops.attention import mla as ops
 # Keys a split has at least: with fewer, the merge costs more than the parallelism gains.
 MIN_KEYS = 128
 MAX_SPLITS = 128
+
+# The configurations of Hopper's kernel: two tiles fill shared memory.
+HOPPER: list[Config] = [
+    {"path": "hopper", "BLOCK_M": 64, "BLOCK_N": 64, "SCORES_FIRST": scores_first, "AHEAD": ahead}
+    for ahead in (False, True)
+    for scores_first in (False, True)
+]
 
 
 @dataclass(frozen=True)
@@ -212,8 +224,13 @@ def _config(*sizes: int, use_tma: bool = False) -> Config:
 
 
 def mla_candidates(gpu: Gpu, *shape: Dim) -> list[Config]:
-    """Blocks of 16 to 64 rows and tiles of 16 to 64 keys, each way of loading them."""
-    configs = [
+    """Blocks of 16 to 64 rows and tiles of 16 to 64 keys, each way of loading them; Hopper's."""
+    configs = [*_plain_candidates(), *HOPPER]
+    return [config for config in configs if not mla_fits(gpu, config, *shape)]
+
+
+def _plain_candidates() -> list[Config]:
+    return [
         _config(block_m, block_n, num_warps, num_stages, use_tma=use_tma)
         for block_m in (16, 32, 64)
         for block_n in (16, 32, 64)
@@ -221,15 +238,19 @@ def mla_candidates(gpu: Gpu, *shape: Dim) -> list[Config]:
         for num_stages in (2, 3)
         for use_tma in (False, True)
     ]
-    return [config for config in configs if not mla_fits(gpu, config, *shape)]
 
 
 def mla_fits(
     gpu: Gpu, config: Config, rows: int, block_size: int, dtype: str, has_tma: bool
 ) -> str:
     """Why a configuration cannot be launched, or ""."""
-    if config["path"] != "tma":
+    if config["path"] == "pointers":
         return ""
+    if config["path"] == "hopper":
+        if not serves(gpu):
+            return f"Hopper's kernel is not for {gpu.arch}, or not with this version of Triton"
+        if dtype != "16 bits" or rows % config["BLOCK_M"]:
+            return "Hopper's kernel takes 16 bits and blocks of 64 heads"
     if not has_tma:
         return "no tensor map of the cache can be made"
     return "a tile lies in several blocks" if block_size % config["BLOCK_N"] else ""
@@ -263,6 +284,92 @@ def fp8_conversion(cache: Tensor) -> str:
     return "native" if capability(cache.device) >= (8, 9) else "integer"
 
 
+class Cut(NamedTuple):
+    """How a call is cut into programs.
+
+    Attributes:
+        row_blocks: blocks of (query, head) rows of a sequence.
+        splits: of a sequence's keys.
+        min_keys: keys of a split, at least.
+        capacity: keys a sequence may have.
+        steps: strides of the result and of the logarithms, of which each split has its own.
+    """
+
+    row_blocks: int
+    splits: int
+    min_keys: int
+    capacity: int
+    steps: dict[str, int]
+
+
+def attend_plain(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    cache: Tensor,
+    scale: Tensor | None,
+    block_tables: Tensor | None,
+    kv_lens: Tensor,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    cut: Cut,
+    config: Config,
+) -> None:
+    """The result, or its parts if there are several splits, by the plain kernel."""
+    batch, q_len, num_heads, width = q.shape
+    num_blocks, block_size = cache.shape[:2]
+    paged = block_tables is not None
+    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    block_l = max(next_power_of_2(kv_lora_rank), 16)
+    block_r = max(next_power_of_2(width - kv_lora_rank), 16)
+    latent_desc = rope_desc = None
+    if config["path"] == "tma":
+        latent_desc = describe(cache[..., :kv_lora_rank], block_size, block_n, block_l)
+        rope_desc = describe(cache[..., kv_lora_rank:], block_size, block_n, block_r)
+    variant = Variant(
+        stride_row=cache.stride(1),
+        block_size=block_size if paged else 0,
+        lora=kv_lora_rank,
+        rope=width - kv_lora_rank,
+        block_m=block_m,
+        block_n=block_n,
+        block_l=block_l,
+        block_r=block_r,
+        one_block=block_size % block_n == 0,
+        min_keys=cut.min_keys,
+        fp8=fp8_conversion(cache),
+        # A float32 query multiplies in float32 whatever the cache.
+        precision="ieee" if q.dtype == torch.float32 else "tf32",
+        num_stages=config["num_stages"],
+    )
+    _mla_attention_kernel.launch(
+        (cut.row_blocks * cut.splits * batch,),
+        out_ptr=out,
+        lse_ptr=lse,
+        q_ptr=q,
+        cache_ptr=cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache,
+        scale_ptr=scale,
+        block_tables_ptr=block_tables,
+        kv_lens_ptr=kv_lens,
+        latent_desc=latent_desc,
+        rope_desc=rope_desc,
+        **cut.steps,
+        **strides_of("q", q, "batch", "query", "head"),
+        stride_cache_block=cache.stride(0),
+        stride_block_tables_batch=block_tables.stride(0) if paged else 0,
+        num_heads=num_heads,
+        num_row_blocks=cut.row_blocks,
+        num_splits=cut.splits,
+        num_blocks=num_blocks,
+        capacity=cut.capacity,
+        q_len=q_len,
+        scale_log2=softmax_scale * LOG2_E.value,
+        VARIANT=variant,
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+    )
+
+
 @ops.mla_attention.impl("triton")
 def mla_attention(
     q: Tensor,
@@ -276,84 +383,44 @@ def mla_attention(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    batch, q_len, num_heads, width = q.shape
+    batch, q_len, num_heads, _ = q.shape
     y = q.new_empty(batch, q_len, num_heads, kv_lora_rank) if out is None else out
     if y.numel() == 0:
         return y
-    num_blocks, block_size = cache.shape[:2]
-    paged = block_tables is not None
+    block_size, paged = cache.shape[1], block_tables is not None
     capacity = block_size * (block_tables.shape[1] if paged else 1)
     rows = q_len * num_heads
-    # A float32 query multiplies in float32 whatever the cache.
-    is_float32 = q.dtype == torch.float32
-    dtype = "float32" if is_float32 else f"{8 * cache.itemsize} bits"
+    dtype = "float32" if q.dtype == torch.float32 else f"{8 * cache.itemsize} bits"
     has_tma = (
         cache.dtype == q.dtype
         and kv_lora_rank * cache.element_size() % 16 == 0
         and can_describe(cache[:, None])
     )
-    config = mla_config.pick(q.device, rows, block_size if paged else 0, dtype, has_tma)
-    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
-    block_l = max(next_power_of_2(kv_lora_rank), 16)
-    block_r = max(next_power_of_2(width - kv_lora_rank), 16)
-    latent_desc = rope_desc = None
-    if config["path"] == "tma":
-        latent_desc = describe(cache[..., :kv_lora_rank], block_size, block_n, block_l)
-        rope_desc = describe(cache[..., kv_lora_rank:], block_size, block_n, block_r)
-    row_blocks = cdiv(rows, block_m)
+    shape = (rows, block_size if paged else 0, dtype, has_tma)
+    config = mla_config.pick(q.device, *shape)
+    attend = attend_plain
+    if config["path"] == "hopper":
+        from ferrum_triton.kernels.hopper import mla as hopper
+
+        attend = hopper.attend_latents
+        if not (has_tma and hopper.can_attend(q, shape[1], kv_lora_rank)):
+            attend, config = attend_plain, mla_heuristic(gpu_of(q.device), *shape)
+    row_blocks = cdiv(rows, config["BLOCK_M"])
     most_splits = min(cdiv(capacity, MIN_KEYS), MAX_SPLITS)
     splits = pick_splits(batch * row_blocks, processors(q.device), most_splits)
     axes = ("batch", "query", "head")
+    target, sums = y, lse
     steps = strides_of("out", y, *axes) | strides_of("lse", lse, *axes)
     steps |= {"stride_out_split": 0, "stride_lse_split": 0}
-    parts = part_lses = None
     if splits > 1:
-        shape = (splits, batch, q_len, num_heads)
-        parts = q.new_empty((*shape, kv_lora_rank), dtype=torch.float32)
-        part_lses = q.new_empty(shape, dtype=torch.float32)
-        steps = strides_of("out", parts, "split", *axes)
-        steps |= strides_of("lse", part_lses, "split", *axes)
-    steps |= strides_of("q", q, *axes)
-    variant = Variant(
-        stride_row=cache.stride(1),
-        block_size=block_size if paged else 0,
-        lora=kv_lora_rank,
-        rope=width - kv_lora_rank,
-        block_m=block_m,
-        block_n=block_n,
-        block_l=block_l,
-        block_r=block_r,
-        one_block=block_size % block_n == 0,
-        min_keys=MIN_KEYS,
-        fp8=fp8_conversion(cache),
-        precision="ieee" if is_float32 else "tf32",
-        num_stages=config["num_stages"],
-    )
-    _mla_attention_kernel.launch(
-        (row_blocks * splits * batch,),
-        out_ptr=y if parts is None else parts,
-        lse_ptr=lse if part_lses is None else part_lses,
-        q_ptr=q,
-        cache_ptr=cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache,
-        scale_ptr=scale,
-        block_tables_ptr=block_tables,
-        kv_lens_ptr=kv_lens,
-        latent_desc=latent_desc,
-        rope_desc=rope_desc,
-        **steps,
-        stride_cache_block=cache.stride(0),
-        stride_block_tables_batch=block_tables.stride(0) if paged else 0,
-        num_heads=num_heads,
-        num_row_blocks=row_blocks,
-        num_splits=splits,
-        num_blocks=num_blocks,
-        capacity=capacity,
-        q_len=q_len,
-        scale_log2=softmax_scale * LOG2_E.value,
-        VARIANT=variant,
-        num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
-    )
-    if parts is not None:
-        merge_parts(y, lse, parts, part_lses)
+        sizes = (splits, batch, q_len, num_heads)
+        target = q.new_empty((*sizes, kv_lora_rank), dtype=torch.float32)
+        sums = q.new_empty(sizes, dtype=torch.float32)
+        steps = strides_of("out", target, "split", *axes)
+        steps |= strides_of("lse", sums, "split", *axes)
+    cut = Cut(row_blocks, splits, MIN_KEYS, capacity, steps)
+    tensors = (target, sums, q, cache, scale, block_tables, kv_lens)
+    attend(*tensors, kv_lora_rank, softmax_scale, cut, config)
+    if splits > 1:
+        merge_parts(y, lse, target, sums)
     return y
