@@ -50,7 +50,8 @@ def _opening_case(kind: str, m: int, n: int, k: int) -> Case:
         _opening_case(kind, m, 4096, k)
         for kind, k in (("Q4_K:planes", 4096), ("Q4_K:planes", 12288), ("Q6_K:planes", 12288))
         for m in (1, 2)
-    ],
+    ]
+    + [_opening_case("Q4_0:planes", 1, 4096, k) for k in (4096, 12288)],
     after_norm="a",
 )
 def linear_quant_open_norm(
@@ -98,8 +99,7 @@ def _(make, kind, m, n, num_blocks, wide_residual):
     }
 
 
-def _qkv_case(v_kind: str | None, m: int, k: int) -> Case:
-    q_kind = "Q4_K:planes"
+def _qkv_case(v_kind: str | None, m: int, k: int, q_kind: str = "Q4_K:planes") -> Case:
     axes = {
         "q_kind": q_kind,
         "k_kind": None,
@@ -122,7 +122,7 @@ def _qkv_case(v_kind: str | None, m: int, k: int) -> Case:
         "nkv": (1, 0, 16),
     },
     bench=[_qkv_case(v_kind, m, 4096) for v_kind in ("Q6_K:planes", None) for m in (1, 2)]
-    + [_qkv_case(None, 16, 4096)],
+    + [_qkv_case(None, 16, 4096), _qkv_case(None, 1, 4096, "Q4_0:planes")],
     finite=("h",),  # and after the division, which may be rounded to h's dtype
 )
 def open_norm_quant_qkv(
@@ -192,7 +192,10 @@ def _gate_up_case(kind: str, m: int, n: int, k: int) -> Case:
         "n": (1, 2, 9),
         "activation": GATES,
     },
-    bench=[_gate_up_case("Q4_K:planes", m, 12288, 4096) for m in (1, 2)],
+    bench=[
+        _gate_up_case(kind, m, 12288, 4096)
+        for kind, m in (("Q4_K:planes", 1), ("Q4_K:planes", 2), ("Q4_0:planes", 1))
+    ],
     finite=("h",),
 )
 def open_norm_quant_gate_up_silu(

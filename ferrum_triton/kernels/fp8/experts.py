@@ -160,9 +160,9 @@ def _by_hopper(
     activation: str,
 ) -> bool:
     """y ← as of :func:`_launch` by the kernel in Gluon, where it can take them; whether it can."""
-    from ferrum_triton.kernels.hopper import experts
+    from ferrum_triton.kernels.hopper import experts, experts_maps
 
-    if not experts.maps(*stacks[::2]):
+    if not experts_maps.maps(*stacks[::2]):
         return False
     codes, steps = quantised(a)
     codes, *weights = operands_of(True, codes, *stacks[::2])

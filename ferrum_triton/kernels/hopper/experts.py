@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ferrum_triton.kernels.elementwise import activated
-from ferrum_triton.kernels.gluon import describe, gluon_kernel
+from ferrum_triton.kernels.gluon import gluon_kernel
+from ferrum_triton.kernels.hopper.experts_maps import last_row, rows_apart, rows_of
 from ferrum_triton.kernels.hopper.experts_pairs import (
     FILLERS,
     ONE_EACH,
@@ -45,13 +46,11 @@ from ferrum_triton.kernels.hopper.gemm_tiles import (
     TOKENS,
     BlockScales,
     Buffers,
-    mappable,
     plain_sums,
     scaled_sums,
 )
 from ferrum_triton.kernels.hopper.layouts import sums_layout
 from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers, release, wait_full
-from ferrum_triton.kernels.hopper_config import ALIGNED, STEP_BYTES
 from ferrum_triton.kernels.jit import processors
 from ferrum_triton.kernels.moe.activation import clamped_swiglu
 from ferrum_triton.kernels.moe.pairs import aligned_pairs
@@ -410,39 +409,6 @@ def _experts_kernel(
         ],
         [4, 4],
         [CONSUMER, 504 - 2 * CONSUMER],
-    )
-
-
-def rows_apart(weights: Tensor) -> int | None:
-    """Rows from an expert's matrix to the next one's, in a map of all; None if there is no map."""
-    between, row = weights.stride()[:2]
-    return None if row == 0 or between % row else between // row
-
-
-def last_row(weights: Tensor) -> int:
-    """The last row of a map of all matrices."""
-    num_experts, num_rows, _ = weights.shape
-    return rows_apart(weights) * (num_experts - 1) + num_rows - 1
-
-
-def rows_of(weights: Tensor) -> Any:
-    """A map of the matrices [num_experts, n, k] as rows of k, ROWS of a step at a time."""
-    shape = (last_row(weights) + 1, weights.shape[2])
-    step = STEP_BYTES // weights.element_size()
-    return describe(weights, (ROWS.value, step), shape, weights.stride()[1:])
-
-
-def gathers(a: Tensor) -> bool:
-    """Whether rows of activations can be gathered, 16 bytes a thread."""
-    apart = all(step % ALIGNED == 0 for step in a.stride()[:-1])
-    return a.stride(-1) == 1 and a.data_ptr() % 16 == 0 and apart
-
-
-def maps(*stacks: Tensor) -> bool:
-    """Whether stacks of weights can be described to TMA, and rows be taken in whole words."""
-    return all(
-        stack.shape[2] % ALIGNED == 0 and rows_apart(stack) is not None and mappable(stack[0])
-        for stack in stacks
     )
 
 

@@ -199,9 +199,9 @@ def _launch(
     shape = (num_pairs, len(weights), num_rows, num_cols, a.element_size())
     config = tunable.pick(a.device, *shape)
     if config["path"] == "hopper":
-        from ferrum_triton.kernels.hopper import experts
+        from ferrum_triton.kernels.hopper import experts, experts_maps
 
-        if experts.gathers(a) and experts.maps(weights):
+        if experts_maps.gathers(a) and experts_maps.maps(weights):
             gate = {"activation": activation, "alpha": alpha, "limit": limit}
             experts.multiply_pairs(y, a, ids, weights, config, bias=bias, **gate)
             return y
