@@ -1892,6 +1892,29 @@ class Backend:
             ids [num_tokens, top_k] int32, by descending probability; weights [num_tokens, top_k]
             float32; counts [num_experts] int32, the tokens of each expert, or [0] if not ``counted``.
         """
+    def gemm_route_topk_softmax(
+        self,
+        a: Tensor,
+        router: Tensor,
+        top_k: int,
+        norm_topk_prob: bool = True,
+        *,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`route_topk_softmax` of a · routerᵀ, in float32 all the way; nothing is counted.
+
+        The logits are nowhere in memory where the launch that routes adds up the product's parts.
+
+        Args:
+            a: [num_tokens, k].
+            router: [num_experts, k] of a's dtype, up to 1024 experts.
+            top_k: experts a token, up to 32.
+            norm_topk_prob: divide by the sum over the chosen experts.
+
+        Returns:
+            ids [num_tokens, top_k] int32, by descending probability; weights [num_tokens, top_k]
+            float32.
+        """
     def route_topk_sigmoid_grouped(
         self,
         logits: Tensor,

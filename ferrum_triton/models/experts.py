@@ -156,9 +156,8 @@ def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:
     Returns:
         As h.
     """
-    logits = backend.gemm(h, experts.router, wide=True)
-    ids, weights, _ = backend.route_topk_softmax(
-        logits, experts.top_k, experts.norm_topk_prob, counted=False
+    ids, weights = backend.gemm_route_topk_softmax(
+        h, experts.router, experts.top_k, experts.norm_topk_prob
     )
     y = backend.weighted_sum(experts.slots(backend, h, ids), weights)
     if (shared := experts.shared) is None:
