@@ -42,7 +42,7 @@ TAILED = ("fused_gelu_mul_split", "fused_gelu_tanh_mul_split")
 
 # Ops that multiply a sum of several by a weight: where it cancels, the largest float makes large
 # what each addition rounded.
-CANCELLED = ("weighted_sum_residual_norm", "gdn_decode")
+CANCELLED = ("weighted_sum_residual_norm", "weighted_sum_norm_quant_qkv", "gdn_decode")
 
 # Ops that multiply by each other what one large factor made large: of two products that overflow to
 # opposite sides, a multiply-add has only the first do so.
@@ -61,6 +61,7 @@ ROUNDED_SUMS = (
     "gemv_quant_qkv",
     "add_rms_norm_quant_gate_up_silu",
     "add_rms_norm_quant_qkv",
+    "weighted_sum_norm_quant_qkv",
     "linear_quant_open_norm",
     "open_norm_quant_gate_up_silu",
     "open_norm_quant_qkv",
@@ -233,7 +234,7 @@ def _has_minimums(arguments: dict[str, Any]) -> bool:
     """Whether 16-bit activations meet a format in planes that has minimums."""
     kinds = [value for value in arguments.values() if isinstance(value, str)]
     formats = [PLANE_FORMATS[kind].file for kind in kinds if kind in PLANE_FORMATS]
-    a = next(arguments[name] for name in ("a", "x", "h") if name in arguments)
+    a = next(arguments[name] for name in ("a", "x", "h", "slots") if name in arguments)
     return a.dtype != torch.float32 and any(fmt.m for fmt in formats)
 
 

@@ -1621,6 +1621,41 @@ class Backend:
         Returns:
             [num_tokens, hidden_size] in slots' dtype.
         """
+    def weighted_sum_norm_quant_qkv(
+        self,
+        residual: Tensor,
+        slots: Tensor,
+        weights: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        q_blocks: Tensor,
+        k_blocks: Tensor | None,
+        v_blocks: Tensor | None,
+        q_kind: str,
+        k_kind: str,
+        v_kind: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """:func:`add_rms_norm_quant_qkv` of x = Σ_k weights[:, k] · slots[:, k], in slots' dtype.
+
+        It is what lies between two layers, if the first ends in a mixture of experts. By weights in
+        planes of one format it is two launches, if there are more than 8 rows.
+
+        Args:
+            residual: [m, K], updated in place; of slots' dtype, or float32.
+            slots: [m, top_k, K] with m <= 64, what a token's experts return.
+            weights: [m, top_k], any float dtype.
+            norm_weight: [K], any float dtype.
+            eps: added to the mean square.
+            q_blocks: uint8 [nq, row_bytes], packed rows.
+            k_blocks: uint8 [nk, row_bytes], or None: rows of one format lie in one matrix.
+            v_blocks: uint8 [nv, row_bytes], or None.
+            q_kind, k_kind, v_kind: the formats; that of None is not read.
+
+        Returns:
+            [m, nq + nk + nv] in slots' dtype.
+        """
     def compute_ids_tpe(
         self,
         ids: Tensor,
