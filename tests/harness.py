@@ -28,6 +28,8 @@ DISTINCT_ROWS = {
     # A pair in two experts' buckets has two results.
     "gemm_quant_moe_id": ("bucket_ids",),
     "gemm_quant_moe_id_gate_up_silu": ("bucket_ids",),
+    # A CPU multiplies all rows of an expert at once, and rounds one of few otherwise.
+    "mlp_quant_moe_id": ("ids",),
     # Keys that are all alike leave nothing of 16 bits (docs/linear-attention.md).
     "gdn_prefill": ("k",),
     # A page of two sequences may be given two tokens for one slot.
@@ -57,6 +59,7 @@ ROUNDED_SUMS = (
     "gemm_quant",
     "gemm_quant_moe_id",
     "gemm_quant_moe_id_gate_up_silu",
+    "mlp_quant_moe_id",
     "gemv_quant_gate_up_silu",
     "gemv_quant_qkv",
     "add_rms_norm_quant_gate_up_silu",

@@ -1900,6 +1900,37 @@ class Backend:
         Returns:
             [num_tokens, top_k, n] in a's dtype.
         """
+    def mlp_quant_moe_id(
+        self,
+        a: Tensor,
+        gate_blocks: Tensor,
+        up_blocks: Tensor,
+        down_blocks: Tensor,
+        ids: Tensor,
+        gate_kind: str,
+        up_kind: str,
+        down_kind: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t, s] = (silu(a[t] · Gᵀ) · (a[t] · Uᵀ)) · Dᵀ of expert ids[t, s], for pairs by expert.
+
+        It is :func:`gemm_quant_moe_id_gate_up_silu`, in a's dtype, and :func:`gemm_quant_moe_id` of
+        that, with the buckets of ``compute_ids_tpe``. By experts in planes it is three launches while
+        an expert has few pairs.
+
+        Args:
+            a: [num_tokens, K].
+            gate_blocks: uint8 [num_experts, inner, row_bytes]; up to 1024 experts.
+            up_blocks: uint8 [num_experts, inner, row_bytes], of a format that may be another.
+            down_blocks: uint8 [num_experts, n, row_bytes] over ``inner``, likewise.
+            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) gives a row of
+                zeros.
+            gate_kind, up_kind, down_kind: the formats.
+
+        Returns:
+            [num_tokens, top_k, n] in a's dtype.
+        """
     def route_topk_softmax(
         self,
         logits: Tensor,

@@ -88,18 +88,14 @@ class PackedExperts(Experts):
         return self.gate, self.up, self.down
 
     def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
-        gate, up, down, top_k = self.gate, self.up, self.down, self.top_k
-        num_experts, inner, hidden = gate.shape
-        if ids.numel() <= num_experts:  # each pair reads its expert by itself
+        gate, up, down = self.matrices
+        if ids.numel() <= len(gate.blocks):  # each pair reads its expert by itself
             middle = backend.gemv_quant_moe_id_gate_up_silu(
                 h, gate.blocks, up.blocks, ids, gate.kind, up.kind
             )
             return backend.gemv_quant_moe_id(middle, down.blocks, ids, down.kind)
-        bucket_ids, tpe, _ = backend.compute_ids_tpe(ids, num_experts, inner, hidden)
-        middle = backend.gemm_quant_moe_id_gate_up_silu(
-            h, gate.blocks, up.blocks, bucket_ids, tpe, gate.kind, up.kind, top_k
-        )
-        return backend.gemm_quant_moe_id(middle, down.blocks, bucket_ids, tpe, down.kind, top_k)
+        stacks = gate.blocks, up.blocks, down.blocks
+        return backend.mlp_quant_moe_id(h, *stacks, ids, gate.kind, up.kind, down.kind)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ of their pairs is a product of its own.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, pairs_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Mix, tiles_each
-from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
+from ferrum_triton.kernels.moe.plane_gemv import Stacks, gemv_plane_pairs
 from ferrum_triton.kernels.moe.prepare import (
     PairTable,
     Result,
@@ -117,6 +118,105 @@ def _store_tile(
     )
 
 
+class Activations(NamedTuple):
+    """Arranged activations of tiles of pairs, by pointers or descriptors."""
+
+    arranged: Any
+    stride: Any
+    tma: Any  # :class:`TokensTma`
+
+
+class Work(NamedTuple):
+    """What a program does: some tiles of rows of one tile of pairs."""
+
+    found: Any  # :class:`TilePairs`
+    first: Any  # tile of rows
+    tiles: Any  # how many
+    num_words: Any  # of eight weights in a row
+
+
+@triton.jit
+def multiply_pairs(
+    result,
+    a,
+    stacks,
+    planes_tma,
+    up_tma,
+    rows,
+    table,
+    buckets,
+    work,
+    TILE: tl.constexpr,
+    BUCKETS: tl.constexpr,
+):
+    """The products of one tile of pairs with some tiles of their expert's rows, to ``result``.
+
+    Args:
+        a: :class:`Activations`.
+        stacks: the experts' matrices.
+        planes_tma, up_tma: their descriptors, or those of None.
+        rows: :class:`PlaneRows`.
+        work: :class:`Work`.
+    """
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_M: tl.constexpr = TILE.tokens
+    BLOCK_E: tl.constexpr = BUCKETS.block_e
+    ROWS: tl.constexpr = BLOCK_N if stacks.up_ptr is None else BLOCK_N // 2
+    num_rows, factor_ptr, first = stacks.num_rows, a.arranged.factor, work.first
+    expert, first_pair, left = work.found
+    pairs_ptr = table.pairs + expert * table.capacity + first_pair
+    first_place = (expert << 32) | first_pair
+    SORTED: tl.constexpr = planes_tma.q is not None
+    if SORTED:
+        e = tl.arange(0, BLOCK_E)
+        first_pair += tl.sum(tl.where(e < expert, buckets.counts, 0), axis=0)
+        left = tl.minimum(left, table.num_pairs - first_pair)  # of rows, if pairs are in two places
+        factor_ptr += first_pair
+    planes_ptr = stacks.ptr + expert * stacks.stride * 16
+    row = tl.arange(0, BLOCK_N)
+    if stacks.up_ptr is not None:
+        # Eight rows of each in turn, as ``gated`` takes them.
+        is_up = row // 8 % 2 == 1
+        row = row // 16 * 8 + row % 8
+        up_ptr = stacks.up_ptr + expert * stacks.up_stride * 16
+        planes_ptr = tl.where(is_up, up_ptr, planes_ptr)
+    row = tl.minimum(first.to(tl.int64) * ROWS + row, num_rows - 1)  # past the end the last again
+    m = tl.arange(0, BLOCK_M)
+    pair = tl.load(pairs_ptr + m, mask=m < left, other=0).to(tl.int64)
+    x_row = pair if BUCKETS.per_pair else pair // BUCKETS.top_k
+    # A stack without a stride is one expert to a descriptor.
+    tma_expert = tl.where(stacks.stride == 0, 0, expert).to(tl.int32)
+    up_expert = tl.where(stacks.up_stride == 0, 0, expert).to(tl.int32)
+    x, x_tma = a.arranged, a.tma
+    operands = Operands(
+        pointers(planes_ptr, x.x, x.sums, rows, a.stride, row, x_row, num_rows, TILE),
+        rows,
+        MatrixTma(planes_tma.q, planes_tma.h, planes_tma.s, planes_tma.d, tma_expert),
+        MatrixTma(up_tma.q, up_tma.h, up_tma.s, up_tma.d, up_expert),
+        TokensTma(x_tma.x, x_tma.sums, first_pair),
+        first * ROWS,
+    )
+    # The steps of one tile after those of the other, so that the pipeline is filled once.
+    steps = tl.cdiv(work.num_words, TILE.words)
+    tile, step = 0, 0
+    scales = block_scales(operands, Place(tl.full((), 0, tl.int64), 0), TILE)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for _ in range(work.tiles * steps):
+        is_last = step == steps - 1
+        next_step, next_tile = tl.where(is_last, 0, step + 1), tl.where(is_last, tile + 1, tile)
+        here = Place(tl.cast(tile, tl.int64) * ROWS, step)
+        after = Place(tl.minimum(next_tile, work.tiles - 1).to(tl.int64) * ROWS, next_step)
+        acc, scales = add_step(acc, scales, operands, here, after, work.num_words, TILE)
+        if is_last:
+            acc = times_row_scales(acc, operands, here.rows, TILE)
+            n = (first + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            _store_tile(
+                result, acc, factor_ptr, table, pairs_ptr, n, left, first_place, BUCKETS, SORTED
+            )
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        tile, step = next_tile, next_step
+
+
 @kernel(dynamic=("num_pairs", "capacity", "tiles_each", "num_programs"))
 def _plane_tiles_kernel(
     y_ptr,  # [num_tokens, top_k, n]
@@ -183,57 +283,15 @@ def _plane_tiles_kernel(
         return
     first = tl.program_id(0) % chunks * tiles_each
     tiles_n = tl.minimum(tiles_n - first, tiles_each)
-    expert, first_pair, left = pairs_of_tile(tile, buckets, BLOCK_E, BLOCK_M)
-    pairs_ptr += expert * capacity + first_pair
-    first_place = (expert << 32) | first_pair
-    SORTED: tl.constexpr = q_desc is not None
-    if SORTED:
-        e = tl.arange(0, BLOCK_E)
-        first_pair += tl.sum(tl.where(e < expert, buckets.counts, 0), axis=0)
-        left = tl.minimum(left, num_pairs - first_pair)  # of rows, if pairs are in two places
-        factor_ptr += first_pair
-    planes_ptr += expert * stride_expert * 16
-    row = tl.arange(0, BLOCK_N)
-    if up_ptr is not None:
-        # Eight rows of each in turn, as ``gated`` takes them.
-        is_up = row // 8 % 2 == 1
-        row = row // 16 * 8 + row % 8
-        planes_ptr = tl.where(is_up, up_ptr + expert * stride_up_expert * 16, planes_ptr)
-    row = tl.minimum(first.to(tl.int64) * ROWS + row, num_rows - 1)  # past the end the last again
-    m = tl.arange(0, BLOCK_M)
-    pair = tl.load(pairs_ptr + m, mask=m < left, other=0).to(tl.int64)
-    x_row = pair if BUCKETS.per_pair else pair // TOP_K
+    found = pairs_of_tile(tile, buckets, BLOCK_E, BLOCK_M)
+    x_tma = TokensTma(x_desc, sums_desc, 0)
+    a = Activations(Arranged(x_ptr, sums_ptr, factor_ptr), stride_x, x_tma)
+    stacks = Stacks(planes_ptr, up_ptr, stride_expert, stride_up_expert, num_experts, num_rows)
+    planes_tma = MatrixTma(q_desc, h_desc, s_desc, d_desc, 0)
+    up_tma = MatrixTma(up_q_desc, up_h_desc, up_s_desc, up_d_desc, 0)
     rows = PlaneRows(q_row, h_row, s_row, t_row, d_row)
-    # A stack without a stride is one expert to a descriptor.
-    tma_expert = tl.where(stride_expert == 0, 0, expert).to(tl.int32)
-    up_expert = tl.where(stride_up_expert == 0, 0, expert).to(tl.int32)
-    operands = Operands(
-        pointers(planes_ptr, x_ptr, sums_ptr, rows, stride_x, row, x_row, num_rows, TILE),
-        rows,
-        MatrixTma(q_desc, h_desc, s_desc, d_desc, tma_expert),
-        MatrixTma(up_q_desc, up_h_desc, up_s_desc, up_d_desc, up_expert),
-        TokensTma(x_desc, sums_desc, first_pair),
-        first * ROWS,
-    )
-    # The steps of one tile after those of the other, so that the pipeline is filled once.
-    steps = tl.cdiv(num_words, TILE.words)
-    tile, step = 0, 0
-    scales = block_scales(operands, Place(tl.full((), 0, tl.int64), 0), TILE)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for _ in range(tiles_n * steps):
-        is_last = step == steps - 1
-        next_step, next_tile = tl.where(is_last, 0, step + 1), tl.where(is_last, tile + 1, tile)
-        here = Place(tl.cast(tile, tl.int64) * ROWS, step)
-        after = Place(tl.minimum(next_tile, tiles_n - 1).to(tl.int64) * ROWS, next_step)
-        acc, scales = add_step(acc, scales, operands, here, after, num_words, TILE)
-        if is_last:
-            acc = times_row_scales(acc, operands, here.rows, TILE)
-            n = (first + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-            _store_tile(
-                result, acc, factor_ptr, table, pairs_ptr, n, left, first_place, BUCKETS, SORTED
-            )
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        tile, step = next_tile, next_step
+    work = Work(found, first, tiles_n, num_words)
+    multiply_pairs(result, a, stacks, planes_tma, up_tma, rows, table, buckets, work, TILE, BUCKETS)
 
 
 def gemm_plane_pairs(
@@ -281,10 +339,10 @@ def gemm_plane_pairs(
     arguments = a, bucket_ids, tpe, top_k, Order(mix.config.words, halves_of(kind))
     prepared = prepare_sorted(*arguments, y) if mix.config.use_tma else prepare(*arguments)
     is_per_pair = a.dim() == 3
-    _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix.config, mix.spared, 0)
+    launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix.config, mix.spared, 0)
     if mix.rest is not None:
         big = mix.config.tokens
-        _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix.rest, mix.spared, big)
+        launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix.rest, mix.spared, big)
     return y
 
 
@@ -311,7 +369,7 @@ def _packed(
     return True
 
 
-def _launch_tiles(
+def launch_tiles(
     y: Tensor,
     arranged: Arranged,
     table: PairTable,
