@@ -5,6 +5,7 @@ import torch
 
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.moe import mlp, prepare_ids
 from ferrum_triton.kernels.moe.mlp import tiles_of
 from ferrum_triton.quant.kinds import format_of, quantize_rows
 from ferrum_triton.registry import OPS
@@ -78,6 +79,33 @@ def test_every_pair_of_one_expert(backend, num_tokens):
     for _ in range(2):  # the same memory again: tickets are zeros
         got = backend.mlp_quant_moe_id(a, *stacks, ids, *kinds)
         assert torch.equal(got, by_buckets(backend, a, stacks, ids, kinds))
+
+
+@pytest.mark.parametrize("stale", [0, -1, (2 << 32) + 1])
+def test_what_lay_in_memory_does_not_matter(backend, stale, monkeypatch):
+    """Of a pair without an expert neither a place nor activations are ever written."""
+    room_for_pairs, room_for = prepare_ids.room_for_pairs, mlp.room_for
+
+    def stale_pairs(*sizes):
+        table = room_for_pairs(*sizes)
+        table.places.fill_(stale)
+        return table
+
+    def stale_rows(*sizes):
+        rows = room_for(*sizes)
+        for part in rows[:3]:
+            part.fill_(torch.nan)
+        return rows
+
+    stacks, kinds = layer("Q4_K:planes", "Q6_K:planes", backend.device)
+    a = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(1))
+    a = a.to(backend.device, torch.float16)
+    ids = torch.tensor([[-1, 2], [-1, 0], [2, 9], [-1, -1]], device=backend.device)
+    want = by_buckets(backend, a, stacks, ids, kinds)
+    monkeypatch.setattr(prepare_ids, "room_for_pairs", stale_pairs)
+    monkeypatch.setattr(mlp, "room_for", stale_rows)
+    got = backend.mlp_quant_moe_id(a, *stacks, ids, *kinds)
+    assert torch.equal(got, want) and not got[(ids < 0) | (ids >= NUM_EXPERTS)].any()
 
 
 def meta(*shape, dtype=torch.uint8):
