@@ -47,7 +47,7 @@ FEW = ({"num_tokens": (0, 2, 1)}, {"n": (1, 5)})
 INTERPRETED = {
     "gemm_quant_moe_id": FEW,
     "gemm_quant_moe_id_gate_up_silu": FEW,
-    "mlp_quant_moe_id": FEW,
+    "mlp_quant_moe_id": FEW[:1],
 }
 # What is traced operation by operation, and defined token by token: several sequences of them.
 TRACED = {
