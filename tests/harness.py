@@ -28,6 +28,8 @@ DISTINCT_ROWS = {
     # A pair in two experts' buckets has two results.
     "gemm_quant_moe_id": ("bucket_ids",),
     "gemm_quant_moe_id_gate_up_silu": ("bucket_ids",),
+    # A CPU multiplies all rows of an expert at once, and rounds one of few otherwise.
+    "mlp_quant_moe_id": ("ids",),
     # Keys that are all alike leave nothing of 16 bits (docs/linear-attention.md).
     "gdn_prefill": ("k",),
     # A page of two sequences may be given two tokens for one slot.
@@ -42,7 +44,7 @@ TAILED = ("fused_gelu_mul_split", "fused_gelu_tanh_mul_split")
 
 # Ops that multiply a sum of several by a weight: where it cancels, the largest float makes large
 # what each addition rounded.
-CANCELLED = ("weighted_sum_residual_norm", "gdn_decode")
+CANCELLED = ("weighted_sum_residual_norm", "weighted_sum_norm_quant_qkv", "gdn_decode")
 
 # Ops that multiply by each other what one large factor made large: of two products that overflow to
 # opposite sides, a multiply-add has only the first do so.
@@ -57,10 +59,12 @@ ROUNDED_SUMS = (
     "gemm_quant",
     "gemm_quant_moe_id",
     "gemm_quant_moe_id_gate_up_silu",
+    "mlp_quant_moe_id",
     "gemv_quant_gate_up_silu",
     "gemv_quant_qkv",
     "add_rms_norm_quant_gate_up_silu",
     "add_rms_norm_quant_qkv",
+    "weighted_sum_norm_quant_qkv",
     "linear_quant_open_norm",
     "open_norm_quant_gate_up_silu",
     "open_norm_quant_qkv",
@@ -233,7 +237,7 @@ def _has_minimums(arguments: dict[str, Any]) -> bool:
     """Whether 16-bit activations meet a format in planes that has minimums."""
     kinds = [value for value in arguments.values() if isinstance(value, str)]
     formats = [PLANE_FORMATS[kind].file for kind in kinds if kind in PLANE_FORMATS]
-    a = next(arguments[name] for name in ("a", "x", "h") if name in arguments)
+    a = next(arguments[name] for name in ("a", "x", "h", "slots") if name in arguments)
     return a.dtype != torch.float32 and any(fmt.m for fmt in formats)
 
 

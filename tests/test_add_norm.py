@@ -96,6 +96,39 @@ def test_the_numbers_are_those_of_two_steps(
     assert_two_steps(backend, norm, matrices)
 
 
+def slots_and_weights(m, k, dtype, device):
+    """Five slots of each token; a token that is not finite."""
+    slots = torch.randn(m, 5, k, generator=seeded(3)).to(device, dtype)
+    slots[1, 2, k // 2] = torch.nan
+    return slots, torch.rand(m, 5, generator=seeded(4)).to(device)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "m", "k", "dtype", "residual_dtype"),
+    [
+        (("Q4_K", "Q6_K"), 3, 512, torch.bfloat16, torch.float32),
+        (("Q4_K", "Q4_K"), 9, 768, torch.float16, torch.float32),
+        (("Q5_0", "Q4_1"), 9, 544, torch.float16, torch.float32),
+        (("Q4_K", "Q6_K"), 32, 256, torch.float16, torch.float16),
+        (("Q4_K", "Q6_K"), 9, 256, torch.float32, torch.float32),
+    ],
+)
+def test_a_sum_over_slots_is_that_of_a_launch_before(
+    backend, kinds, m, k, dtype, residual_dtype, monkeypatch
+):
+    monkeypatch.setattr(small_m, "uses_ptx", lambda a: True)
+    q, v = (weight(f"{kind}:planes", 16, i, backend.device, k) for i, kind in enumerate(kinds))
+    matrices = q.blocks, None, v.blocks, q.kind, "", v.kind
+    residual, _, *norm = norm_arguments(m, k, dtype, residual_dtype, backend.device)
+    slots, weights = slots_and_weights(m, k, dtype, backend.device)
+    one, two = residual.clone(), residual.clone()
+    got = backend.weighted_sum_norm_quant_qkv(one, slots, weights, *norm, *matrices)
+    x = backend.weighted_sum(slots, weights)
+    assert_same(got, backend.add_rms_norm_quant_qkv(two, x, *norm, *matrices))
+    assert_same(one, two)
+    assert not torch.equal(residual, one)
+
+
 def launches(op, *arguments, capability=(9, 0)):
     placed = (a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments)
     with record_launches(capability) as recorded:
@@ -125,6 +158,25 @@ def test_what_is_launched(m, k, dtype, kinds, first):
     for names in (qkv, gated):
         assert names[: len(first)] == first
         assert not {NORM, FUSED, ARRANGE} & {*names[len(first) :]}
+
+
+@pytest.mark.parametrize(
+    ("m", "top_k", "kind", "first"),
+    [
+        (8, 4, "Q4_K:planes", ["_weighted_sum_kernel", FUSED]),
+        (9, 4, "Q4_K:planes", [FUSED]),
+        (9, 0, "Q4_K:planes", ["_weighted_sum_kernel", FUSED]),
+        (9, 4, "Q4_K", ["_weighted_sum_kernel", NORM]),
+    ],
+)
+def test_a_sum_over_slots_costs_many_tokens_no_launch(m, top_k, kind, first):
+    w = weight(kind, 16, 1, k=512)
+    residual, _, *norm = norm_arguments(m, 512, torch.bfloat16, torch.float32, "meta")
+    slots, weights = torch.empty(m, top_k, 512, dtype=torch.bfloat16), torch.empty(m, top_k)
+    matrices = w.blocks, None, None, kind, "", ""
+    names = launches("weighted_sum_norm_quant_qkv", residual, slots, weights, *norm, *matrices)
+    assert names[: len(first)] == first
+    assert not {"_weighted_sum_kernel", NORM, FUSED} & {*names[len(first) :]}
 
 
 def test_x_is_added_once_however_h_is_asked_for():

@@ -118,7 +118,10 @@ def test_products_of_a_gpu(op, num_tokens):
         want, config = test_fp8.exact_product(**arguments), dense(16, 4, 1)
     elif op == "gemm_moe_id_fp8_128x128":
         arguments = test_fp8_experts.call(**axes, dtype=torch.bfloat16, per_slot=True)
-        want, config = test_fp8_experts.exact(**arguments), experts(4, num_tokens > 65, 8 * (num_tokens > 1))
+        want, config = (
+            test_fp8_experts.exact(**arguments),
+            experts(4, num_tokens > 65, 8 * (num_tokens > 1)),
+        )
     elif op == "gemm_moe_id_gate_up_fp8_128x128":
         arguments, want = test_fp8_experts.gate_up(**axes, dtype=torch.half)
         config = experts(4, num_tokens > 65, 8 * (num_tokens > 1))

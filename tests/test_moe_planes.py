@@ -109,14 +109,14 @@ def test_a_pair_in_two_buckets_has_either_row_or_zeros(config):
 @pytest.mark.parametrize("stale", [0, 1, (2 << 32) | 1, -1, (3 << 32) | 5])
 def test_the_place_of_a_pair_in_no_bucket_may_be_anothers(stale, use_tma, monkeypatch):
     """Nobody writes it, so that it holds what lay in that memory."""
-    room_for_pairs = prepare._room_for_pairs
+    room_for_pairs = prepare.room_for_pairs
 
-    def stale_room(bucket_ids, num_pairs):
-        table = room_for_pairs(bucket_ids, num_pairs)
+    def stale_room(*sizes):
+        table = room_for_pairs(*sizes)
         table.places.fill_(stale)
         return table
 
-    monkeypatch.setattr(prepare, "_room_for_pairs", stale_room)
+    monkeypatch.setattr(prepare, "room_for_pairs", stale_room)
     generator = torch.Generator().manual_seed(0)
     stack = quantize_rows(torch.randn(3, 9, 256, generator=generator) / 16, "Q4_K:planes")
     a = torch.randn(4, 256, generator=generator).half()

@@ -44,7 +44,11 @@ def row_axis(op):
 # Ops of which every pair of a token and an expert is interpreted for every few rows: either are
 # many. test_moe_planes.py has many pairs meet several tiles of rows.
 FEW = ({"num_tokens": (0, 2, 1)}, {"n": (1, 5)})
-INTERPRETED = {"gemm_quant_moe_id": FEW, "gemm_quant_moe_id_gate_up_silu": FEW}
+INTERPRETED = {
+    "gemm_quant_moe_id": FEW,
+    "gemm_quant_moe_id_gate_up_silu": FEW,
+    "mlp_quant_moe_id": FEW[:1],
+}
 # What is traced operation by operation, and defined token by token: several sequences of them.
 TRACED = {
     "flash_attention": {"batch": 2, "q_len": 2},

@@ -1621,6 +1621,41 @@ class Backend:
         Returns:
             [num_tokens, hidden_size] in slots' dtype.
         """
+    def weighted_sum_norm_quant_qkv(
+        self,
+        residual: Tensor,
+        slots: Tensor,
+        weights: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        q_blocks: Tensor,
+        k_blocks: Tensor | None,
+        v_blocks: Tensor | None,
+        q_kind: str,
+        k_kind: str,
+        v_kind: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """:func:`add_rms_norm_quant_qkv` of x = Σ_k weights[:, k] · slots[:, k], in slots' dtype.
+
+        It is what lies between two layers, if the first ends in a mixture of experts. By weights in
+        planes of one format it is two launches, if there are more than 8 rows.
+
+        Args:
+            residual: [m, K], updated in place; of slots' dtype, or float32.
+            slots: [m, top_k, K] with m <= 64, what a token's experts return.
+            weights: [m, top_k], any float dtype.
+            norm_weight: [K], any float dtype.
+            eps: added to the mean square.
+            q_blocks: uint8 [nq, row_bytes], packed rows.
+            k_blocks: uint8 [nk, row_bytes], or None: rows of one format lie in one matrix.
+            v_blocks: uint8 [nv, row_bytes], or None.
+            q_kind, k_kind, v_kind: the formats; that of None is not read.
+
+        Returns:
+            [m, nq + nk + nv] in slots' dtype.
+        """
     def compute_ids_tpe(
         self,
         ids: Tensor,
@@ -1865,6 +1900,37 @@ class Backend:
         Returns:
             [num_tokens, top_k, n] in a's dtype.
         """
+    def mlp_quant_moe_id(
+        self,
+        a: Tensor,
+        gate_blocks: Tensor,
+        up_blocks: Tensor,
+        down_blocks: Tensor,
+        ids: Tensor,
+        gate_kind: str,
+        up_kind: str,
+        down_kind: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t, s] = (silu(a[t] · Gᵀ) · (a[t] · Uᵀ)) · Dᵀ of expert ids[t, s], for pairs by expert.
+
+        It is :func:`gemm_quant_moe_id_gate_up_silu`, in a's dtype, and :func:`gemm_quant_moe_id` of
+        that, with the buckets of ``compute_ids_tpe``. By experts in planes it is three launches while
+        an expert has few pairs.
+
+        Args:
+            a: [num_tokens, K].
+            gate_blocks: uint8 [num_experts, inner, row_bytes]; up to 1024 experts.
+            up_blocks: uint8 [num_experts, inner, row_bytes], of a format that may be another.
+            down_blocks: uint8 [num_experts, n, row_bytes] over ``inner``, likewise.
+            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) gives a row of
+                zeros.
+            gate_kind, up_kind, down_kind: the formats.
+
+        Returns:
+            [num_tokens, top_k, n] in a's dtype.
+        """
     def route_topk_softmax(
         self,
         logits: Tensor,
@@ -1891,6 +1957,29 @@ class Backend:
         Returns:
             ids [num_tokens, top_k] int32, by descending probability; weights [num_tokens, top_k]
             float32; counts [num_experts] int32, the tokens of each expert, or [0] if not ``counted``.
+        """
+    def gemm_route_topk_softmax(
+        self,
+        a: Tensor,
+        router: Tensor,
+        top_k: int,
+        norm_topk_prob: bool = True,
+        *,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`route_topk_softmax` of a · routerᵀ, in float32 all the way; nothing is counted.
+
+        The logits are nowhere in memory where the launch that routes adds up the product's parts.
+
+        Args:
+            a: [num_tokens, k].
+            router: [num_experts, k] of a's dtype, up to 1024 experts.
+            top_k: experts a token, up to 32.
+            norm_topk_prob: divide by the sum over the chosen experts.
+
+        Returns:
+            ids [num_tokens, top_k] int32, by descending probability; weights [num_tokens, top_k]
+            float32.
         """
     def route_topk_sigmoid_grouped(
         self,

@@ -27,7 +27,7 @@ from torch import Tensor
 from ferrum_triton.kernels.elementwise import activated, gated_split
 from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.linear_config import MOST_IN_TILES, MOST_TOKENS, gemm_config
-from ferrum_triton.kernels.linear_tiles import product_of_tiles
+from ferrum_triton.kernels.linear_tiles import partial_products, product_of_tiles
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.planes import STREAM, is_aligned, load_one, load_words, uses_ptx
@@ -432,6 +432,16 @@ def gemm(a: Tensor, b: Tensor, wide: bool = False, *, out: Tensor | None = None)
     y = a.new_empty((num_tokens, num_rows), dtype=dtype) if out is None else out
     product(a, b, config, y)
     return y
+
+
+def product_in_parts(a: Tensor, b: Tensor) -> Tensor:
+    """a · bᵀ as float32 [splits, m, n], in as many parts as its launch leaves."""
+    (num_tokens, num_cols), num_rows = a.shape, b.shape[0]
+    if 0 < num_tokens <= MOST_IN_TILES and a.dtype != torch.float32 and num_cols:
+        config = gemm_config.pick(a.device, is_in_units(a, b), num_tokens, num_rows, num_cols)
+        if config["path"] == "tiles":
+            return partial_products(a, b, config)
+    return gemm(a, b, wide=True)[None]
 
 
 @ops.gemm_gate_up_silu.impl("triton")

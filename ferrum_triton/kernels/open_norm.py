@@ -13,14 +13,12 @@ from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.linear import (
     activated_halves,
     gemm,
-    is_in_units,
     mma_choice,
     mma_options,
+    product_in_parts,
     tokens_and_rows,
     totals_of_rows,
 )
-from ferrum_triton.kernels.linear_config import MOST_IN_TILES, gemm_config
-from ferrum_triton.kernels.linear_tiles import partial_products
 from ferrum_triton.kernels.norm import fused_add_rms_norm, inverse_rms, load_weight
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
@@ -317,7 +315,7 @@ def linear_add_rms_norm(
     if num_rows > LONGEST_ROW:
         wide = gemm(a, b, wide=True)
         return y.copy_(fused_add_rms_norm(residual, wide, norm_weight, eps))
-    partial = _partial(a, b)
+    partial = product_in_parts(a, b)
     block = next_power_of_2(num_rows)
     _add_partials_norm_kernel.launch(
         (num_tokens,),
@@ -336,13 +334,3 @@ def linear_add_rms_norm(
         num_warps=min(max(block // 512, 1), 16),
     )
     return y
-
-
-def _partial(a: Tensor, b: Tensor) -> Tensor:
-    """a · bᵀ as float32 [splits, m, n], in as many parts as its launch leaves."""
-    (num_tokens, num_cols), num_rows = a.shape, b.shape[0]
-    if num_tokens <= MOST_IN_TILES and a.dtype != torch.float32 and num_cols:
-        config = gemm_config.pick(a.device, is_in_units(a, b), num_tokens, num_rows, num_cols)
-        if config["path"] == "tiles":
-            return partial_products(a, b, config)
-    return gemm(a, b, wide=True)[None]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from ferrum_triton.backends import Backend
-from ferrum_triton.models.linear import Linear, ReadyNorm, apply, gated_norm
+from ferrum_triton.models.linear import Linear, MixedNorm, Norm, ReadyNorm, apply, gated_norm
 from ferrum_triton.quant import Fp8Blocks, QuantizedTensor
 from ferrum_triton.runtime.expert_parallel import ExpertParallel
 
@@ -88,18 +88,14 @@ class PackedExperts(Experts):
         return self.gate, self.up, self.down
 
     def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
-        gate, up, down, top_k = self.gate, self.up, self.down, self.top_k
-        num_experts, inner, hidden = gate.shape
-        if ids.numel() <= num_experts:  # each pair reads its expert by itself
+        gate, up, down = self.matrices
+        if ids.numel() <= len(gate.blocks):  # each pair reads its expert by itself
             middle = backend.gemv_quant_moe_id_gate_up_silu(
                 h, gate.blocks, up.blocks, ids, gate.kind, up.kind
             )
             return backend.gemv_quant_moe_id(middle, down.blocks, ids, down.kind)
-        bucket_ids, tpe, _ = backend.compute_ids_tpe(ids, num_experts, inner, hidden)
-        middle = backend.gemm_quant_moe_id_gate_up_silu(
-            h, gate.blocks, up.blocks, bucket_ids, tpe, gate.kind, up.kind, top_k
-        )
-        return backend.gemm_quant_moe_id(middle, down.blocks, bucket_ids, tpe, down.kind, top_k)
+        stacks = gate.blocks, up.blocks, down.blocks
+        return backend.mlp_quant_moe_id(h, *stacks, ids, gate.kind, up.kind, down.kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,16 +152,29 @@ def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:
     Returns:
         As h.
     """
-    logits = backend.gemm(h, experts.router, wide=True)
-    ids, weights, _ = backend.route_topk_softmax(
-        logits, experts.top_k, experts.norm_topk_prob, counted=False
-    )
-    y = backend.weighted_sum(experts.slots(backend, h, ids), weights)
+    y = backend.weighted_sum(*_terms(backend, h, experts))
     if (shared := experts.shared) is None:
         return y
     middle = gated_norm(backend, ReadyNorm(h, h), shared.gate_up)
     gate = backend.gemm(h, shared.gate)
     return backend.sigmoid_gate(apply(backend, middle, shared.down), gate, y, out=y)
+
+
+def norm_after_mixture(
+    backend: Backend, h: Tensor, experts: Experts, residual: Tensor, weight: Tensor, eps: float
+) -> Norm | MixedNorm:
+    """The norm over residual + :func:`mixture`, whose sum over experts may be left to it."""
+    if experts.shared is not None:
+        return Norm(residual, mixture(backend, h, experts), weight, eps)
+    return MixedNorm(residual, *_terms(backend, h, experts), weight, eps)
+
+
+def _terms(backend: Backend, h: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """What a token's experts return, [num_tokens, top_k, hidden_size], and their p."""
+    ids, weights = backend.gemm_route_topk_softmax(
+        h, experts.router, experts.top_k, experts.norm_topk_prob
+    )
+    return experts.slots(backend, h, ids), weights
 
 
 def _part(stack: Any, experts: slice) -> Any:

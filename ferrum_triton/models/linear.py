@@ -152,6 +152,44 @@ class Norm(NamedTuple):
         return backend.add_rms_norm_quant_gate_up_silu(*norm, *matrices)
 
 
+class MixedNorm(NamedTuple):
+    """The same norm, whose x is yet to be summed: Σ_k weights[:, k] · slots[:, k].
+
+    Attributes:
+        residual: [m, k], to which the sum is added.
+        slots: [m, top_k, k], what the experts of a mixture return.
+        weights: [m, top_k].
+        weight: [k], of the norm.
+        eps: added to the mean square.
+    """
+
+    residual: Tensor
+    slots: Tensor
+    weights: Tensor
+    weight: Tensor
+    eps: float
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of h's shape and dtype."""
+        return self.slots[:, 0]
+
+    def summed(self, backend: Backend) -> Norm:
+        """The norm once x is there."""
+        x = backend.weighted_sum(self.slots, self.weights)
+        return Norm(self.residual, x, self.weight, self.eps)
+
+    def values(self, backend: Backend) -> Tensor:
+        return self.summed(backend).values(backend)
+
+    def qkv(self, backend: Backend, *matrices: Any) -> Tensor:
+        norm = (self.residual, self.slots, self.weights, self.weight, self.eps)
+        return backend.weighted_sum_norm_quant_qkv(*norm, *matrices)
+
+    def gate_up(self, backend: Backend, *matrices: Any) -> Tensor:
+        return self.summed(backend).gate_up(backend, *matrices)
+
+
 class OpenNorm(NamedTuple):
     """The same norm, opened by the product that gave x: h is yet to be divided.
 
@@ -192,7 +230,7 @@ class ReadyNorm(NamedTuple):
         return backend.gemv_quant_gate_up_silu(self.like, *matrices)
 
 
-AnyNorm: TypeAlias = Norm | OpenNorm | ReadyNorm
+AnyNorm: TypeAlias = Norm | MixedNorm | OpenNorm | ReadyNorm
 
 
 def norm_after(
@@ -256,7 +294,8 @@ def apply_to_norm(backend: Backend, norm: AnyNorm, linear: Linear) -> Tensor:
     if isinstance(norm, OpenNorm) and isinstance(linear.weight, Tensor):
         return backend.open_norm_linear(norm.like, norm.squares, norm.eps, linear.weight)
     packed = _few_in_planes(norm.like, linear.weight) if linear.order is None else ()
-    if isinstance(norm, ReadyNorm) or (isinstance(norm, Norm) and len(packed) not in (1, 2, 3)):
+    is_packed = len(packed) in (1, 2, 3)
+    if isinstance(norm, ReadyNorm) or (not isinstance(norm, OpenNorm) and not is_packed):
         return apply(backend, norm.values(backend), linear)
     missing = 3 - len(packed)
     blocks = [part.blocks for part in packed] + [None] * missing

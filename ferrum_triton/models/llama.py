@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.models.decoder import Decoder, predicted_rows
-from ferrum_triton.models.experts import Experts, mixture
+from ferrum_triton.models.experts import Experts, norm_after_mixture
 from ferrum_triton.models.linear import (
     AnyNorm,
     Norm,
@@ -45,7 +45,8 @@ class Llama(Decoder):
                     backend, attended, layer.attn_out, residual, layer.mlp_norm, eps, None
                 )
                 assert not isinstance(norm, OpenNorm)  # routing wants it whole
-                norm = Norm(residual, mixture(backend, norm.values(backend), mlp), weight, eps)
+                h = norm.values(backend)
+                norm = norm_after_mixture(backend, h, mlp, residual, weight, eps)
                 continue
             norm = norm_after(
                 backend, attended, layer.attn_out, residual, layer.mlp_norm, eps, mlp.gate_up

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.backends.metal.shader import Shader, delivered, power_of_2_threads
+from ferrum_triton.ops import linear
 from ferrum_triton.ops.moe import pairs, routing
 
 ROUTE = Shader(
@@ -38,6 +39,20 @@ def route_topk_softmax(
         ROUTE.launch({"SCALAR": logits.dtype, "ID": torch.int32}, buffers, params, **launch)
     results = ids, weights, counts if counted else counts[:0]
     return tuple(map(delivered, results, out or (None,) * 3))
+
+
+@routing.gemm_route_topk_softmax.impl("metal")
+def gemm_route_topk_softmax(
+    a: Tensor,
+    router: Tensor,
+    top_k: int,
+    norm_topk_prob: bool = True,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    logits = linear.gemm.impls["blas"](a, router, True)
+    ids, weights, _ = route_topk_softmax(logits, top_k, norm_topk_prob, False)
+    return tuple(map(delivered, (ids, weights), out or (None, None)))
 
 
 @pairs.compute_ids_tpe.impl("metal")

@@ -4,49 +4,23 @@ The last kernel of a MoE layer: y[t] = Σ_s weights[t, s] · slots[t, s], option
 residual stream and normalised.
 """
 
-import triton
+from typing import Any
+
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.quant.add_norm import NormedTokens, products_of_norm
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
+from ferrum_triton.kernels.slots import sum_slots
 from ferrum_triton.ops.moe import combine as ops
 
 # 8 elements a thread, 16 bytes of 16-bit values: one load for each of the unrolled slots.
 BLOCK = 1024
-
-
-@triton.jit
-def sum_slots(
-    slots_ptr,
-    weights_ptr,
-    pairs_ptr,
-    stride_slots_slot,
-    num_rows,
-    h,
-    mask,
-    TOP_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """Σ_k weights[k] · slots[k], or · slots[pairs[k]] of pairs; [BLOCK_H] float32.
-
-    A pair that has none of the num_rows rows adds nothing.
-    """
-    total = tl.zeros([BLOCK_H], tl.float32)
-    for k in tl.static_range(TOP_K):
-        if pairs_ptr is None:
-            weight = tl.load(weights_ptr + k).to(tl.float32)
-            x = tl.load(slots_ptr + h, mask=mask, other=0.0)
-            slots_ptr += stride_slots_slot  # k * stride could pass int32
-        else:
-            row = tl.load(pairs_ptr + k).to(tl.int64)
-            known = (row >= 0) & (row < num_rows)
-            weight = tl.load(weights_ptr + k).to(tl.float32)
-            x = tl.load(slots_ptr + row * stride_slots_slot + h, mask=mask & known, other=0.0)
-            weight = tl.where(known, weight, 0.0)
-        total += weight * x.to(tl.float32)
-    return total
+# Tokens up to which a sum before packed products has a launch of its own, which divides a token
+# among programs.
+FEW = 8
 
 
 @kernel
@@ -210,3 +184,52 @@ def weighted_sum_residual_norm(
         num_warps=min(max(block // 512, 1), 16),
     )
     return y
+
+
+class MixedTokens(NormedTokens):
+    """h = rms_norm(residual ← residual + x) · weight, where x is the weighted sum over slots."""
+
+    def __init__(
+        self, residual: Tensor, slots: Tensor, weights: Tensor, norm_weight: Tensor, eps: float
+    ) -> None:
+        super().__init__(residual, slots[:, 0], norm_weight, eps)
+        self._slots, self._weights = slots, weights
+
+    def _added(self) -> Tensor:
+        return weighted_sum(self._slots, self._weights)
+
+    def _terms(self) -> dict[str, Any]:
+        slots, weights = self._slots, self._weights
+        return {
+            "x_ptr": slots,
+            "slot_weights_ptr": weights,
+            "stride_x_token": slots.stride(0),
+            "stride_x_slot": slots.stride(1),
+            "stride_slot_weights_token": weights.stride(0),
+            "TOP_K": slots.shape[1],
+        }
+
+
+@ops.weighted_sum_norm_quant_qkv.impl("triton")
+def weighted_sum_norm_quant_qkv(
+    residual: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    q_blocks: Tensor,
+    k_blocks: Tensor | None,
+    v_blocks: Tensor | None,
+    q_kind: str,
+    k_kind: str,
+    v_kind: str,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_tokens, top_k, _ = slots.shape
+    if num_tokens <= FEW or top_k == 0:
+        tokens = NormedTokens(residual, weighted_sum(slots, weights), norm_weight, eps)
+    else:
+        tokens = MixedTokens(residual, slots, weights, norm_weight, eps)
+    matrices = (q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind)
+    return products_of_norm(tokens, matrices, out)

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.gpu import gpu_of
-from ferrum_triton.kernels.jit import can_overlap, kernel
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, pairs_of_tile, tile_bound
-from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, STEPS, TILES, Mix, tiles_each
-from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
+from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Mix, steps_of, tiles_each
+from ferrum_triton.kernels.moe.plane_gemv import Stacks, gemv_plane_pairs
 from ferrum_triton.kernels.moe.prepare import (
     PairTable,
     Result,
@@ -29,7 +29,7 @@ from ferrum_triton.kernels.moe.prepare import (
     prepare_sorted,
 )
 from ferrum_triton.kernels.moe.tile_table import tile_table
-from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged, Order
 from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
 from ferrum_triton.kernels.quant.mma import options_of
@@ -64,7 +64,6 @@ class Buckets:
         per_pair: a has a row for each pair, not for each token.
         block_e: power of two >= num_experts.
         spared, big: which pairs tiles take, see ``bucket_tiles``.
-        prefetch_lines: lines of 128 bytes of each row that are asked for before the PDL wait.
     """
 
     top_k: int
@@ -72,42 +71,6 @@ class Buckets:
     block_e: int
     spared: int
     big: int
-    prefetch_lines: int
-
-
-class Stacks(NamedTuple):
-    """Planes of W and of U or None, and units of 16 bytes from one expert's to the next's."""
-
-    planes: Any
-    up: Any
-    stride: Any
-    up_stride: Any
-
-
-@triton.jit
-def _rows_of(stacks, expert, first, num_rows, BLOCK_N: tl.constexpr):
-    """Planes and rows of a tile of an expert's rows from ``first`` on; int64 [BLOCK_N].
-
-    Of gate and up, eight rows of each in turn, as ``gated`` takes them. Past the end the last row
-    is there again.
-    """
-    planes = stacks.planes + expert.to(tl.int64) * stacks.stride * 16
-    row = tl.arange(0, BLOCK_N)
-    if stacks.up is not None:
-        is_up = row // 8 % 2 == 1
-        row = row // 16 * 8 + row % 8
-        up = stacks.up + expert.to(tl.int64) * stacks.up_stride * 16
-        planes = tl.where(is_up, up, planes)
-    return planes, tl.minimum(first.to(tl.int64) + row, num_rows - 1)
-
-
-@triton.jit
-def _prefetch(planes, row, q_row, LINES: tl.constexpr):
-    """Ask L2 for the first lines of rows in the first plane."""
-    line = tl.minimum(tl.arange(0, LINES) * 8, q_row - 1)  # in units of 16 bytes
-    units = row[:, None] * q_row + line[None, :]
-    start = planes if len(planes.shape) == 0 else planes[:, None]
-    prefetch_l2(start + units * 16)
 
 
 @triton.jit
@@ -154,6 +117,105 @@ def _store_tile(
     )
 
 
+class Activations(NamedTuple):
+    """Arranged activations of tiles of pairs, by pointers or descriptors."""
+
+    arranged: Any
+    stride: Any
+    tma: Any  # :class:`TokensTma`
+
+
+class Work(NamedTuple):
+    """What a program does: some tiles of rows of one tile of pairs."""
+
+    found: Any  # :class:`TilePairs`
+    first: Any  # tile of rows
+    tiles: Any  # how many
+    num_words: Any  # of eight weights in a row
+
+
+@triton.jit
+def multiply_pairs(
+    result,
+    a,
+    stacks,
+    planes_tma,
+    up_tma,
+    rows,
+    table,
+    buckets,
+    work,
+    TILE: tl.constexpr,
+    BUCKETS: tl.constexpr,
+):
+    """The products of one tile of pairs with some tiles of their expert's rows, to ``result``.
+
+    Args:
+        a: :class:`Activations`.
+        stacks: the experts' matrices.
+        planes_tma, up_tma: their descriptors, or those of None.
+        rows: :class:`PlaneRows`.
+        work: :class:`Work`.
+    """
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_M: tl.constexpr = TILE.tokens
+    BLOCK_E: tl.constexpr = BUCKETS.block_e
+    ROWS: tl.constexpr = BLOCK_N if stacks.up_ptr is None else BLOCK_N // 2
+    num_rows, factor_ptr, first = stacks.num_rows, a.arranged.factor, work.first
+    expert, first_pair, left = work.found
+    pairs_ptr = table.pairs + expert * table.capacity + first_pair
+    first_place = (expert << 32) | first_pair
+    SORTED: tl.constexpr = planes_tma.q is not None
+    if SORTED:
+        e = tl.arange(0, BLOCK_E)
+        first_pair += tl.sum(tl.where(e < expert, buckets.counts, 0), axis=0)
+        left = tl.minimum(left, table.num_pairs - first_pair)  # of rows, if pairs are in two places
+        factor_ptr += first_pair
+    planes_ptr = stacks.ptr + expert * stacks.stride * 16
+    row = tl.arange(0, BLOCK_N)
+    if stacks.up_ptr is not None:
+        # Eight rows of each in turn, as ``gated`` takes them.
+        is_up = row // 8 % 2 == 1
+        row = row // 16 * 8 + row % 8
+        up_ptr = stacks.up_ptr + expert * stacks.up_stride * 16
+        planes_ptr = tl.where(is_up, up_ptr, planes_ptr)
+    row = tl.minimum(first.to(tl.int64) * ROWS + row, num_rows - 1)  # past the end the last again
+    m = tl.arange(0, BLOCK_M)
+    pair = tl.load(pairs_ptr + m, mask=m < left, other=0).to(tl.int64)
+    x_row = pair if BUCKETS.per_pair else pair // BUCKETS.top_k
+    # A stack without a stride is one expert to a descriptor.
+    tma_expert = tl.where(stacks.stride == 0, 0, expert).to(tl.int32)
+    up_expert = tl.where(stacks.up_stride == 0, 0, expert).to(tl.int32)
+    x, x_tma = a.arranged, a.tma
+    operands = Operands(
+        pointers(planes_ptr, x.x, x.sums, rows, a.stride, row, x_row, num_rows, TILE),
+        rows,
+        MatrixTma(planes_tma.q, planes_tma.h, planes_tma.s, planes_tma.d, tma_expert),
+        MatrixTma(up_tma.q, up_tma.h, up_tma.s, up_tma.d, up_expert),
+        TokensTma(x_tma.x, x_tma.sums, first_pair),
+        first * ROWS,
+    )
+    # The steps of one tile after those of the other, so that the pipeline is filled once.
+    steps = tl.cdiv(work.num_words, TILE.words)
+    tile, step = 0, 0
+    scales = block_scales(operands, Place(tl.full((), 0, tl.int64), 0), TILE)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for _ in range(work.tiles * steps):
+        is_last = step == steps - 1
+        next_step, next_tile = tl.where(is_last, 0, step + 1), tl.where(is_last, tile + 1, tile)
+        here = Place(tl.cast(tile, tl.int64) * ROWS, step)
+        after = Place(tl.minimum(next_tile, work.tiles - 1).to(tl.int64) * ROWS, next_step)
+        acc, scales = add_step(acc, scales, operands, here, after, work.num_words, TILE)
+        if is_last:
+            acc = times_row_scales(acc, operands, here.rows, TILE)
+            n = (first + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            _store_tile(
+                result, acc, factor_ptr, table, pairs_ptr, n, left, first_place, BUCKETS, SORTED
+            )
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        tile, step = next_tile, next_step
+
+
 @kernel(dynamic=("num_pairs", "capacity", "tiles_each", "num_programs"))
 def _plane_tiles_kernel(
     y_ptr,  # [num_tokens, top_k, n]
@@ -198,18 +260,6 @@ def _plane_tiles_kernel(
 ):
     TOP_K: tl.constexpr = BUCKETS.top_k
     BLOCK_N: tl.constexpr = TILE.rows
-    # Programs of one tile of pairs run side by side, and those of one expert near each other.
-    ROWS: tl.constexpr = BLOCK_N if up_ptr is None else BLOCK_N // 2
-    tiles_n = tl.cdiv(num_rows, ROWS)
-    chunks = tl.cdiv(tiles_n, tiles_each)
-    tile = tl.program_id(0) // chunks
-    first = tl.program_id(0) % chunks * tiles_each
-    stacks = Stacks(planes_ptr, up_ptr, stride_expert, stride_up_expert)
-    if BUCKETS.prefetch_lines > 0:
-        # Nobody has said yet whose the tile is. If each expert has one, it is this one's.
-        if tile < num_experts:
-            planes, row = _rows_of(stacks, tile, first * ROWS, num_rows, BLOCK_N)
-            _prefetch(planes, row, q_row, BUCKETS.prefetch_lines)
     pdl_wait(PDL)
     pdl_trigger(PDL)
     result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
@@ -223,53 +273,24 @@ def _plane_tiles_kernel(
     SPARED: tl.constexpr = BUCKETS.spared
     BIG: tl.constexpr = BUCKETS.big
     buckets = bucket_tiles(counts_ptr, num_experts, capacity, BLOCK_E, BLOCK_M, SPARED, BIG)
+    # Programs of one tile of pairs run side by side, and those of one expert near each other.
+    ROWS: tl.constexpr = BLOCK_N if up_ptr is None else BLOCK_N // 2
+    tiles_n = tl.cdiv(num_rows, ROWS)
+    chunks = tl.cdiv(tiles_n, tiles_each)
+    tile = tl.program_id(0) // chunks
     if tile >= buckets.total:
         return
+    first = tl.program_id(0) % chunks * tiles_each
     tiles_n = tl.minimum(tiles_n - first, tiles_each)
-    expert, first_pair, left = pairs_of_tile(tile, buckets, BLOCK_E, BLOCK_M)
-    pairs_ptr += expert * capacity + first_pair
-    first_place = (expert << 32) | first_pair
-    SORTED: tl.constexpr = q_desc is not None
-    if SORTED:
-        e = tl.arange(0, BLOCK_E)
-        first_pair += tl.sum(tl.where(e < expert, buckets.counts, 0), axis=0)
-        left = tl.minimum(left, num_pairs - first_pair)  # of rows, if pairs are in two places
-        factor_ptr += first_pair
-    planes, row = _rows_of(stacks, expert, first * ROWS, num_rows, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
-    pair = tl.load(pairs_ptr + m, mask=m < left, other=0).to(tl.int64)
-    x_row = pair if BUCKETS.per_pair else pair // TOP_K
+    found = pairs_of_tile(tile, buckets, BLOCK_E, BLOCK_M)
+    x_tma = TokensTma(x_desc, sums_desc, 0)
+    a = Activations(Arranged(x_ptr, sums_ptr, factor_ptr), stride_x, x_tma)
+    stacks = Stacks(planes_ptr, up_ptr, stride_expert, stride_up_expert, num_experts, num_rows)
+    planes_tma = MatrixTma(q_desc, h_desc, s_desc, d_desc, 0)
+    up_tma = MatrixTma(up_q_desc, up_h_desc, up_s_desc, up_d_desc, 0)
     rows = PlaneRows(q_row, h_row, s_row, t_row, d_row)
-    # A stack without a stride is one expert to a descriptor.
-    tma_expert = tl.where(stride_expert == 0, 0, expert).to(tl.int32)
-    up_expert = tl.where(stride_up_expert == 0, 0, expert).to(tl.int32)
-    operands = Operands(
-        pointers(planes, x_ptr, sums_ptr, rows, stride_x, row, x_row, num_rows, TILE),
-        rows,
-        MatrixTma(q_desc, h_desc, s_desc, d_desc, tma_expert),
-        MatrixTma(up_q_desc, up_h_desc, up_s_desc, up_d_desc, up_expert),
-        TokensTma(x_desc, sums_desc, first_pair),
-        first * ROWS,
-    )
-    # The steps of one tile after those of the other, so that the pipeline is filled once.
-    steps = tl.cdiv(num_words, TILE.words)
-    tile, step = 0, 0
-    scales = block_scales(operands, Place(tl.full((), 0, tl.int64), 0), TILE)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for _ in range(tiles_n * steps):
-        is_last = step == steps - 1
-        next_step, next_tile = tl.where(is_last, 0, step + 1), tl.where(is_last, tile + 1, tile)
-        here = Place(tl.cast(tile, tl.int64) * ROWS, step)
-        after = Place(tl.minimum(next_tile, tiles_n - 1).to(tl.int64) * ROWS, next_step)
-        acc, scales = add_step(acc, scales, operands, here, after, num_words, TILE)
-        if is_last:
-            acc = times_row_scales(acc, operands, here.rows, TILE)
-            n = (first + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-            _store_tile(
-                result, acc, factor_ptr, table, pairs_ptr, n, left, first_place, BUCKETS, SORTED
-            )
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        tile, step = next_tile, next_step
+    work = Work(found, first, tiles_n, num_words)
+    multiply_pairs(result, a, stacks, planes_tma, up_tma, rows, table, buckets, work, TILE, BUCKETS)
 
 
 def gemm_plane_pairs(
@@ -317,10 +338,10 @@ def gemm_plane_pairs(
     arguments = a, bucket_ids, tpe, top_k, Order(mix.config.words, halves_of(kind))
     prepared = prepare_sorted(*arguments, y) if mix.config.use_tma else prepare(*arguments)
     is_per_pair = a.dim() == 3
-    _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix, 0)
+    launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix, 0)
     if mix.rest is not None:
         rest = mix._replace(config=mix.rest)
-        _launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, rest, mix.config.tokens)
+        launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, rest, mix.config.tokens)
     return y
 
 
@@ -347,7 +368,7 @@ def _packed(
     return True
 
 
-def _launch_tiles(
+def launch_tiles(
     y: Tensor,
     arranged: Arranged,
     table: PairTable,
@@ -371,8 +392,7 @@ def _launch_tiles(
     tiles = cdiv(num_rows, rows)
     each = 1  # the rows that a last tile lacks can only be left out of a program's first
     if num_rows % rows == 0:
-        most = mix.steps or STEPS.get(config.tokens, 16)
-        each = tiles_each(tiles, cdiv(k, 8 * config.words), most)
+        each = tiles_each(tiles, cdiv(k, 8 * config.words), steps_of(mix))
     num_programs = stripes * cdiv(tiles, each)
     stacks = {"": planes, "up_": up}
     descriptors, clearing = no_descriptors(stacks), cdiv(table.num_pairs, CLEARED.value)
@@ -405,13 +425,6 @@ def _launch_tiles(
         tiles_each=each,
         num_programs=num_programs,
         TILE=tile,
-        BUCKETS=Buckets(
-            top_k=top_k,
-            per_pair=is_per_pair,
-            block_e=next_power_of_2(num_experts),
-            spared=spared,
-            big=big,
-            prefetch_lines=config.prefetch_lines if can_overlap(y.device) else 0,
-        ),
+        BUCKETS=Buckets(top_k, is_per_pair, next_power_of_2(num_experts), spared, big),
         **options_of(config),
     )

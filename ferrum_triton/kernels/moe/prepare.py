@@ -249,9 +249,10 @@ def _arrange_pairs_kernel(
     clear_rows(result, pair, (target < 0) & (c < COPIES), TOP_K, BLOCK_N)
 
 
-def _room_for_pairs(bucket_ids: Tensor, num_pairs: int) -> PairTable:
+def room_for_pairs(
+    num_experts: int, capacity: int, num_pairs: int, device: torch.device
+) -> PairTable:
     """Memory for a table of the pairs in buckets."""
-    (num_experts, capacity), device = bucket_ids.shape, bucket_ids.device
     return PairTable(
         pairs=torch.empty(num_experts, capacity, dtype=torch.int32, device=device),
         counts=torch.empty(num_experts, dtype=torch.int32, device=device),
@@ -280,7 +281,7 @@ def _find_pairs(table: PairTable, bucket_ids: Tensor, tpe: Tensor) -> None:
 
 def experts_of_pairs(bucket_ids: Tensor, tpe: Tensor, num_pairs: int) -> Tensor:
     """int64 [num_pairs], the expert of each pair in a bucket, -1 of the others."""
-    table = _room_for_pairs(bucket_ids, num_pairs)
+    table = room_for_pairs(*bucket_ids.shape, num_pairs, bucket_ids.device)
     table.places.fill_(-1)
     _find_pairs(table, bucket_ids, tpe)
     return table.places >> 32
@@ -305,7 +306,7 @@ def prepare(
     num_experts, slots = len(bucket_ids), top_k if a.dim() == 3 else 1
     num_rows, num_weights = a.shape[0] * slots, a.shape[-1]
     to = room_for(num_rows, num_weights, a.device, order)
-    table = _room_for_pairs(bucket_ids, a.shape[0] * top_k)
+    table = room_for_pairs(*bucket_ids.shape, a.shape[0] * top_k, a.device)
     block_k, warps = block_and_warps(to.x.shape[1])
     _prepare_kernel.launch(
         (num_experts + num_rows,),
@@ -346,7 +347,7 @@ def prepare_sorted(
     """
     num_experts, slots = len(bucket_ids), top_k if a.dim() == 3 else 1
     num_rows, num_weights, copies = a.shape[0] * slots, a.shape[-1], top_k // slots
-    table = _room_for_pairs(bucket_ids, a.shape[0] * top_k)
+    table = room_for_pairs(*bucket_ids.shape, a.shape[0] * top_k, a.device)
     to = room_for(table.num_pairs, num_weights, a.device, order)
     _find_pairs(table, bucket_ids, tpe)
     block_k, warps = block_and_warps(to.x.shape[1])

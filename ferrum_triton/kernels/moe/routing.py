@@ -8,6 +8,9 @@ a second reduction, for the lowest column that has it.
 Counts, where they are asked for, without a second pass: where one program holds every token it
 stores them; otherwise programs add theirs to zeros, whose sum does not depend on the order of
 integer additions. The zeros are written by the same call, as a fill that a captured graph replays.
+
+A router's product of few tokens comes in parts whose K was split, as its launch left them: the
+launch that routes adds them up, in the order in which a launch of its own would.
 """
 
 from typing import Any
@@ -18,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import Kernel, kernel, processors
+from ferrum_triton.kernels.linear import product_in_parts
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import routing as ops
@@ -130,12 +134,14 @@ def _route_topk_softmax_kernel(
     ids_ptr,  # [num_tokens, top_k] int32
     weights_ptr,  # [num_tokens, top_k] float32
     counts_ptr,  # [num_experts] int32, zeros unless ONE_PROGRAM; or None
-    logits_ptr,  # [num_tokens, num_experts]
+    logits_ptr,  # [num_tokens, num_experts]; of parts float32 [parts, num_tokens, num_experts]
     stride_ids_token,
     stride_weights_token,
+    stride_logits_part,
     stride_logits_token,
     num_tokens,
     num_experts,
+    PARTS: tl.constexpr,  # whose sum the logits are
     TOP_K: tl.constexpr,
     NORMALISE: tl.constexpr,
     ONE_PROGRAM: tl.constexpr,
@@ -150,8 +156,11 @@ def _route_topk_softmax_kernel(
     expert = tl.arange(0, BLOCK_E)[None, :]
     in_batch = token < num_tokens
     known = expert < num_experts
-    logits_row = logits_ptr + token * stride_logits_token
-    logits = tl.load(logits_row + expert, mask=in_batch & known, other=float("-inf"))
+    logits_row = logits_ptr + token * stride_logits_token + expert
+    logits = tl.load(logits_row, mask=in_batch & known, other=float("-inf"))
+    for part in tl.static_range(1, PARTS):
+        more = logits_row + part * stride_logits_part
+        logits += tl.load(more, mask=in_batch & known, other=0.0)
     logits = tl.where(logits != logits, float("-inf"), logits).to(logits_ptr.dtype.element_ty)
 
     keys = tl.where(known, ranked_keys(logits, expert), 0)
@@ -297,8 +306,12 @@ def _launch(
     out: tuple[Tensor, Tensor, Tensor] | None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch a routing kernel on tiles of some tokens by ``block_e`` experts."""
-    num_tokens, num_experts = logits.shape
+    """Launch a routing kernel on tiles of some tokens by ``block_e`` experts.
+
+    Args:
+        logits: [num_tokens, num_experts], or in parts.
+    """
+    num_tokens, num_experts = logits.shape[-2:]
     ids, weights, counts = out or (
         logits.new_empty(num_tokens, top_k, dtype=torch.int32),
         logits.new_empty(num_tokens, top_k, dtype=torch.float32),
@@ -317,7 +330,7 @@ def _launch(
             logits_ptr=logits,
             stride_ids_token=ids.stride(0),
             stride_weights_token=weights.stride(0),
-            stride_logits_token=logits.stride(0),
+            stride_logits_token=logits.stride(-2),
             num_tokens=num_tokens,
             **arguments,
             TOP_K=top_k,
@@ -330,6 +343,29 @@ def _launch(
     return ids, weights, counts
 
 
+def _route_softmax(
+    parts: Tensor,
+    top_k: int,
+    norm_topk_prob: bool,
+    counted: bool,
+    out: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Routing by the sum of parts [parts, num_tokens, num_experts]."""
+    num_parts, _, num_experts = parts.shape
+    return _launch(
+        _route_topk_softmax_kernel,
+        parts,
+        top_k,
+        next_power_of_2(num_experts),
+        counted,
+        out,
+        stride_logits_part=parts.stride(0) if num_parts > 1 else 0,
+        num_experts=num_experts,
+        PARTS=num_parts,
+        NORMALISE=norm_topk_prob,
+    )
+
+
 @ops.route_topk_softmax.impl("triton")
 def route_topk_softmax(
     logits: Tensor,
@@ -339,17 +375,22 @@ def route_topk_softmax(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_experts = logits.shape[1]
-    return _launch(
-        _route_topk_softmax_kernel,
-        logits,
-        top_k,
-        next_power_of_2(num_experts),
-        counted,
-        out,
-        num_experts=num_experts,
-        NORMALISE=norm_topk_prob,
-    )
+    return _route_softmax(logits[None], top_k, norm_topk_prob, counted, out)
+
+
+@ops.gemm_route_topk_softmax.impl("triton")
+def gemm_route_topk_softmax(
+    a: Tensor,
+    router: Tensor,
+    top_k: int,
+    norm_topk_prob: bool = True,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    results = None if out is None else (*out, out[0].new_empty(0))
+    parts = product_in_parts(a, router)
+    ids, weights, _ = _route_softmax(parts, top_k, norm_topk_prob, False, results)
+    return ids, weights
 
 
 @ops.route_topk_sigmoid_grouped.impl("triton")

@@ -64,9 +64,9 @@ def first_block(a_row, num_weights, num_padded, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(magnitudes):
+def inverse_of(magnitudes, AXIS: tl.constexpr = 0):
     """The exponent bits of the inverse of a row's factor, of its magnitudes as integers."""
-    return tl.minimum(265 - (tl.max(magnitudes, axis=0) >> 23), 253)
+    return tl.minimum(265 - (tl.max(magnitudes, axis=AXIS) >> 23), 253)
 
 
 @triton.jit
@@ -87,7 +87,10 @@ def clear_tickets(tickets_ptr):
 def arranged(
     a, inverse, COLUMNS: tl.constexpr, HALVES: tl.constexpr, INTERLEAVED: tl.constexpr = False
 ):
-    """Whole steps of a row, float32, as an arranged row has them, and sums over words; float16."""
+    """Whole steps of a row, float32, as an arranged row has them, and sums over words; float16.
+
+    Of several rows end to end each has whole steps, and ``inverse`` is of each element's row.
+    """
     a = a * (inverse << 23).to(tl.float32, bitcast=True)
     BLOCK_K: tl.constexpr = a.shape[0]
     sums = tl.sum(tl.reshape(a, [BLOCK_K // 8, 8]), axis=1).to(tl.float16)

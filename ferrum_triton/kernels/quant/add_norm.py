@@ -4,7 +4,13 @@ Chosen for the products with a layer's weights behind a norm, ``add_rms_norm_qua
 ``add_rms_norm_quant_gate_up_silu``, where three tokens or more go to tensor cores: one launch where
 :mod:`ferrum_triton.kernels.norm` and :mod:`ferrum_triton.kernels.quant.activations` take one each.
 The numbers are the same: the norm is rounded to the activations' dtype before it is arranged.
+
+What is added before the norm may be a sum over slots that is yet to be taken, which the same launch
+takes: ``weighted_sum_norm_quant_qkv`` (:mod:`ferrum_triton.kernels.moe.combine`).
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import triton.language as tl
 from torch import Tensor
@@ -33,6 +39,7 @@ from ferrum_triton.kernels.quant.activations import (
 )
 from ferrum_triton.kernels.quant.gemv_fused import gate_up, side_by_side, stacked
 from ferrum_triton.kernels.shadow import rms_norm_to
+from ferrum_triton.kernels.slots import sum_slots
 from ferrum_triton.ops import quant_fused as ops
 
 
@@ -43,14 +50,18 @@ def _add_norm_arrange_kernel(
     factor_ptr,  # [m], float32
     tickets_ptr,  # [TICKETS], int32, or None
     residual_ptr,  # [m, k], updated
-    x_ptr,  # [m, k]
+    x_ptr,  # [m, k]; with slot_weights [m, top_k, k], whose weighted sum is added
+    slot_weights_ptr,  # [m, top_k], or None
     weight_ptr,  # [k]
     stride_residual_token,
     stride_x_token,
+    stride_x_slot,
+    stride_slot_weights_token,
     num_weights,
     num_padded,
     eps,
     ADDS: tl.constexpr,  # whether x is yet to be added
+    TOP_K: tl.constexpr,  # slots of x
     COLUMNS: tl.constexpr,  # words of a part of a step
     HALVES: tl.constexpr,  # parts of a step
     INTERLEAVE: tl.constexpr,  # tokens of which 32 elements each lie in turn; 0: end to end
@@ -65,8 +76,15 @@ def _add_norm_arrange_kernel(
     k = tl.arange(0, BLOCK_K)
     mask = k < num_weights
     residual_row = residual_ptr + token * stride_residual_token
-    if ADDS:
-        stored = residual_sum(residual_row, x_ptr + token * stride_x_token, k, mask, "")
+    x_row = x_ptr + token * stride_x_token
+    if ADDS and slot_weights_ptr is not None:
+        weights_row = slot_weights_ptr + token * stride_slot_weights_token
+        x = sum_slots(x_row, weights_row, None, stride_x_slot, 0, k, mask, TOP_K, BLOCK_K)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)  # as a launch of its own would write it
+        residual = tl.load(residual_row + k, mask=mask, other=0.0).to(tl.float32)
+        stored = (residual + x).to(residual_ptr.dtype.element_ty)
+    elif ADDS:
+        stored = residual_sum(residual_row, x_row, k, mask, "")
     else:
         stored = tl.load(residual_row + k, mask=mask, other=0.0)
     total = stored.to(tl.float32)
@@ -95,7 +113,22 @@ class NormedTokens(Tokens):
         if self._is_added:
             return rms_norm_to(self.residual, self.weight, self.like.dtype, self.eps)
         self._is_added = True
-        return fused_add_rms_norm(self.residual, self.like, self.weight, self.eps)
+        return fused_add_rms_norm(self.residual, self._added(), self.weight, self.eps)
+
+    def _added(self) -> Tensor:
+        """x."""
+        return self.like
+
+    def _terms(self) -> dict[str, Any]:
+        """What the kernel that arranges takes x from."""
+        return {
+            "x_ptr": self.like,
+            "slot_weights_ptr": None,
+            "stride_x_token": self.like.stride(0),
+            "stride_x_slot": 0,
+            "stride_slot_weights_token": 0,
+            "TOP_K": 1,
+        }
 
     def _arrange(self, order: Order) -> Arranged:
         num_tokens, num_weights = self.like.shape
@@ -111,10 +144,9 @@ class NormedTokens(Tokens):
             factor_ptr=to.factor,
             tickets_ptr=to.tickets,
             residual_ptr=self.residual,
-            x_ptr=self.like,
             weight_ptr=self.weight,
             stride_residual_token=self.residual.stride(0),
-            stride_x_token=self.like.stride(0),
+            **self._terms(),
             num_weights=num_weights,
             num_padded=num_padded,
             eps=self.eps,
@@ -167,10 +199,18 @@ def add_rms_norm_quant_qkv(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    parts = stacked((q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind))
-    num_rows = sum(blocks.shape[0] for blocks, _ in parts)
-    y = x.new_empty((x.shape[0], num_rows)) if out is None else out
     tokens = NormedTokens(residual, x, norm_weight, eps)
+    matrices = (q_blocks, q_kind), (k_blocks, k_kind), (v_blocks, v_kind)
+    return products_of_norm(tokens, matrices, out)
+
+
+def products_of_norm(
+    tokens: NormedTokens, matrices: Sequence[tuple[Tensor | None, str]], out: Tensor | None
+) -> Tensor:
+    """h · [W₁; W₂; W₃]ᵀ of the matrices there are; x is added to the residual in any case."""
+    parts, like = stacked(*matrices), tokens.like
+    num_rows = sum(blocks.shape[0] for blocks, _ in parts)
+    y = like.new_empty((like.shape[0], num_rows)) if out is None else out
     if y.numel():
         side_by_side(tokens, parts, y)
     else:

@@ -5,6 +5,7 @@ from ferrum_triton.ops.moe import (  # noqa: F401  declares the ops
     combine,
     dense,
     experts,
+    mlp,
     pairs,
     routing,
 )

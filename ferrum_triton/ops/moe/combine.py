@@ -1,10 +1,19 @@
-"""Combining what a token's experts return."""
+"""Combining what a token's experts return, and what follows the sum in a decoder."""
 
 import torch
 from torch import Tensor
 
 from ferrum_triton.ops.norm import rms_norm
 from ferrum_triton.ops.precision import widen
+from ferrum_triton.ops.quant_fused import (
+    NORM_AXES,
+    QKV_TENSORS,
+    add_rms_norm_quant_qkv,
+    check_products,
+    fused_case,
+    packed_units,
+)
+from ferrum_triton.quant.kinds import KINDS
 from ferrum_triton.registry import Case, Op, op
 
 SLOTS = {"num_tokens": (0, 1, 5), "top_k": (1, 2, 3, 8), "hidden_size": (1, 17, 64, 576)}
@@ -166,3 +175,99 @@ def _(slots, weights, residual, norm_weight, eps):
 def _(make, **axes):
     sample = _residual_sample(make, **axes)
     return {**sample, "norm_weight": make.weight(axes["hidden_size"])}
+
+
+SLOTS_QKV_TENSORS = {
+    "residual": "float[m, k]",
+    "slots": "T[m, top_k, k]",
+    "weights": "float[m, top_k]",
+    "norm_weight": "float[k]",
+    **QKV_TENSORS,
+}
+
+
+def _slots_qkv_case(m: int) -> Case:
+    """Of Qwen3-30B-A3B, whose Q, K and V are of two formats."""
+    q_kind, v_kind = "Q4_K:planes", "Q6_K:planes"
+    axes = {"q_kind": q_kind, "k_kind": None, "v_kind": v_kind, "nq": 4608, "nkv": 512}
+    axes |= {"num_blocks": 2048 // 256, "top_k": 8, "wide_residual": True}
+    return fused_case((q_kind, v_kind), "k8n5120k2048", m, axes)
+
+
+@op(
+    tensors=SLOTS_QKV_TENSORS,
+    axes={
+        "q_kind": KINDS,
+        "k_kind": (None, *KINDS),
+        "v_kind": (None, *KINDS),
+        **NORM_AXES,
+        "m": (0, 1, 3, 8, 9),
+        "top_k": (1, 2, 8),
+        "nq": (1, 2, 17),
+        "nkv": (1, 0, 16),
+    },
+    bench=[_slots_qkv_case(m) for m in (8, 16, 32)],
+    mutates=("residual",),
+    rounded={"residual": "slots"},
+)
+def weighted_sum_norm_quant_qkv(
+    residual: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    q_blocks: Tensor,
+    k_blocks: Tensor | None,
+    v_blocks: Tensor | None,
+    q_kind: str,
+    k_kind: str,
+    v_kind: str,
+) -> Tensor:
+    """:func:`add_rms_norm_quant_qkv` of x = Σ_k weights[:, k] · slots[:, k], in slots' dtype.
+
+    It is what lies between two layers, if the first ends in a mixture of experts. By weights in
+    planes of one format it is two launches, if there are more than 8 rows.
+
+    Args:
+        residual: [m, K], updated in place; of slots' dtype, or float32.
+        slots: [m, top_k, K] with m <= 64, what a token's experts return.
+        weights: [m, top_k], any float dtype.
+        norm_weight: [K], any float dtype.
+        eps: added to the mean square.
+        q_blocks: uint8 [nq, row_bytes], packed rows.
+        k_blocks: uint8 [nk, row_bytes], or None: rows of one format lie in one matrix.
+        v_blocks: uint8 [nv, row_bytes], or None.
+        q_kind, k_kind, v_kind: the formats; that of None is not read.
+
+    Returns:
+        [m, nq + nk + nv] in slots' dtype.
+    """
+    x = weighted_sum.reference(slots, weights)
+    matrices = q_blocks, k_blocks, v_blocks, q_kind, k_kind, v_kind
+    return add_rms_norm_quant_qkv.reference(residual, x, norm_weight, eps, *matrices)
+
+
+@weighted_sum_norm_quant_qkv.rule
+def _(
+    residual, slots, weights, norm_weight, eps, q_blocks, k_blocks, v_blocks, q_kind, k_kind, v_kind
+):
+    parts = (("q_", q_blocks, q_kind), ("k_", k_blocks, k_kind), ("v_", v_blocks, v_kind))
+    check_products(weighted_sum_norm_quant_qkv, slots, parts, "slots")
+    _check_residual(weighted_sum_norm_quant_qkv, slots, residual)
+
+
+@weighted_sum_norm_quant_qkv.sample
+def _(make, q_kind, k_kind, v_kind, m, top_k, nq, nkv, num_blocks, wide_residual):
+    sizes = ((q_kind, nq), (k_kind, nkv), (v_kind, nkv))
+    q, key, v = (packed_units(make, kind, n, num_blocks) for kind, n in sizes)
+    axes = {"num_tokens": m, "top_k": top_k, "hidden_size": 256 * num_blocks}
+    return _residual_sample(make, wide_residual, **axes) | {
+        "norm_weight": make.weight(256 * num_blocks),
+        "eps": 1e-6,
+        "q_blocks": q,
+        "k_blocks": key,
+        "v_blocks": v,
+        "q_kind": q_kind,
+        "k_kind": k_kind or "",
+        "v_kind": v_kind or "",
+    }

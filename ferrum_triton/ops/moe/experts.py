@@ -55,7 +55,7 @@ def _cases(
     ]
 
 
-def _check_stack(of_op: Op, a: Tensor, blocks: Tensor, kind: str, prefix: str = "") -> None:
+def check_stack(of_op: Op, a: Tensor, blocks: Tensor, kind: str, prefix: str = "") -> None:
     check_kind(of_op, blocks, kind, f"{prefix}blocks", f"{prefix}kind")
     k = format_of(kind).row_weights(blocks.shape[-1])
     if a.shape[-1] != k:
@@ -77,7 +77,7 @@ def _stack_sample(make, kind: str, num_experts: int, n: int, num_blocks: int) ->
     return quantize_rows(make.randn(num_experts, n, k, scale=k**-0.5), kind)
 
 
-def _wide_stack(make, kind: str, num_experts: int, n: int, k: int) -> Tensor:
+def wide_stack(make, kind: str, num_experts: int, n: int, k: int) -> Tensor:
     return _stack_sample(make, kind, num_experts, n, k // format_of(kind).block_size)
 
 
@@ -85,7 +85,7 @@ def _activations(make, num_tokens: int, top_k: int, k: int, per_slot: bool) -> T
     return make.randn(num_tokens, top_k, k) if per_slot else make.randn(num_tokens, k)
 
 
-def _ids_sample(make, num_tokens: int, num_experts: int, top_k: int) -> Tensor:
+def ids_sample(make, num_tokens: int, num_experts: int, top_k: int) -> Tensor:
     return make.ints(-1, num_experts + 1, num_tokens, top_k)
 
 
@@ -132,7 +132,7 @@ def gemv_quant_moe_id(a: Tensor, blocks: Tensor, ids: Tensor, kind: str) -> Tens
 
 @gemv_quant_moe_id.rule
 def _(a, blocks, ids, kind):
-    _check_stack(gemv_quant_moe_id, a, blocks, kind)
+    check_stack(gemv_quant_moe_id, a, blocks, kind)
     check_rows(gemv_quant_moe_id, a, *ids.shape)
 
 
@@ -142,7 +142,7 @@ def _(make, kind, num_tokens, num_experts, top_k, n, num_blocks, per_slot):
     return {
         "a": _activations(make, num_tokens, top_k, k, per_slot),
         "blocks": _stack_sample(make, kind, num_experts, n, num_blocks),
-        "ids": _ids_sample(make, num_tokens, num_experts, top_k),
+        "ids": ids_sample(make, num_tokens, num_experts, top_k),
         "kind": kind,
     }
 
@@ -212,20 +212,20 @@ def gemv_quant_moe_id_gate_up_silu(
 
 @gemv_quant_moe_id_gate_up_silu.rule
 def _(a, gate_blocks, up_blocks, ids, gate_kind, up_kind):
-    _check_stack(gemv_quant_moe_id_gate_up_silu, a, gate_blocks, gate_kind, "gate_")
-    _check_stack(gemv_quant_moe_id_gate_up_silu, a, up_blocks, up_kind, "up_")
+    check_stack(gemv_quant_moe_id_gate_up_silu, a, gate_blocks, gate_kind, "gate_")
+    check_stack(gemv_quant_moe_id_gate_up_silu, a, up_blocks, up_kind, "up_")
     check_rows(gemv_quant_moe_id_gate_up_silu, a, *ids.shape)
 
 
 @gemv_quant_moe_id_gate_up_silu.sample
 def _(make, gate_kind, up_kind, num_tokens, num_experts, top_k, n, num_blocks, per_slot):
     k = 256 * num_blocks
-    gate, up = (_wide_stack(make, kind, num_experts, n, k) for kind in (gate_kind, up_kind))
+    gate, up = (wide_stack(make, kind, num_experts, n, k) for kind in (gate_kind, up_kind))
     return {
         "a": _activations(make, num_tokens, top_k, k, per_slot),
         "gate_blocks": gate,
         "up_blocks": up,
-        "ids": _ids_sample(make, num_tokens, num_experts, top_k),
+        "ids": ids_sample(make, num_tokens, num_experts, top_k),
         "gate_kind": gate_kind,
         "up_kind": up_kind,
     }
@@ -303,7 +303,7 @@ def _gemm_fake(a, blocks, bucket_ids, tpe, kind, top_k):
 gemm_quant_moe_id.fake = _gemm_fake
 
 
-def _check_buckets(of_op: Op, a: Tensor, blocks: Tensor, top_k: int, name: str = "blocks") -> None:
+def check_buckets(of_op: Op, a: Tensor, blocks: Tensor, top_k: int, name: str = "blocks") -> None:
     if blocks.shape[0] > MAX_EXPERTS:
         allowed = f"at most {MAX_EXPERTS} experts"
         of_op.reject(name, f"of shape {list(blocks.shape)}", allowed)
@@ -314,14 +314,14 @@ def _check_buckets(of_op: Op, a: Tensor, blocks: Tensor, top_k: int, name: str =
 
 @gemm_quant_moe_id.rule
 def _(a, blocks, bucket_ids, tpe, kind, top_k):
-    _check_stack(gemm_quant_moe_id, a, blocks, kind)
-    _check_buckets(gemm_quant_moe_id, a, blocks, top_k)
+    check_stack(gemm_quant_moe_id, a, blocks, kind)
+    check_buckets(gemm_quant_moe_id, a, blocks, top_k)
 
 
 @gemm_quant_moe_id.sample
 def _(make, kind, num_tokens, num_experts, top_k, n, num_blocks, per_slot):
     k = num_blocks * format_of(kind).block_size
-    ids = _ids_sample(make, num_tokens, num_experts, top_k)
+    ids = ids_sample(make, num_tokens, num_experts, top_k)
     bucket_ids, tpe, _ = compute_ids_tpe.reference(ids, num_experts, n, n)
     return {
         "a": _activations(make, num_tokens, top_k, k, per_slot),
@@ -416,17 +416,17 @@ gemm_quant_moe_id_gate_up_silu.fake = _gemm_gate_up_fake
 
 @gemm_quant_moe_id_gate_up_silu.rule
 def _(a, gate_blocks, up_blocks, bucket_ids, tpe, gate_kind, up_kind, top_k):
-    _check_stack(gemm_quant_moe_id_gate_up_silu, a, gate_blocks, gate_kind, "gate_")
-    _check_stack(gemm_quant_moe_id_gate_up_silu, a, up_blocks, up_kind, "up_")
-    _check_buckets(gemm_quant_moe_id_gate_up_silu, a, gate_blocks, top_k, "gate_blocks")
+    check_stack(gemm_quant_moe_id_gate_up_silu, a, gate_blocks, gate_kind, "gate_")
+    check_stack(gemm_quant_moe_id_gate_up_silu, a, up_blocks, up_kind, "up_")
+    check_buckets(gemm_quant_moe_id_gate_up_silu, a, gate_blocks, top_k, "gate_blocks")
 
 
 @gemm_quant_moe_id_gate_up_silu.sample
 def _(make, gate_kind, up_kind, num_tokens, num_experts, top_k, n, num_blocks, per_slot):
     k = 256 * num_blocks
-    ids = _ids_sample(make, num_tokens, num_experts, top_k)
+    ids = ids_sample(make, num_tokens, num_experts, top_k)
     bucket_ids, tpe, _ = compute_ids_tpe.reference(ids, num_experts, n, n)
-    gate, up = (_wide_stack(make, kind, num_experts, n, k) for kind in (gate_kind, up_kind))
+    gate, up = (wide_stack(make, kind, num_experts, n, k) for kind in (gate_kind, up_kind))
     return {
         "a": _activations(make, num_tokens, top_k, k, per_slot),
         "gate_blocks": gate,

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ferrum_triton.ops.linear import gemm
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS, count_experts
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, Op, op
@@ -22,10 +23,10 @@ def _route_cases(name: str, dtype: torch.dtype, **axes: int) -> list[Case]:
     return [Case(f"{name}/m{m}", dtype, {"num_tokens": m, **axes}) for m in (1, 64, 4096)]
 
 
-def _check_route(of_op: Op, logits: Tensor, top_k: int) -> None:
+def _check_route(of_op: Op, logits: Tensor, top_k: int, name: str = "logits") -> None:
     num_experts = logits.shape[1]
     if not 1 <= num_experts <= MAX_EXPERTS:
-        of_op.reject("logits", f"of {num_experts} experts", f"1 to {MAX_EXPERTS} experts")
+        of_op.reject(name, f"of {num_experts} experts", f"1 to {MAX_EXPERTS} experts")
     if not 1 <= top_k <= min(MAX_TOP_K, num_experts):
         of_op.reject("top_k", str(top_k), f"1 to {min(MAX_TOP_K, num_experts)}")
 
@@ -108,6 +109,69 @@ def _(make, num_tokens, num_experts, top_k, norm_topk_prob=True, counted=True):
         "norm_topk_prob": norm_topk_prob,
         "counted": counted,
     }
+
+
+@op(
+    tensors={"a": "T[num_tokens, k]", "router": "T[num_experts, k]"},
+    axes={
+        "num_tokens": (0, 1, 5, 20, 70),
+        "num_experts": (1, 8, 60, 128),
+        "k": (1, 33, 128),
+        "top_k": (1, 2, 8),
+        "norm_topk_prob": (False, True),
+    },
+    bench=[
+        Case(
+            f"bf16/e128k8h2048/m{m}",
+            torch.bfloat16,
+            {"num_tokens": m, "num_experts": 128, "k": 2048, "top_k": 8},
+        )
+        for m in (1, 16, 32)
+    ],
+    static=("top_k",),
+    after_norm="a",
+)
+def gemm_route_topk_softmax(
+    a: Tensor, router: Tensor, top_k: int, norm_topk_prob: bool = True
+) -> tuple[Tensor, Tensor]:
+    """:func:`route_topk_softmax` of a · routerᵀ, in float32 all the way; nothing is counted.
+
+    The logits are nowhere in memory where the launch that routes adds up the product's parts.
+
+    Args:
+        a: [num_tokens, k].
+        router: [num_experts, k] of a's dtype, up to 1024 experts.
+        top_k: experts a token, up to 32.
+        norm_topk_prob: divide by the sum over the chosen experts.
+
+    Returns:
+        ids [num_tokens, top_k] int32, by descending probability; weights [num_tokens, top_k]
+        float32.
+    """
+    logits = gemm.reference(a, router, wide=True)
+    ids, weights, _ = route_topk_softmax.reference(logits, top_k, norm_topk_prob, counted=False)
+    return ids, weights
+
+
+@gemm_route_topk_softmax.rule
+def _(a, router, top_k, norm_topk_prob):
+    _check_route(gemm_route_topk_softmax, router.T, top_k, "router")
+
+
+@gemm_route_topk_softmax.sample
+def _(make, num_tokens, num_experts, k, top_k, norm_topk_prob=True):
+    # Multiples of a power of two, whose sums are exact in any order: no rounding swaps two experts.
+    return {
+        "a": make.ints(-2, 3, num_tokens, k).to(make.dtype),
+        "router": make.ints(-2, 3, num_experts, k).to(make.dtype) / 16,
+        "top_k": min(top_k, num_experts),
+        "norm_topk_prob": norm_topk_prob,
+    }
+
+
+@gemm_route_topk_softmax.flops
+def _(a, router, top_k, norm_topk_prob):
+    return 2 * a.shape[0] * a.shape[1] * router.shape[0]
 
 
 @op(

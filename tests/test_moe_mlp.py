@@ -1,0 +1,163 @@
+"""Experts from ids to slots in three launches: the numbers of six."""
+
+import pytest
+import torch
+
+from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.moe import mlp, prepare_ids
+from ferrum_triton.kernels.moe.mlp import tiles_of
+from ferrum_triton.quant.kinds import format_of, quantize_rows
+from ferrum_triton.registry import OPS
+
+NUM_EXPERTS, HIDDEN, INNER = 5, 512, 256
+FUSED = ["_prepare_ids_kernel", "_gate_up_arranged_kernel", "_plane_tiles_kernel"]
+
+
+@pytest.fixture(params=["interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request):
+    return get_backend(request.param)
+
+
+def stack(kind, n, k, seed, device):
+    weights = torch.randn(NUM_EXPERTS, n, k, generator=torch.Generator().manual_seed(seed)) / k**0.5
+    return quantize_rows(weights, kind).to(device)
+
+
+def layer(gate_kind, down_kind, device, inner=INNER):
+    """Arguments of the op but activations and ids."""
+    kinds = gate_kind, gate_kind, down_kind
+    sizes = ((inner, HIDDEN), (inner, HIDDEN), (70, inner))
+    stacks = [
+        stack(kind, *size, i, device)
+        for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True))
+    ]
+    return stacks, kinds
+
+
+def by_buckets(backend, a, stacks, ids, kinds):
+    gate, up, down = stacks
+    buckets, tpe, _ = backend.compute_ids_tpe(ids, NUM_EXPERTS, INNER, HIDDEN)
+    middle = backend.gemm_quant_moe_id_gate_up_silu(
+        a, gate, up, buckets, tpe, *kinds[:2], ids.shape[1]
+    )
+    return backend.gemm_quant_moe_id(middle, down, buckets, tpe, kinds[2], ids.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "num_tokens", "inner"),
+    [
+        (("Q4_K", "Q6_K"), 30, 256),  # an expert has more pairs than a tile
+        (("Q4_K", "Q4_K"), 9, 256),
+        (("Q5_0", "Q8_0"), 21, 96),  # neither whole steps nor whole tiles
+        (("Q6_K", "Q3_K"), 5, 256),  # parts of steps
+        (("Q4_1", "MXFP4"), 12, 320),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_numbers_are_those_of_products_by_buckets(backend, kinds, num_tokens, inner, dtype):
+    """Ids that name no expert, an expert that none names, rows of very different sizes."""
+    stacks, kinds = layer(*(f"{kind}:planes" for kind in kinds), backend.device, inner)
+    generator = torch.Generator().manual_seed(num_tokens)
+    a = torch.randn(num_tokens, HIDDEN, generator=generator)
+    a *= torch.logspace(-3, 0.5, num_tokens)[:, None]
+    ids = torch.randint(-1, NUM_EXPERTS - 1, (num_tokens, 3), generator=generator, dtype=dtype)
+    ids[0], ids[1, 1] = -1, 2**30
+    a, ids = a.to(backend.device, torch.float16), ids.to(backend.device)
+    assert tiles_of(a, stacks[0], ids, *kinds)
+    for rows in (ids, torch.stack((ids, ids), dim=1)[:, 0]):  # dense and strided
+        got = backend.mlp_quant_moe_id(a, *stacks, rows, *kinds)
+        assert torch.equal(got, by_buckets(backend, a, stacks, rows, kinds))
+        assert not got[0].any() and not got[1, 1].any()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 30])
+def test_every_pair_of_one_expert(backend, num_tokens):
+    stacks, kinds = layer("Q4_K:planes", "Q6_K:planes", backend.device)
+    a = torch.randn(num_tokens, HIDDEN).to(backend.device, torch.float16)
+    ids = torch.full((num_tokens, 2), NUM_EXPERTS - 1, dtype=torch.int32, device=backend.device)
+    for _ in range(2):  # the same memory again: tickets are zeros
+        got = backend.mlp_quant_moe_id(a, *stacks, ids, *kinds)
+        assert torch.equal(got, by_buckets(backend, a, stacks, ids, kinds))
+
+
+@pytest.mark.parametrize("stale", [0, -1, (2 << 32) + 1])
+def test_what_lay_in_memory_does_not_matter(backend, stale, monkeypatch):
+    """Of a pair without an expert neither a place nor activations are ever written."""
+    room_for_pairs, room_for = prepare_ids.room_for_pairs, mlp.room_for
+
+    def stale_pairs(*sizes):
+        table = room_for_pairs(*sizes)
+        table.places.fill_(stale)
+        return table
+
+    def stale_rows(*sizes):
+        rows = room_for(*sizes)
+        for part in rows[:3]:
+            part.fill_(torch.nan)
+        return rows
+
+    stacks, kinds = layer("Q4_K:planes", "Q6_K:planes", backend.device)
+    a = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(1))
+    a = a.to(backend.device, torch.float16)
+    ids = torch.tensor([[-1, 2], [-1, 0], [2, 9], [-1, -1]], device=backend.device)
+    want = by_buckets(backend, a, stacks, ids, kinds)
+    monkeypatch.setattr(prepare_ids, "room_for_pairs", stale_pairs)
+    monkeypatch.setattr(mlp, "room_for", stale_rows)
+    got = backend.mlp_quant_moe_id(a, *stacks, ids, *kinds)
+    assert torch.equal(got, want) and not got[(ids < 0) | (ids >= NUM_EXPERTS)].any()
+
+
+def meta(*shape, dtype=torch.uint8):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def launches(num_tokens, gate, up, down, dtype=torch.bfloat16, inner=768, experts=128):
+    kinds, sizes = (gate, up, down), ((inner, 2048), (inner, 2048), (2048, inner))
+    stacks = [
+        meta(experts, n, format_of(kind).row_bytes(k))
+        for kind, (n, k) in zip(kinds, sizes, strict=True)
+    ]
+    a, ids = meta(num_tokens, 2048, dtype=dtype), meta(num_tokens, 8, dtype=torch.int32)
+    with record_launches((9, 0)) as recorded:
+        OPS["mlp_quant_moe_id"].impls["triton"](a, *stacks, ids, *kinds)
+    return [launch.kernel.name for launch in recorded]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "kinds", "options", "is_fused"),
+    [
+        (32, ("Q4_K:planes",) * 3, {}, True),
+        (32, ("Q4_K:planes", "Q4_K:planes", "Q6_K:planes"), {}, True),
+        (64, ("Q4_K:planes",) * 3, {}, True),
+        (0, ("Q4_K:planes",) * 3, {}, False),
+        (128, ("Q4_K:planes",) * 3, {}, False),  # activations come by TMA
+        (32, ("Q4_K:planes", "Q5_K:planes", "Q4_K:planes"), {}, False),
+        (32, ("Q4_K", "Q4_K", "Q4_K:planes"), {}, False),
+        (32, ("Q4_K:planes", "Q4_K:planes", "Q4_K"), {}, False),
+        (32, ("Q4_K:planes",) * 3, {"dtype": torch.float32}, False),
+        (32, ("Q4_K:planes",) * 3, {"inner": 1280}, False),  # more than a program arranges
+        (40, ("Q4_K:planes",) * 3, {"experts": 512}, False),  # more tiles than tickets
+    ],
+)
+def test_what_is_launched(num_tokens, kinds, options, is_fused):
+    names = launches(num_tokens, *kinds, **options)
+    assert (names == FUSED) == is_fused
+    assert is_fused or not {*FUSED[:2]} & {*names}
+
+
+def test_wrong_calls_are_refused():
+    backend = get_backend("cpu")
+    (gate, up, down), kinds = layer("Q8_0", "Q8_0", "cpu")
+    a, ids = torch.randn(2, HIDDEN), torch.zeros(2, 2, dtype=torch.int32)
+    backend.mlp_quant_moe_id(a, gate, up, down, ids, *kinds)
+    for wrong in (
+        (a[:, 1:], gate, up, down, ids, *kinds),
+        (a, gate, up, down[..., :-34], ids, *kinds),
+        (a, gate, up[:, 1:], down, ids, *kinds),
+        (a, gate[:0], up[:0], down[:0], ids, *kinds),
+        (a, gate, up, down, ids[:1], *kinds),
+        (a, gate, up, down, ids, "Q8_0", "Q8_0", "Q4_0"),
+    ):
+        with pytest.raises(InputError, match="mlp_quant_moe_id"):
+            backend.mlp_quant_moe_id(*wrong)
