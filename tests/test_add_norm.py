@@ -107,10 +107,10 @@ def slots_and_weights(m, k, dtype, device):
     ("kinds", "m", "k", "dtype", "residual_dtype"),
     [
         (("Q4_K", "Q6_K"), 3, 512, torch.bfloat16, torch.float32),
-        (("Q4_K", "Q4_K"), 9, 768, torch.float16, torch.float32),
-        (("Q5_0", "Q4_1"), 9, 544, torch.float16, torch.float32),
+        (("Q4_K", "Q4_K"), 17, 768, torch.float16, torch.float32),
+        (("Q5_0", "Q4_1"), 17, 544, torch.float16, torch.float32),
         (("Q4_K", "Q6_K"), 32, 256, torch.float16, torch.float16),
-        (("Q4_K", "Q6_K"), 9, 256, torch.float32, torch.float32),
+        (("Q4_K", "Q6_K"), 17, 256, torch.float32, torch.float32),
     ],
 )
 def test_a_sum_over_slots_is_that_of_a_launch_before(
@@ -163,10 +163,10 @@ def test_what_is_launched(m, k, dtype, kinds, first):
 @pytest.mark.parametrize(
     ("m", "top_k", "kind", "first"),
     [
-        (8, 4, "Q4_K:planes", ["_weighted_sum_kernel", FUSED]),
-        (9, 4, "Q4_K:planes", [FUSED]),
-        (9, 0, "Q4_K:planes", ["_weighted_sum_kernel", FUSED]),
-        (9, 4, "Q4_K", ["_weighted_sum_kernel", NORM]),
+        (16, 4, "Q4_K:planes", ["_weighted_sum_kernel", FUSED]),
+        (17, 4, "Q4_K:planes", [FUSED]),
+        (17, 0, "Q4_K:planes", ["_weighted_sum_kernel", FUSED]),
+        (17, 4, "Q4_K", ["_weighted_sum_kernel", NORM]),
     ],
 )
 def test_a_sum_over_slots_costs_many_tokens_no_launch(m, top_k, kind, first):

@@ -35,7 +35,7 @@ CHOICES = {
     "gemm_moe_id_gate_up_fp8_128x128": fp8_experts_config.GATE_UP_TILES,
 }
 CONFIGS = {
-    name: dense(16, 3, 2) if name == "gemm_fp8_128x128" else experts(3, True, 0) for name in CHOICES
+    name: dense(16, 3, 2) if name == "gemm_fp8_128x128" else experts(3, True) for name in CHOICES
 }
 
 
@@ -92,7 +92,7 @@ def test_experts_in_16_bits(dtype, per_slot, activation):
     op = "gemm_moe_id_gate_up" if activation else "gemm_moe_id"
     gate = {"activation": activation} if activation else {}
     arguments, want = sixteen_bits(dtype, per_slot=per_slot, bias=not per_slot, **gate)
-    assert_close(by_hopper(op, arguments, experts(3, per_slot, 2))[0], want)
+    assert_close(by_hopper(op, arguments, experts(3, per_slot))[0], want)
 
 
 @pytest.mark.parametrize("per_slot", [False, True])
@@ -118,18 +118,15 @@ def test_products_of_a_gpu(op, num_tokens):
         want, config = test_fp8.exact_product(**arguments), dense(16, 4, 1)
     elif op == "gemm_moe_id_fp8_128x128":
         arguments = test_fp8_experts.call(**axes, dtype=torch.bfloat16, per_slot=True)
-        want, config = (
-            test_fp8_experts.exact(**arguments),
-            experts(4, num_tokens > 65, 8 * (num_tokens > 1)),
-        )
+        want, config = test_fp8_experts.exact(**arguments), experts(4, num_tokens > 65)
     elif op == "gemm_moe_id_gate_up_fp8_128x128":
         arguments, want = test_fp8_experts.gate_up(**axes, dtype=torch.half)
-        config = experts(4, num_tokens > 65, 8 * (num_tokens > 1))
+        config = experts(4, num_tokens > 65)
     else:
         gate = {"activation": "silu"} if op == "gemm_moe_id_gate_up" else {}
         per_slot = op == "gemm_moe_id"
         arguments, want = sixteen_bits(torch.bfloat16, per_slot=per_slot, **axes, **gate)
-        config = experts(4, num_tokens > 65, 8 * (num_tokens > 1))
+        config = experts(4, num_tokens > 65)
     moved = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
     call = getattr(get_backend("cuda"), op)
     with CHOICES[op].forced(config):
@@ -261,7 +258,7 @@ def test_machine_code(op, tmp_path):
     """Nothing is spilled, products overlap, and registers go from the producer to consumers."""
     case = next(case for case in OPS[op].bench if case.id.endswith("m4096"))
     sample = OPS[op].make_sample(TensorFactory(case.dtype, "meta"), **case.axes)
-    config = dense(16, 4, 1) if op == "gemm_fp8_128x128" else experts(4, True, 8)
+    config = dense(16, 4, 1) if op == "gemm_fp8_128x128" else experts(4, True)
     with CHOICES[op].forced(config), record_launches((9, 0)) as launches:
         OPS[op].impls["triton"](**sample)
     (launch,) = [launch for launch in launches if launch.kernel.name in KERNELS]
@@ -290,7 +287,7 @@ def test_a_row_of_a_table_alone_asks_for_hopper(op):
     sizes |= {"num_rows": 2048, "num_cols": 768, "element_size": 2}
     shape = [sizes[name] for name in tunable.dims]
     hopper, other = gpu_of_arch("sm_90"), gpu_of_arch("sm_100")
-    config = config | {"STAGES": 4, "OUTPUTS": 1} if "OUTPUTS" in config else experts(4, False, 0)
+    config = config | {"STAGES": 4, "OUTPUTS": 1} if "OUTPUTS" in config else experts(4, False)
     assert config in tunable.candidates(hopper, *shape)
     assert not tunable.refusal(hopper, config, *shape)
     assert tunable.heuristic(hopper, *shape)["path"] != "hopper"

@@ -7,6 +7,8 @@ from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.moe import mlp, prepare_ids
 from ferrum_triton.kernels.moe.mlp import tiles_of
+from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Mix
+from ferrum_triton.kernels.quant.mma_config import OTHER_TILES
 from ferrum_triton.quant.kinds import format_of, quantize_rows
 from ferrum_triton.registry import OPS
 
@@ -14,9 +16,14 @@ NUM_EXPERTS, HIDDEN, INNER = 5, 512, 256
 FUSED = ["_prepare_ids_kernel", "_gate_up_arranged_kernel", "_plane_tiles_kernel"]
 
 
+# Tiles that gather activations, as tiles of few pairs do on every GPU.
+GATHERING = Mix(OTHER_TILES[16]).flat()
+
+
 @pytest.fixture(params=["interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request):
-    return get_backend(request.param)
+    with GATE_UP_TILES.forced(GATHERING), TILES.forced(GATHERING):
+        yield get_backend(request.param)
 
 
 def stack(kind, n, k, seed, device):

@@ -1640,7 +1640,7 @@ class Backend:
         """:func:`add_rms_norm_quant_qkv` of x = Σ_k weights[:, k] · slots[:, k], in slots' dtype.
 
         It is what lies between two layers, if the first ends in a mixture of experts. By weights in
-        planes of one format it is two launches, if there are more than 8 rows.
+        planes of one format it is two launches, if there are more than 16 rows.
 
         Args:
             residual: [m, K], updated in place; of slots' dtype, or float32.

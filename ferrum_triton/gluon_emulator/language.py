@@ -417,7 +417,7 @@ _BARRIER = re.compile(
 def inline_asm(
     asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool = True, pack: int = 1
 ) -> Any:
-    """Assembly by the twin that the kernel's author gives, or barriers, fences and prefetches."""
+    """Assembly by the twin that the kernel's author gives; barriers and fences are known here."""
     given = [to_value(each) for each in args]
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     me = current()
@@ -429,7 +429,7 @@ def inline_asm(
             Value(result.to(values.torch_type(each)), each, given[0].layout if given else None)
             for result, each in zip(results, dtypes, strict=True)
         ]
-    elif not (_BARRIER.search(asm) or "fence.proxy.async" in asm or "prefetch" in asm):
+    elif not (_BARRIER.search(asm) or "fence.proxy.async" in asm):
         raise Misuse(
             f"inline assembly at {here()} has no twin: pass one to run(assembly=...), keyed by its "
             f"text or by the function that holds it. The text is {asm!r}"

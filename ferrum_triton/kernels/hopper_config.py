@@ -31,7 +31,6 @@ PARAMETERS: dict[str, Parameter] = {
     "STAGES": integer(2, 8),
     "OUTPUTS": one_of(1, 2),
     "SHORT_LAST": one_of(False, True),
-    "AHEAD": integer(0, 32),
 }
 
 
@@ -50,15 +49,9 @@ def dense(together: int, stages: int, outputs: int) -> Config:
     return {"path": "hopper", "GROUP_M": together, "STAGES": stages, "OUTPUTS": outputs}
 
 
-def experts(stages: int, short_last: bool, ahead: int) -> Config:
-    """Experts' products.
-
-    Args:
-        stages: steps whose operands are in shared memory or on their way.
-        short_last: blocks of few pairs come last, not beside others of their expert.
-        ahead: steps before which L2 is asked for weights; 0 not to ask.
-    """
-    return {"path": "hopper", "STAGES": stages, "SHORT_LAST": short_last, "AHEAD": ahead}
+def experts(stages: int, short_last: bool) -> Config:
+    """Experts' products; blocks of few pairs come last, or beside others of their expert."""
+    return {"path": "hopper", "STAGES": stages, "SHORT_LAST": short_last}
 
 
 def dense_candidates() -> list[Config]:
@@ -68,8 +61,7 @@ def dense_candidates() -> list[Config]:
 
 def experts_candidates(num_pairs: int, num_experts: int) -> list[Config]:
     """Launches worth timing where an expert has several pairs: as many stages as there is room."""
-    choices = ((True, 0), (False, 0), (True, 8), (False, 8))
-    return [experts(4, *choice) for choice in choices if num_pairs >= 2 * num_experts]
+    return [experts(4, last) for last in (True, False) if num_pairs >= 2 * num_experts]
 
 
 def dense_refusal(gpu: Gpu, config: Config, num_rows: int, num_cols: int) -> str:

@@ -39,8 +39,7 @@ MAX_SPLITS = 128
 
 # The configurations of Hopper's kernel: two tiles fill shared memory.
 HOPPER: list[Config] = [
-    {"path": "hopper", "BLOCK_M": 64, "BLOCK_N": 64, "SCORES_FIRST": scores_first, "AHEAD": ahead}
-    for ahead in (False, True)
+    {"path": "hopper", "BLOCK_M": 64, "BLOCK_N": 64, "SCORES_FIRST": scores_first}
     for scores_first in (False, True)
 ]
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.gluon import gluon_kernel
-from ferrum_triton.kernels.hopper.experts_maps import last_row, rows_apart, rows_of
+from ferrum_triton.kernels.hopper.experts_maps import rows_apart, rows_of
 from ferrum_triton.kernels.hopper.experts_pairs import (
     FILLERS,
     ONE_EACH,
@@ -57,7 +57,7 @@ from ferrum_triton.kernels.moe.pairs import aligned_pairs
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.moe.prepare import Result
 from ferrum_triton.kernels.parameters import Config
-from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv
 
 
@@ -95,17 +95,6 @@ class Stacks(NamedTuple):
     stride_bias_expert: Any
 
 
-class Maps(NamedTuple):
-    """Weights as rows, as their tensor maps have them: pointers, rows' strides, the last rows."""
-
-    left: Any
-    right: Any
-    stride_left: Any
-    stride_right: Any
-    left_last: Any
-    right_last: Any
-
-
 class Gate(NamedTuple):
     """Parameters of the function that gate and up go through."""
 
@@ -122,16 +111,6 @@ def _gathered(x, of, block, PART: gl.constexpr, TOP_K: gl.constexpr, LAYOUT: gl.
 
 
 @gluon.jit
-def _prefetch(maps, left_row, right_row, column):
-    """Ask L2 for a step of a tile's weights, a row's 128 bytes a thread."""
-    i = gl.arange(0, ROWS, ONE_EACH)
-    row = gl.minimum(left_row + i, maps.left_last).to(gl.int64)
-    prefetch_l2(maps.left + row * maps.stride_left + column)  # redundant: it changes no byte
-    row = gl.minimum(right_row + i, maps.right_last).to(gl.int64)
-    prefetch_l2(maps.right + row * maps.stride_right + column)  # redundant: as above
-
-
-@gluon.jit
 def _produce(
     left_desc,
     right_desc,
@@ -140,17 +119,17 @@ def _produce(
     x,
     of,
     stacks,
-    maps,
     result,
     ids,
     BLOCK_N: gl.constexpr,
     TOP_K: gl.constexpr,
     PER_SLOT: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):
     """Ask for the operands of every step of this program's tiles, and clear rows of lost pairs.
 
-    Of weights L2 is asked AHEAD steps before, those of the next tile among them.
+    L2 is not asked for weights beforehand: gate and up by 4,096 tokens take 421 us so, and 471 to
+    549 where it is asked 4 to 16 steps ahead (``device_us`` of ``gemm_moe_id_gate_up``, bfloat16,
+    H200, 8b1a4f1).
     """
     STEP: gl.constexpr = buffers.a.shape[2]
     # 16 bytes a thread, eight threads a row.
@@ -165,12 +144,6 @@ def _produce(
         expert = gl.load(of.experts + block)
         left_row = expert * stacks.rows_apart + first_row
         right_row = expert * stacks.up_rows_apart + first_row + stacks.right
-        if AHEAD > 0:
-            later = gl.minimum(tile + gl.num_programs(0), of.num_tiles - 1)
-            later_expert = gl.load(of.experts + later // tiles_n)
-            later_row = later % tiles_n * BLOCK_N
-            later_left = later_expert * stacks.rows_apart + later_row
-            later_right = later_expert * stacks.up_rows_apart + later_row + stacks.right
         first, in_first = _gathered(x, of, block, 0, TOP_K, LAYOUT)
         second, in_second = _gathered(x, of, block, 1, TOP_K, LAYOUT)
         if SCALED:
@@ -188,15 +161,6 @@ def _produce(
             tma.async_copy_global_to_shared(
                 right_desc, [right_row, k], full, weights.index(stage * 2 + 1)
             )
-            if AHEAD > 0:
-                ahead = k + AHEAD * STEP
-                is_here = ahead < x.num_cols
-                _prefetch(
-                    maps,
-                    gl.where(is_here, left_row, later_left),
-                    gl.where(is_here, right_row, later_right),
-                    gl.where(is_here, ahead, gl.minimum(ahead - x.num_cols, x.num_cols - 1)),
-                )
             inside = k + column < x.num_cols
             a = buffers.a
             async_copy.async_copy_global_to_shared(
@@ -304,10 +268,8 @@ def _experts_kernel(
     sorted_ptr,  # int32 [num_blocks, PAIRS] pairs
     experts_ptr,  # int32 [num_blocks]
     total_ptr,  # int32 [1], entries in use
-    left_ptr,  # weights of all experts as rows [-1, k]
-    right_ptr,  # likewise, of up or of the same
-    left_desc,  # both, ROWS at a time
-    right_desc,
+    left_desc,  # weights of all experts as rows [-1, k], ROWS at a time
+    right_desc,  # likewise, of up or of the same
     stride_y_token,
     stride_y_slot,
     stride_a_token,
@@ -318,10 +280,6 @@ def _experts_kernel(
     stride_up_scales_row,
     stride_bias_expert,
     stride_ids_token,
-    stride_left_row,
-    stride_right_row,
-    left_last,  # the last row of a map
-    right_last,
     rows_apart,
     up_rows_apart,
     right,
@@ -335,7 +293,6 @@ def _experts_kernel(
     PER_SLOT: gl.constexpr,  # whether activations have a row a pair
     ACTIVATION: gl.constexpr,  # of gate; "" of one matrix
     STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """y[pair] = the products with its expert, or what ACTIVATION makes of gate and up."""
@@ -371,7 +328,6 @@ def _experts_kernel(
         stride_up_scales_row,
         stride_bias_expert,
     )
-    maps = Maps(left_ptr, right_ptr, stride_left_row, stride_right_row, left_last, right_last)
     result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
     ids, gate = Ids(ids_ptr, stride_ids_token, num_experts), Gate(alpha, limit)
     # Of 504 registers for three warps; what is left to the producer it does not spill either.
@@ -397,13 +353,11 @@ def _experts_kernel(
                     x,
                     of,
                     stacks,
-                    maps,
                     result,
                     ids,
                     BLOCK_N,
                     TOP_K,
                     PER_SLOT,
-                    AHEAD,
                 ),
             ),
         ],
@@ -461,8 +415,6 @@ def multiply_pairs(
         sorted_ptr=pairs,
         experts_ptr=experts,
         total_ptr=total,
-        left_ptr=weights,
-        right_ptr=other,
         left_desc=rows_of(weights),
         right_desc=rows_of(other),
         stride_y_token=y.stride(0),
@@ -475,10 +427,6 @@ def multiply_pairs(
         stride_up_scales_row=0 if other_scales is None else other_scales.stride(1),
         stride_bias_expert=0 if bias is None else bias.stride(0),
         stride_ids_token=ids.stride(0),
-        stride_left_row=weights.stride(1),
-        stride_right_row=other.stride(1),
-        left_last=last_row(weights),
-        right_last=last_row(other),
         rows_apart=rows_apart(weights),
         up_rows_apart=rows_apart(other),
         right=right,
@@ -492,7 +440,6 @@ def multiply_pairs(
         PER_SLOT=a.dim() == 3,
         ACTIVATION=activation,
         STAGES=config["STAGES"],
-        AHEAD=config["AHEAD"],
         num_warps=4,
         maxnreg=168,  # three partitions of four warps each, for the assembler
     )

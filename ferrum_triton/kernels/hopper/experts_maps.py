@@ -15,15 +15,10 @@ def rows_apart(weights: Tensor) -> int | None:
     return None if row == 0 or between % row else between // row
 
 
-def last_row(weights: Tensor) -> int:
-    """The last row of a map of all matrices."""
-    num_experts, num_rows, _ = weights.shape
-    return rows_apart(weights) * (num_experts - 1) + num_rows - 1
-
-
 def rows_of(weights: Tensor) -> Any:
     """A map of the matrices [num_experts, n, k] as rows of k, ROWS of a step at a time."""
-    shape = (last_row(weights) + 1, weights.shape[2])
+    num_experts, num_rows, num_cols = weights.shape
+    shape = (rows_apart(weights) * (num_experts - 1) + num_rows, num_cols)
     step = STEP_BYTES // weights.element_size()
     return describe(weights, (ROWS.value, step), shape, weights.stride()[1:])
 

@@ -38,7 +38,6 @@ LATENTS, MOST_ROPE = (128, 256, 512), KEYS.value
 def _hopper_mla_kernel(
     out_ptr,  # [batch, q_len, num_heads, latents], in float32 for each split if there are several
     lse_ptr,  # [batch, q_len, num_heads], for each split if there are several, or None
-    cache_ptr,  # [num_blocks, block_size, latents + rope], read through its maps
     block_tables_ptr,  # [batch, max_blocks] or None
     kv_lens_ptr,  # [batch]
     q_left_desc,  # halves of q's latents in blocks of [1, 1, 64, half]
@@ -55,13 +54,11 @@ def _hopper_mla_kernel(
     stride_lse_query,
     stride_lse_head,
     stride_lse_split,
-    stride_cache_block,
     stride_block_tables_batch,
     num_heads,  # a multiple of 64
     num_row_blocks,
     num_splits,
     num_blocks,
-    width,  # of the cache's rows
     capacity,  # keys a sequence may have
     q_len,
     factor,  # of scores, > 0
@@ -98,9 +95,6 @@ def _hopper_mla_kernel(
         tiles,
         sequence,
         table_ptr,
-        cache_ptr,
-        stride_cache_block,
-        width,
         num_blocks,
         query,
         head,
@@ -180,8 +174,6 @@ def attend_latents(
         negate=softmax_scale < 0,
         registers=HOPPER_REGISTERS[2],
         scores_first=config["SCORES_FIRST"],
-        # What lies in one piece.
-        ahead=config["AHEAD"] and cache.stride(1) == cache.shape[2],
     )
     q_left, q_right, q_rope = _parts_of(q, kv_lora_rank, ROWS.value)
     left, right, rope = _parts_of(cache[:, None], kv_lora_rank, KEYS.value)
@@ -189,7 +181,6 @@ def attend_latents(
         (cut.row_blocks * cut.splits * batch,),
         out_ptr=out,
         lse_ptr=lse,
-        cache_ptr=cache,
         block_tables_ptr=block_tables,
         kv_lens_ptr=kv_lens,
         q_left_desc=q_left,
@@ -199,13 +190,11 @@ def attend_latents(
         right_desc=right,
         rope_desc=rope,
         **cut.steps,
-        stride_cache_block=cache.stride(0),
         stride_block_tables_batch=block_tables.stride(0) if paged else 0,
         num_heads=num_heads,
         num_row_blocks=cut.row_blocks,
         num_splits=cut.splits,
         num_blocks=num_blocks,
-        width=cache.shape[2],
         capacity=cut.capacity,
         q_len=q.shape[1],
         factor=max(abs(softmax_scale) * LOG2_E.value, LEAST_SCALE.value),

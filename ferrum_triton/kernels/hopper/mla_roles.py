@@ -25,7 +25,6 @@ there is room for two tiles.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,7 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ferrum_triton.gluon_emulator import twin_of
 from ferrum_triton.kernels.attention.softmax import LN_2, LOWEST, Softmax
 from ferrum_triton.kernels.hopper.attention_roles import ask, tile_of
 from ferrum_triton.kernels.hopper.attention_tiles import ROWS, keys_by_eights, scale_rows
@@ -46,7 +44,6 @@ from ferrum_triton.kernels.hopper.rings import release, wait_full
 # of its rope, so these are one size.
 KEYS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
-PREFETCH = gl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,6 @@ class LatentVariant:
         negate: the softmax scale is negative.
         registers: of a consumer's thread.
         scores_first: what consumer 1 begins first, see :func:`fold_odd`.
-        ahead: a tile is brought to L2 while it waits for room.
     """
 
     half: int
@@ -69,7 +65,6 @@ class LatentVariant:
     negate: bool
     registers: int
     scores_first: bool
-    ahead: bool
 
     @property
     def block_n(self) -> int:
@@ -123,10 +118,7 @@ class Work(NamedTuple):
         tiles: of keys, 0 if there are none.
         sequence: the sequence's index, which names its block in a contiguous cache.
         table_ptr: its block table, or None.
-        cache_ptr: the cache, for those of its lines that are brought to L2.
-        stride_block: from block to block of it.
-        width: of its rows.
-        num_blocks: of it.
+        num_blocks: of the cache.
         query, head: the query of all rows, and the first row's head.
         factor: of scores, > 0.
         out_ptr: the first row's result.
@@ -141,9 +133,6 @@ class Work(NamedTuple):
     tiles: Any
     sequence: Any
     table_ptr: Any
-    cache_ptr: Any
-    stride_block: Any
-    width: Any
     num_blocks: Any
     query: Any
     head: Any
@@ -167,29 +156,6 @@ def block_of(n, work, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def bring_to_l2(ptr, num_bytes):
-    """Ask for bytes, a multiple of 16, to be brought to L2. A warp's lanes are one request."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    gl.inline_asm_elementwise(
-        PREFETCH,
-        "=r,l,r",
-        [
-            gl.full([32], ptr.to(gl.int64), gl.int64, lanes),
-            gl.full([32], num_bytes, gl.int32, lanes),
-        ],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@twin_of(PREFETCH.value)
-def _(address, num_bytes):
-    """Nothing that a result could depend on."""
-    return torch.zeros_like(num_bytes)
-
-
-@gluon.jit
 def produce(room, work, VARIANT: gl.constexpr):
     """Ask for the queries, and for tiles as far ahead as there is room.
 
@@ -207,11 +173,6 @@ def produce(room, work, VARIANT: gl.constexpr):
         row = gl.minimum(first, work.end - KEYS)
         if VARIANT.block_size > 0:
             row += first % VARIANT.block_size - first
-        if VARIANT.ahead:
-            if (n >= STAGES) & (first + KEYS <= work.end) & (block < work.num_blocks):
-                tile = work.cache_ptr + block.to(gl.int64) * work.stride_block
-                tile += row.to(gl.int64) * work.width
-                bring_to_l2(tile, KEYS * work.width * 2)  # redundant: only time is another without
         ask(room.left, n, block, 0, row)
         ask(room.rope, n, block, 0, row)
         ask(room.right, n, block, 0, row)

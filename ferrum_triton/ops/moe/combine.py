@@ -201,7 +201,7 @@ def _slots_qkv_case(m: int) -> Case:
         "k_kind": (None, *KINDS),
         "v_kind": (None, *KINDS),
         **NORM_AXES,
-        "m": (0, 1, 3, 8, 9),
+        "m": (0, 1, 3, 9, 17),
         "top_k": (1, 2, 8),
         "nq": (1, 2, 17),
         "nkv": (1, 0, 16),
@@ -226,7 +226,7 @@ def weighted_sum_norm_quant_qkv(
     """:func:`add_rms_norm_quant_qkv` of x = Σ_k weights[:, k] · slots[:, k], in slots' dtype.
 
     It is what lies between two layers, if the first ends in a mixture of experts. By weights in
-    planes of one format it is two launches, if there are more than 8 rows.
+    planes of one format it is two launches, if there are more than 16 rows.
 
     Args:
         residual: [m, K], updated in place; of slots' dtype, or float32.
