@@ -27,6 +27,7 @@ KERNEL_OPS = [op for op in OPS.values() if "triton" in op.impls]
 LEFT_ALONE = {
     "embedding_lookup": "its ids are on the host",
     "gemm_quant_moe_id_gate_up_silu": "of weights as files have them it is torch's to round",
+    "mlp_quant_moe_id": "it calls that",
 }
 SHAPE = re.compile(r"/n\d+k\d+")
 
@@ -79,7 +80,7 @@ def test_replays_have_the_bits_of_ordinary_calls(op):
     else:
         assert kinds_of(door) == [True]
     assert_same(op, door, arguments[2] | scalars)
-    assert len(kinds_of(door)) <= 1
+    assert op.name in LEFT_ALONE or len(kinds_of(door)) == 1
 
 
 def test_integers_may_change_from_call_to_call():
@@ -358,7 +359,7 @@ def test_replays_hand_the_c_launcher_what_ordinary_calls_do(op, case, fake_gpu):
         for _ in range(4):  # two more where the launcher looks at integers
             door(**fake_gpu.arguments(made))
     except NotReplayable:  # torch multiplies, by dense weights or by many that were decoded
-        assert "b" in made or (op.name == "gemm_quant" and case.axes["m"] == 4096)
+        assert {"b", "router"} & made.keys() or (op.name == "gemm_quant" and case.axes["m"] == 4096)
         return
     assert kinds_of(door) == [True]
 
