@@ -88,6 +88,8 @@ def test_backends_refuse_alike(op, data, seed):
         return
     if isinstance(value, Tensor) and value.dtype == torch.uint8:
         return  # cut or copied, packed weights mean numbers of any size
+    if name == "cu_seqlens":
+        return  # tokens of no sequence have any results
     wanted, left = expected(op, arguments)
     # Scores, and so the error of their exponentials, are larger by as much as the scale is.
     scale = 8 if name == "softmax_scale" else 1

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as limits
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.linear_attention.prefill import long_heads, prefill_config
 from ferrum_triton.kernels.linear_attention.sequences import layout_of
 from ferrum_triton.registry import OPS
@@ -387,6 +388,22 @@ def test_a_slot_that_comes_twice_is_refused_for_debugging(backend_name, op):
         getattr(backend, op)(**arguments)
     arguments["slots"].copy_(torch.tensor([-1, -1, 1]))
     getattr(backend, op)(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("size", "room", "by_chunks"),
+    [(16, 16, True), (128, 160, True), (24, 24, False), (48, 48, False), (16, 24, False)],
+)
+def test_chunks_are_for_heads_in_whole_units(size, room, by_chunks):
+    """Of a power of two, and as far apart from token to token."""
+    make = {"dtype": torch.bfloat16, "device": "meta"}
+    wide = torch.empty(70, 1, room, **make)
+    gates = torch.empty(70, 1, dtype=torch.float32, device="meta")
+    heads = (wide[..., :size], wide[..., :size], torch.empty(70, 1, 16, **make))
+    with record_launches((9, 0)) as launches:
+        OPS["gdn_prefill"].impls["triton"](*heads, gates, gates)
+    chunks = {"_gdn_chunk_kernel", "_gdn_scan_kernel"}
+    assert {x.kernel.name for x in launches} == (chunks if by_chunks else {"_gdn_decode_kernel"})
 
 
 BAD = {

@@ -18,7 +18,9 @@ row for each value: what one product gives is the next one's first operand, whic
 from the registers it lies in.
 
 Tensor cores would round float32, whose tokens are taken one by one instead, as are those that are
-sequences of their own.
+sequences of their own, and those of heads that are not a power of two of elements or do not lie in
+whole units of 16. By chunks an H200 gave heads of 24 nothing from about the seventeenth token of a
+sequence on (``tests/test_ops.py`` at a0bf10a), where the interpreter gives what it should.
 """
 
 import torch
@@ -46,6 +48,8 @@ CHUNK, LEAST_GATE = tl.constexpr(ops.CHUNK), tl.constexpr(ops.LEAST_GATE)
 # Tokens of a sequence that many programs are worth having for, and the share of SMs that is to have
 # one at least.
 LONG, LEAST_BUSY = 2048, 0.9
+# Elements that queries and keys come in, of a head and from token to token.
+UNIT = 16
 
 
 @triton.jit
@@ -420,6 +424,15 @@ prefill_config = Tunable(
 )
 
 
+def in_units(*tensors: Tensor) -> bool:
+    """Whether heads [num_tokens, num_heads, size] are a power of two and lie in whole units."""
+    sizes = [x.shape[2] for x in tensors]
+    steps = [*sizes, *(step for x in tensors for step in x.stride()[:2])]
+    is_aligned = all(x.data_ptr() % 16 == 0 for x in tensors)
+    is_whole = all(step % UNIT == 0 for step in steps)
+    return is_aligned and is_whole and all(size == next_power_of_2(size) for size in sizes)
+
+
 @ops.gdn_prefill.impl("triton")
 def gdn_prefill(
     q: Tensor,
@@ -444,7 +457,7 @@ def gdn_prefill(
     layout = layout_of(num_tokens, states, slots, cu_seqlens, pos_offsets)
     if layout.num_seqs == 0:
         return y
-    if v.dtype == torch.float32 or layout.each:
+    if v.dtype == torch.float32 or layout.each or not in_units(q, k):
         launch_tokens(y, q, k, v, g, beta, states, layout, None, query_scale, tiled_values)
         return y
     heads = layout.num_seqs * num_v_heads

@@ -267,7 +267,7 @@ def _(
     # Keys of one number are all alike: docs/linear-attention.md says what 16 bits make of that.
     axes={
         **DELTA_AXES,
-        "head_k_dim": (16, 24, 40),
+        "head_k_dim": (16, 24, 32),
         "seq_lens": ((), (1, 1), (2, 0, 70, 1), (64,), (5, 3)),
     },
     bench=[
