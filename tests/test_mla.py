@@ -7,6 +7,7 @@ import torch
 
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.attention import mla as kernels
+from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.registry import OPS
@@ -417,6 +418,13 @@ CACHES = {
 # On Hopper every cache, and the bytes of fp8 for every number of heads that has tiles of its own.
 # Elsewhere fp8, which each converts in its own way, and between them every other cache, of which
 # the matrix of bench cases has block64.
+def plain(target_name, rows, block_size, dtype="16 bits"):
+    """The plain kernel, whatever rows of tables ask for."""
+    gpu, has_tma = gpu_of_arch(target_name), dtype == "16 bits"
+    config = kernels.mla_heuristic(gpu, rows, block_size, dtype, has_tma)
+    return kernels.mla_config.forced(config)
+
+
 @pytest.mark.parametrize(
     ("target_name", "num_heads", "kind"),
     [
@@ -437,11 +445,16 @@ CACHES = {
     ],
 )
 def test_every_kind_of_cache_compiles_within_limits(target_name, num_heads, kind):
-    target = TARGETS[target_name]
+    target, cache = TARGETS[target_name], CACHES[kind]
     shape = {"batch": 2, "kv_lora_rank": 512, "rope_dim": 64, "max_blocks": 128, "lens": "full"}
     make = TensorFactory(torch.bfloat16, "meta")
-    arguments = OP.make_sample(make, num_heads=num_heads, with_lse=True, **shape, **CACHES[kind])
-    with record_launches(target.capability) as launches:
+    arguments = OP.make_sample(make, num_heads=num_heads, with_lse=True, **shape, **cache)
+    block_size = cache["block_size"] if cache.get("paged", True) else 0
+    dtype = "8 bits" if kind == "fp8" else "16 bits"
+    with (
+        plain(target_name, num_heads, block_size, dtype),
+        record_launches(target.capability) as launches,
+    ):
         OP.impls["triton"](**arguments)
     names = [launch.kernel.name for launch in launches]
     assert names == ["_mla_attention_kernel", "_merge_kernel"]
@@ -458,8 +471,8 @@ def test_warps_share_the_scores_on_hopper(num_heads, is_paged):
         TensorFactory(torch.bfloat16, "meta"),
         batch=2, num_heads=num_heads, lens="full", paged=is_paged, **axes,
     )  # fmt: skip
-    target = TARGETS["sm_90"]
-    with record_launches(target.capability) as launches:
+    block_size = 64 if is_paged else 0
+    with plain("sm_90", num_heads, block_size), record_launches((9, 0)) as launches:
         OP.impls["triton"](**arguments)
     resources = compiled(launches[0])
     assert "async_tma_copy" in resources.asm["ttgir"]

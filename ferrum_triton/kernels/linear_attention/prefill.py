@@ -17,10 +17,8 @@ so that a few heads keep all SMs busy. By value it computes everything transpose
 row for each value: what one product gives is the next one's first operand, which tensor cores take
 from the registers it lies in.
 
-Tensor cores would round float32, whose tokens are taken one by one instead, as are those that are
-sequences of their own, and those of heads that are not a power of two of elements or do not lie in
-whole units of 16. By chunks an H200 gave heads of 24 nothing from about the seventeenth token of a
-sequence on (``tests/test_ops.py`` at a0bf10a), where the interpreter gives what it should.
+Taken one by one instead are tokens of float32, which tensor cores would round, those that are
+sequences of their own, and those of heads that lie in no whole units (:func:`in_units`).
 """
 
 import torch
@@ -35,6 +33,7 @@ from ferrum_triton.kernels.linear_attention.delta import key_head_of, launch_tok
 from ferrum_triton.kernels.linear_attention.sequences import (
     Batch,
     block_of,
+    in_units,
     layout_of,
     span_of,
 )
@@ -48,8 +47,6 @@ CHUNK, LEAST_GATE = tl.constexpr(ops.CHUNK), tl.constexpr(ops.LEAST_GATE)
 # Tokens of a sequence that many programs are worth having for, and the share of SMs that is to have
 # one at least.
 LONG, LEAST_BUSY = 2048, 0.9
-# Elements that queries and keys come in, of a head and from token to token.
-UNIT = 16
 
 
 @triton.jit
@@ -422,15 +419,6 @@ prefill_config = Tunable(
         "BY_VALUE": one_of(False, True),
     },
 )
-
-
-def in_units(*tensors: Tensor) -> bool:
-    """Whether heads [num_tokens, num_heads, size] are a power of two and lie in whole units."""
-    sizes = [x.shape[2] for x in tensors]
-    steps = [*sizes, *(step for x in tensors for step in x.stride()[:2])]
-    is_aligned = all(x.data_ptr() % 16 == 0 for x in tensors)
-    is_whole = all(step % UNIT == 0 for step in steps)
-    return is_aligned and is_whole and all(size == next_power_of_2(size) for size in sizes)
 
 
 @ops.gdn_prefill.impl("triton")
