@@ -440,10 +440,8 @@ def gdn_prefill(
     num_tokens, num_k_heads, head_k_dim = q.shape
     num_v_heads, head_v_dim = v.shape[1:]
     y = v.new_empty(v.shape) if out is None else out
-    if num_tokens == 0:
-        return y
     layout = layout_of(num_tokens, states, slots, cu_seqlens, pos_offsets)
-    if layout.num_seqs == 0:
+    if num_tokens * layout.num_seqs == 0:
         return y
     if v.dtype == torch.float32 or layout.each or not in_units(q, k):
         launch_tokens(y, q, k, v, g, beta, states, layout, None, query_scale, tiled_values)
