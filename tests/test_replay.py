@@ -27,7 +27,7 @@ KERNEL_OPS = [op for op in OPS.values() if "triton" in op.impls]
 LEFT_ALONE = {
     "embedding_lookup": "its ids are on the host",
     "gemm_quant_moe_id_gate_up_silu": "of weights as files have them it is torch's to round",
-    "mlp_quant_moe_id": "it calls that",
+    "mlp_quant_moe_id": "it calls gemm_quant_moe_id_gate_up_silu",
 }
 SHAPE = re.compile(r"/n\d+k\d+")
 

@@ -288,7 +288,7 @@ class Cut(NamedTuple):
 
     Attributes:
         row_blocks: blocks of (query, head) rows of a sequence.
-        splits: of a sequence's keys.
+        splits: parts that a sequence's keys are split into.
         min_keys: keys of a split, at least.
         capacity: keys a sequence may have.
         steps: strides of the result and of the logarithms, of which each split has its own.

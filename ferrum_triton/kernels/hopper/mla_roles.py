@@ -55,7 +55,7 @@ class LatentVariant:
         block_size: rows of a block of the cache, 0 of a contiguous one.
         min_keys: keys of a split, at least.
         negate: the softmax scale is negative.
-        registers: of a consumer's thread.
+        registers: registers that a consumer's thread has.
         scores_first: what consumer 1 begins first, see :func:`fold_odd`.
     """
 
@@ -115,16 +115,15 @@ class Work(NamedTuple):
 
     Attributes:
         start, end: the keys [start, end), all of which every row sees.
-        tiles: of keys, 0 if there are none.
+        tiles: number of tiles of keys, which may be 0.
         sequence: the sequence's index, which names its block in a contiguous cache.
         table_ptr: its block table, or None.
-        num_blocks: of the cache.
+        num_blocks: number of blocks in the cache.
         query, head: the query of all rows, and the first row's head.
-        factor: of scores, > 0.
+        factor: positive number that scores are multiplied by.
         out_ptr: the first row's result.
         lse_ptr: the logarithm of its sum, or None.
-        stride_out: from head to head.
-        stride_lse: see there.
+        stride_out, stride_lse: elements from a head's result or logarithm to the next one's.
         writes: whether the result is asked for: not that of a split without keys.
     """
 

@@ -17,8 +17,8 @@ so that a few heads keep all SMs busy. By value it computes everything transpose
 row for each value: what one product gives is the next one's first operand, which tensor cores take
 from the registers it lies in.
 
-Taken one by one instead are tokens of float32, which tensor cores would round, those that are
-sequences of their own, and those of heads that lie in no whole units (:func:`in_units`).
+Three kinds of tokens are taken one by one: those of float32, which tensor cores would round, those
+that are sequences of their own, and those of heads that lie in no whole units (:func:`in_units`).
 """
 
 import torch

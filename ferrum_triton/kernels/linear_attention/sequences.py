@@ -13,7 +13,7 @@ from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 # Sequences that a program looks at together to find its own: one for each lane.
 BLOCK_S = tl.constexpr(32)
-# Elements that heads come in by chunks, each head and from token to token.
+# Elements that divide a head's size, and the strides of heads and tokens, where chunks take them.
 UNIT = 16
 
 
@@ -140,14 +140,14 @@ def layout_of(
     return Layout(num_seqs, each, tensors)
 
 
-def in_units(*tensors: Tensor) -> bool:
+def in_units(q: Tensor, k: Tensor) -> bool:
     """Whether heads [num_tokens, num_heads, size] are a power of two and lie in whole units.
 
     By chunks an H200 gave heads of 24 nothing from about the 17th token of a sequence on
-    (``tests/test_ops.py`` at a0bf10a), where the interpreter gives what it should.
+    (``pytest -m gpu tests/test_ops.py -k gdn_prefill`` at a0bf10a). The interpreter gives them what
+    it should.
     """
-    sizes = [x.shape[2] for x in tensors]
-    steps = [*sizes, *(step for x in tensors for step in x.stride()[:2])]
-    is_aligned = all(x.data_ptr() % 16 == 0 for x in tensors)
-    is_whole = all(step % UNIT == 0 for step in steps)
-    return is_aligned and is_whole and all(size == next_power_of_2(size) for size in sizes)
+    size = q.shape[2]
+    steps = size, *q.stride()[:2], *k.stride()[:2]
+    is_whole = size == next_power_of_2(size) and all(step % UNIT == 0 for step in steps)
+    return is_whole and all(x.data_ptr() % 16 == 0 for x in (q, k))

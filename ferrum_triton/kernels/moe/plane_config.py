@@ -37,8 +37,7 @@ class Mix(NamedTuple):
         config: tiles of pairs; neither ``splits`` nor ``prefetch_lines`` count.
         spared: the most pairs of an expert, left by whole tiles, that take smaller ones.
         rest: the smaller tiles, with as many words.
-        steps: steps of its loop that a program has at most, unless a tile has more; 0 for
-            :data:`STEPS`.
+        steps: the most steps of a program's loop; 0 for those of :data:`STEPS`.
     """
 
     config: MmaConfig
@@ -79,7 +78,7 @@ MIXES = {
 }
 # Of gate and up, whose tiles have half as many rows of each.
 _GATED_MIXES = {4: Mix(MmaConfig(128, 8, stages=3, maxnreg=168))}
-# Of these programs of fewer steps are worth timing too, and tiles of twice the rows.
+# Mixes that only ``bench.tune`` asks for: programs of fewer steps, and tiles of twice the rows.
 _SHORT_MIXES = [
     Mix(MmaConfig(rows, 8, stages=stages), steps=steps)
     for rows, stages, steps in ((64, 3, 16), (128, 2, 8), (128, 3, 16), (128, 3, 32))
@@ -92,8 +91,8 @@ _MIXES_OF = {
 }
 # Pairs up to which programs are few, whatever the number of experts.
 FEW_PAIRS = 16
-# Steps of its loop that a program has at most, unless a tile has more: by the pairs of a tile,
-# where a mix does not say.
+# The most steps of a program's loop, by the pairs of a tile, for mixes that do not say. A tile that
+# has more steps is a program of its own.
 STEPS = {8: 32, 16: 16, 32: 16, 64: 32}
 
 
@@ -172,7 +171,7 @@ def _fitted_mix(kind: str, mix: Mix) -> Mix:
 
 
 def steps_of(mix: Mix) -> int:
-    """Steps that a program of a mix's tiles has at most, unless a tile has more."""
+    """The most steps of a program's loop over a mix's tiles."""
     return mix.steps or STEPS.get(mix.config.tokens, 16)
 
 
@@ -182,7 +181,7 @@ def tiles_each(tiles: int, steps: int, most: int) -> int:
     Args:
         tiles: tiles of rows that there are.
         steps: steps of a tile.
-        most: steps of a program at most, unless a tile has more.
+        most: the most steps of a program that takes several tiles.
     """
     few = range(1, max(min(tiles, most // steps), 1) + 1)
     return max(each for each in few if tiles % each == 0)
