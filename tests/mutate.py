@@ -80,6 +80,7 @@ FAMILIES = {
     ),
     K + "attention/flash": ("interpret and flash", "test_flash_laws"),
     K + "attention/mla": ("interpret and mla", "test_mla test_hopper_mla"),
+    K + "attention/strips": ("", "test_strips"),
     K + "attention/paged_step": ("interpret and qkv_paged", "test_paged_step"),
     K + "attention/new_heads": ("interpret and qkv_paged", "test_paged_step"),
     K + "attention/paged": ("interpret and paged", "test_paged_launches test_paged_attention"),

@@ -2,6 +2,7 @@
 
 import torch
 
+from ferrum_triton.kernels.attention.strips import strip_of
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.parameters import integer, shared_refusal
 from ferrum_triton.kernels.rows import cdiv
@@ -216,7 +217,8 @@ step_config = Tunable(
 
 def is_plain(head_dim: int, cache: torch.dtype, layout: str) -> bool:
     """Whether loads of a cache's vectors need neither masks nor addresses of pieces."""
-    odd = head_dim & (head_dim - 1) or (head_dim > 128 and cache.itemsize == 1)
+    odd = head_dim & (head_dim - 1)
+    odd = (odd or head_dim > 128) if cache.itemsize == 1 else odd and not strip_of(head_dim)
     return not (odd or cache == torch.float32 or layout == "vllm_x")
 
 

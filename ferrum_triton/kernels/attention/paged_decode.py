@@ -21,6 +21,7 @@ from ferrum_triton.kernels.attention.pages import (
     Attention,
     Pool,
     PoolTensors,
+    Queries,
     Tiles,
     attend_pages,
     head_of,
@@ -38,6 +39,7 @@ from ferrum_triton.kernels.attention.plan import (
     units_of_sequences,
 )
 from ferrum_triton.kernels.attention.softmax import LOG2_E, Softmax, finish, first_state, store_rows
+from ferrum_triton.kernels.attention.strips import from_strips, in_strips, strip_of
 from ferrum_triton.kernels.jit import OPTIONS, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -156,8 +158,19 @@ def attend_unit(
     """
     BLOCK_N: tl.constexpr = ATTENTION.block_n
     IN_WORDS: tl.constexpr = pool_head.k_ptr.dtype.element_ty == tl.int32
+    STRIP: tl.constexpr = ATTENTION.strip
     if IN_WORDS:
         state = Softmax(in_quarters(state.acc), state.row_max, state.row_sum)
+    elif STRIP > 0:
+        state = Softmax(in_strips(state.acc, STRIP), state.row_max, state.row_sum)
+        queries = Queries(
+            in_strips(queries.q, STRIP),
+            queries.position,
+            queries.score_factor,
+            queries.value_factor,
+            queries.softcap,
+            queries.sliding_window,
+        )
     # Tiles that every query sees whole, then the last ones; with a window every tile is an edge.
     whole_end = first
     if not ATTENTION.has_window:
@@ -171,6 +184,8 @@ def attend_unit(
     state = attend_pages(state, queries, pool_head, tiles, whole_end, end, True, POOL, ATTENTION)
     if IN_WORDS:
         state = Softmax(from_quarters(state.acc), state.row_max, state.row_sum)
+    elif STRIP > 0:
+        state = Softmax(from_strips(state.acc), state.row_max, state.row_sum)
     return state
 
 
@@ -343,8 +358,11 @@ class Call(NamedTuple):
         """The scale as kernels take it: a cap brings its own log2(e)."""
         return self.scale if self.softcap > 0 else self.scale * LOG2_E.value
 
-    def attention(self, block_m: int, block_n: int) -> Attention:
+    def attention(self, block_m: int, block_n: int, in_strips: bool = False) -> Attention:
+        """What kernels specialise on; where they can take heads in strips, such as have them."""
         head_dim = self.out.shape[3]
+        pool = self.pool.layout
+        in_strips = in_strips and not (pool.quantised or pool.k_piece)
         return Attention(
             group=self.group,
             head_dim=head_dim,
@@ -354,6 +372,7 @@ class Call(NamedTuple):
             block_n=block_n,
             block_d=max(next_power_of_2(head_dim), 16),
             precision="ieee" if self.q.dtype == torch.float32 else "tf32",
+            strip=strip_of(head_dim) if in_strips else 0,
         )
 
 
@@ -461,7 +480,7 @@ def launch_decode(
         scale=call.scale_log2,
         softcap=float(call.softcap),
         POOL=pool.layout,
-        ATTENTION=call.attention(plan.block_m, plan.block_n),
+        ATTENTION=call.attention(plan.block_m, plan.block_n, in_strips=True),
         UNITS=Units(max_q, batch_invariant, next_power_of_2(num_seqs), after_prefill, prefetch),
         **{option: config[option] for option in OPTIONS if option in config},
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.attention.codes import add_values, dot_keys, in_quarters
 from ferrum_triton.kernels.attention.softmax import LOG2_E, Softmax, soft_cap, weigh
+from ferrum_triton.kernels.attention.strips import add_strips, dot_strips, load_strips
 from ferrum_triton.kernels.heads import in_pieces
 from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.kv_pool import FORMATS
@@ -78,6 +79,7 @@ class Attention:
         block_n: keys of a tile.
         block_d: power of two >= head_dim.
         precision: how tensor cores multiply float32, as ``tl.dot`` takes it.
+        strip: columns of a head's second strip; 0 where a block has the whole head.
     """
 
     group: int
@@ -88,6 +90,7 @@ class Attention:
     block_n: int
     block_d: int
     precision: str
+    strip: int = 0
 
 
 class Pool(NamedTuple):
@@ -104,7 +107,8 @@ class Queries(NamedTuple):
     """A block of queries.
 
     Attributes:
-        q: rows, [BLOCK_M, BLOCK_D], or their quarters where the pool's codes come in words.
+        q: rows, [BLOCK_M, BLOCK_D]; their quarters where the pool's codes come in words; or their
+            strips.
         position: position of each row's query, [BLOCK_M].
         score_factor: factor of their products with keys as those lie in the pool.
         value_factor: factor of sums over values as those lie in the pool.
@@ -281,7 +285,8 @@ def attend_pages(
     # Of the cache's type: codes are integers, four to a word or alone, or floats of 8 bits.
     zero: tl.constexpr = 0.0 if head.k_ptr.dtype.element_ty.is_floating() else 0
     CODES: tl.constexpr = 4 if head.k_ptr.dtype.element_ty == tl.int32 else 1
-    DTYPE: tl.constexpr = queries.q[0].dtype if CODES == 4 else queries.q.dtype
+    STRIP: tl.constexpr = ATTENTION.strip
+    DTYPE: tl.constexpr = queries.q[0].dtype if CODES == 4 or STRIP > 0 else queries.q.dtype
     EXACT: tl.constexpr = DTYPE == tl.float32
     d = tl.arange(0, BLOCK_D // CODES)[None, :]
     in_head = d < HEAD_DIM // CODES
@@ -299,7 +304,9 @@ def attend_pages(
         block, slot = place_keys(key, tiles.table_ptr, head.num_blocks, BLOCK_SIZE, WIDE, "")
         k_rows = head.k_ptr + (block * POOL.k.block + slot * POOL.k.slot)[:, None]
         v_rows = head.v_ptr + (block * POOL.v.block + slot * POOL.v.slot)[:, None]
-        if HEAD_DIM < BLOCK_D:
+        if STRIP > 0:
+            k, v = load_strips(k_rows, STRIP, HEAD_DIM), load_strips(v_rows, STRIP, HEAD_DIM)
+        elif HEAD_DIM < BLOCK_D:
             k = tl.load(k_rows + k_d, mask=in_head, other=zero)  # [BLOCK_N, BLOCK_D]
             v = tl.load(v_rows + v_d, mask=in_head, other=zero)
         else:
@@ -309,7 +316,10 @@ def attend_pages(
             # Too narrow to be loaded ahead by the compiler's pipeline, so a tile ahead by hand.
             next_k_scale, next_v_scale = load_scales(n + BLOCK_N, tiles, head, POOL)
 
-        scores = dot_keys(queries.q, k, FORMAT, PAIRS, PRECISION)
+        if STRIP > 0:
+            scores = dot_strips(queries.q, k, PRECISION)
+        else:
+            scores = dot_keys(queries.q, k, FORMAT, PAIRS, PRECISION)
         if SLOT_SCALES:
             scores *= k_scale[None, :]
         scores *= queries.score_factor
@@ -327,7 +337,10 @@ def attend_pages(
         row_sum = state.row_sum * rescale + tl.sum(weights, axis=1)
         if SLOT_SCALES:
             weights *= v_scale[None, :]
-        acc = add_values(state.acc, rescale, weights, v, DTYPE, FORMAT, PAIRS, PRECISION)
+        if STRIP > 0:
+            acc = add_strips(state.acc, rescale, weights, v, DTYPE, PRECISION)
+        else:
+            acc = add_values(state.acc, rescale, weights, v, DTYPE, FORMAT, PAIRS, PRECISION)
         state = Softmax(acc, row_max, row_sum)
         if SLOT_SCALES:
             k_scale, v_scale = next_k_scale, next_v_scale
