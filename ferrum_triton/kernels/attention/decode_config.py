@@ -41,15 +41,18 @@ def decode_heuristic(
         key_bytes: bytes of a key and its value.
         rows: queries times heads of a sequence and KV head.
         is_varlen: whether sequences differ in their queries.
-        is_plain: whether vectors are contiguous, of a power of two of 16-bit floats or codes.
+        is_plain: whether vectors are contiguous, of a power of two of 16-bit floats or codes, or of
+            two strips of such floats.
     """
     is_shallow = gpu.capability < (9, 0) or gpu.shared_limit < DEEP_QUEUES
-    if is_shallow or (not is_plain and (is_varlen or rows > 16)):
+    in_block = is_plain and not in_strips(key_bytes)
+    if is_shallow or (not in_block and (is_varlen or rows > 16)):
         # What fits the registers of sm_80 and the 64 KB of shared memory of gfx942, and what
-        # addresses of pieces and masks of columns leave room for.
+        # strips, addresses of pieces and masks of columns leave room for.
         return _shallow_queue()
-    if not is_plain:
-        return _masked_queue(batch * num_kv_heads, capacity, key_bytes)
+    if not in_block:
+        queue = _strip_queue if is_plain else _masked_queue
+        return queue(batch * num_kv_heads, capacity, key_bytes)
     config = _deep_queue(batch * num_kv_heads, capacity, key_bytes)
     if rows > 16:
         return {**_free(config), "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
@@ -77,18 +80,33 @@ def _deep_queue(pairs: int, capacity: int, key_bytes: int) -> Config:
     return _config(64, 256, 128, 2, 5)
 
 
+def _strip_queue(pairs: int, capacity: int, key_bytes: int) -> Config:
+    """Tiles of heads in two strips of columns.
+
+    By 16 sequences of 4,000 keys, heads of 80 take 54.3 us, of 96 61.4 and of 192 116; in one
+    block under masks, heads of 96 take 63.0 and of 192 128. Heads of 96 by 64 sequences take 201 in
+    tiles of 64 keys, and 209 in tiles of 32 (``device_us`` of paged_decode_attention under
+    ``decode_config.forced`` of each, H200, b7bcfc3).
+    """
+    if pairs * capacity <= 16384:
+        return _config(64 if key_bytes <= 512 else 32, 512, 128, 4, 3, prefetch=2)
+    if key_bytes > 512:
+        return _config(32, 512, 128, 2, 5)
+    if key_bytes == 384 and pairs < 256:
+        return _config(32, 768, 128, 2, 3)
+    return _config(64, 512, 128, 2, 3)
+
+
 def _masked_queue(pairs: int, capacity: int, key_bytes: int) -> Config:
     """Tiles of heads whose loads have masks, or addresses of pieces.
 
-    Heads of 96 take 62.0 us by 16 sequences of 4,000 keys and 202 by 64, where tiles of 32 keys on
-    4 warps with 2 stages took 117 and 272; heads of 192 take 126 for 148 (``device_us`` of
+    In one block under masks, heads of 96 took 62.0 us by 16 sequences of 4,000 keys and 202 by 64,
+    where tiles of 32 keys on 4 warps with 2 stages took 117 and 272 (``device_us`` of
     paged_decode_attention under ``decode_config.forced`` of each, H200, 1a5796b). Those tiles stay
-    for little work, one sequence's 10.8 us for 10.3, and for wider heads: in float32 others spill.
+    for little work, one sequence's 10.8 us for 10.3, and for wider vectors, of which others spill.
     """
-    if key_bytes > 768 or pairs * capacity <= 65536:
+    if key_bytes > 512 or pairs * capacity <= 65536:
         return _shallow_queue()
-    if key_bytes > 512:
-        return _config(64, 256, 128, 4, 3)
     if pairs >= 256:
         return _config(64, 512, 128, 4, 3)
     return _config(32, 768, 128, 2, 3)
@@ -190,7 +208,7 @@ def step_heuristic(
     elif config["num_warps"] == 2:
         if key_bytes > 512:
             config = _config(32, 256, 128, 4, 3)
-        elif batch * num_kv_heads >= 256:
+        elif batch * num_kv_heads >= 256 and not in_strips(key_bytes):
             config = _config(128, 256, 128, 4, 3)
         else:
             config = _config(32, 512, 128, 4, 2)
@@ -213,6 +231,11 @@ step_config = Tunable(
     within=WITHIN,
     parameters={"PREFETCH": integer(0, 16), "MERGES": integer(0, 1)},
 )
+
+
+def in_strips(key_bytes: int) -> bool:
+    """Whether plain vectors are in two strips: of no power of two."""
+    return key_bytes & (key_bytes - 1) != 0
 
 
 def is_plain(head_dim: int, cache: torch.dtype, layout: str) -> bool:

@@ -359,10 +359,16 @@ class Call(NamedTuple):
         return self.scale if self.softcap > 0 else self.scale * LOG2_E.value
 
     def attention(self, block_m: int, block_n: int, in_strips: bool = False) -> Attention:
-        """What kernels specialise on; where they can take heads in strips, such as have them."""
+        """What kernels specialise on.
+
+        Args:
+            in_strips: whether the kernel can take a head in strips. In float32, or by more rows
+                than tensor cores take at least, they spill.
+        """
         head_dim = self.out.shape[3]
         pool = self.pool.layout
         in_strips = in_strips and not (pool.quantised or pool.k_piece)
+        in_strips = in_strips and self.q.itemsize == 2 and block_m == 16
         return Attention(
             group=self.group,
             head_dim=head_dim,
