@@ -23,7 +23,7 @@ from ferrum_triton.kernels.quant.gemv_repacked import first_row, sums_by_lane
 from ferrum_triton.kernels.quant.planes import Layout, Matrix, layout_of, load_rows
 from ferrum_triton.kernels.quant.thread_products import Activations
 from ferrum_triton.kernels.quant.thread_sums import summed
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import expert_sums as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
@@ -158,11 +158,13 @@ def _known_sum_kernel(
 
 
 def _config_of(layout: Layout, top_k: int, is_wide: bool) -> Config:
-    """Rows a program takes, and the warps of a slot."""
-    # What is made of 16-bit activations is shared by all rows of a program.
-    most = MOST_THREADS // 32 // next_power_of_2(top_k)
-    warps = previous_power_of_2(max(layout.groups // layout.span // 32, 1))
-    return {"rows": 4 if is_wide else 8, "warps": min(warps, most, 4)}
+    """Rows a program takes, and the warps of a slot; heuristics, not measured."""
+    parts = layout.groups // layout.span
+    most = min(MOST_THREADS // 32 // next_power_of_2(top_k), 4)
+    warps = min(next_power_of_2(max(cdiv(parts, 32), 1)), most)
+    # What is made of 16-bit activations is shared by all rows of a program. Where K takes several
+    # steps, eight rows of MXFP4 spill on sm_90.
+    return {"rows": 4 if is_wide or parts > 32 * warps else 8, "warps": warps}
 
 
 def _sum_by_planes(
