@@ -71,7 +71,8 @@ def _plane_sum_kernel(
     ids_ptr += token * stride_ids_token + slot
     weights_ptr += token * stride_weights_token + slot
 
-    expert = tl.load(ids_ptr, mask=has_slot, other=-1).to(tl.int64)
+    # Past L1: a line that was read before the wait is not read again from there.
+    expert = tl.load(ids_ptr, mask=has_slot, other=-1, cache_modifier=".cg").to(tl.int64)
     known = (expert >= 0) & (expert < num_experts)
     matrix = Matrix(planes_ptr + expert * stride_expert * 16, num_rows)
     rows = load_rows(matrix, first, lane, _has_part(known, lane, LAYOUT), LAYOUT, PLAN)
@@ -227,6 +228,7 @@ def _sum_by_products(
     )
 
 
+# Of other kinds nothing is saved: they are two launches, as they are without this op.
 @ops.gemv_quant_moe_id_sum.impl("triton", kinds=PLANE_FORMATS)
 def gemv_quant_moe_id_sum(
     a: Tensor,

@@ -8,9 +8,8 @@ from ferrum_triton.ops.precision import widen
 from ferrum_triton.quant.kinds import KINDS, format_of
 from ferrum_triton.registry import Case, op
 
-# Tokens up to which products and sum are one launch of stacks in planes. A guess, not measured: of
-# one token the launch of the sum is what is saved; of several, experts that tokens share are still
-# read for each of them.
+# Tokens up to which products and sum are one launch of stacks in planes. A guess to be measured:
+# the more pairs there are, the less the launch of the sum weighs.
 FEW_TOKENS = 4
 
 
