@@ -123,6 +123,10 @@ def test_products_of_experts(num_tokens):
     written = pairs * n * 2
     _, moved = counts("gemv_quant_moe_id", {"a": a, "blocks": blocks, "ids": ids, "kind": "Q4_K"})
     assert moved == nbytes(a, ids) + read + written
+    weights = torch.empty(num_tokens, top_k)
+    call = {"a": a, "blocks": blocks, "ids": ids, "weights": weights, "kind": "Q4_K"}
+    _, moved = counts("gemv_quant_moe_id_sum", call)
+    assert moved == nbytes(a, ids, weights) + read + num_tokens * n * 2
     both = {"gate_blocks": blocks, "up_blocks": blocks, "gate_kind": "Q4_K", "up_kind": "Q4_K"}
     _, moved = counts("gemv_quant_moe_id_gate_up_silu", {"a": a, "ids": ids, **both})
     assert moved == nbytes(a, ids) + 2 * read + written

@@ -1900,6 +1900,33 @@ class Backend:
         Returns:
             [num_tokens, top_k, n] in a's dtype.
         """
+    def gemv_quant_moe_id_sum(
+        self,
+        a: Tensor,
+        blocks: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        kind: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t] = Σ_s weights[t, s] · (W[ids[t, s]] · a[t, s]), for few tokens.
+
+        The sum over slots of :func:`gemv_quant_moe_id`, whose products stay in float32 until y is
+        rounded once. Sums are of a fixed order. Of up to 4 tokens, whose slots are 16 at most, stacks
+        in planes take one launch; all else is two.
+
+        Args:
+            a: [num_tokens, K] or [num_tokens, top_k, K].
+            blocks: uint8 [num_experts, n, row_bytes], the experts' packed rows.
+            ids: [num_tokens, top_k] int32 or int64. An id outside [0, num_experts) adds nothing,
+                whatever its weight.
+            weights: [num_tokens, top_k], any float dtype.
+            kind: the format of blocks.
+
+        Returns:
+            [num_tokens, n] in a's dtype.
+        """
     def mlp_quant_moe_id(
         self,
         a: Tensor,

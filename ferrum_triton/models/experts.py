@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ferrum_triton.backends import Backend
 from ferrum_triton.models.linear import Linear, MixedNorm, Norm, ReadyNorm, apply, gated_norm
+from ferrum_triton.ops.moe.expert_sums import FEW_TOKENS
 from ferrum_triton.quant import Fp8Blocks, QuantizedTensor
 from ferrum_triton.runtime.expert_parallel import ExpertParallel
 
@@ -66,6 +67,10 @@ class Experts(ABC):
             return self.outputs(backend, h, ids)
         return self.parallel.outputs(h, ids, functools.partial(self.outputs, backend))
 
+    def summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The sum of :meth:`slots` by their weights [num_tokens, top_k]: as h."""
+        return backend.weighted_sum(self.slots(backend, h, ids), weights)
+
     def spread(self, parallel: ExpertParallel) -> Self:
         """This rank's experts alone, in memory of their own."""
         mine = slice(parallel.experts.start, parallel.experts.stop)
@@ -89,13 +94,30 @@ class PackedExperts(Experts):
 
     def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
         gate, up, down = self.matrices
-        if ids.numel() <= len(gate.blocks):  # each pair reads its expert by itself
-            middle = backend.gemv_quant_moe_id_gate_up_silu(
-                h, gate.blocks, up.blocks, ids, gate.kind, up.kind
-            )
+        if self._reads_pairs(ids):
+            middle = self._gated(backend, h, ids)
             return backend.gemv_quant_moe_id(middle, down.blocks, ids, down.kind)
         stacks = gate.blocks, up.blocks, down.blocks
         return backend.mlp_quant_moe_id(h, *stacks, ids, gate.kind, up.kind, down.kind)
+
+    def summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        is_few = len(h) <= FEW_TOKENS and self._reads_pairs(ids) and self.parallel is None
+        down = self.down
+        if not is_few or not backend.has_kernel("gemv_quant_moe_id_sum", down.kind):
+            return super().summed(backend, h, ids, weights)
+        middle = self._gated(backend, h, ids)
+        return backend.gemv_quant_moe_id_sum(middle, down.blocks, ids, weights, down.kind)
+
+    def _reads_pairs(self, ids: Tensor) -> bool:
+        """Whether each pair reads its expert by itself."""
+        return ids.numel() <= len(self.gate.blocks)
+
+    def _gated(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
+        """silu(gate_e(h)) · up_e(h) of few pairs, [num_tokens, top_k, intermediate_size]."""
+        gate, up = self.gate, self.up
+        return backend.gemv_quant_moe_id_gate_up_silu(
+            h, gate.blocks, up.blocks, ids, gate.kind, up.kind
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +174,7 @@ def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:
     Returns:
         As h.
     """
-    y = backend.weighted_sum(*_terms(backend, h, experts))
+    y = experts.summed(backend, h, *_routed(backend, h, experts))
     if (shared := experts.shared) is None:
         return y
     middle = gated_norm(backend, ReadyNorm(h, h), shared.gate_up)
@@ -163,18 +185,20 @@ def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:
 def norm_after_mixture(
     backend: Backend, h: Tensor, experts: Experts, residual: Tensor, weight: Tensor, eps: float
 ) -> Norm | MixedNorm:
-    """The norm over residual + :func:`mixture`, whose sum over experts may be left to it."""
-    if experts.shared is not None:
+    """The norm over residual + :func:`mixture`, whose sum over experts may be left to it.
+
+    Of few tokens the norm would have a launch of its own for that sum, which products with experts
+    may make themselves.
+    """
+    if experts.shared is not None or len(h) <= FEW_TOKENS:
         return Norm(residual, mixture(backend, h, experts), weight, eps)
-    return MixedNorm(residual, *_terms(backend, h, experts), weight, eps)
+    ids, weights = _routed(backend, h, experts)
+    return MixedNorm(residual, experts.slots(backend, h, ids), weights, weight, eps)
 
 
-def _terms(backend: Backend, h: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """What a token's experts return, [num_tokens, top_k, hidden_size], and their p."""
-    ids, weights = backend.gemm_route_topk_softmax(
-        h, experts.router, experts.top_k, experts.norm_topk_prob
-    )
-    return experts.slots(backend, h, ids), weights
+def _routed(backend: Backend, h: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """A token's experts and their p, [num_tokens, top_k]."""
+    return backend.gemm_route_topk_softmax(h, experts.router, experts.top_k, experts.norm_topk_prob)
 
 
 def _part(stack: Any, experts: slice) -> Any:

@@ -6,6 +6,7 @@ from ferrum_triton.kernels.moe import (  # noqa: F401  registers the launchers
     dense,
     expert_gemm,
     expert_gemv,
+    expert_sums,
     mlp,
     pairs,
     routing,

@@ -10,7 +10,7 @@ the threads at the end. A program takes one block of rows; or it is persistent, 
 activations in registers, and loads a block while it multiplies another.
 
 Several matrices of a layer (``gemv_fused``), and experts (``moe.plane_gemv``), start from
-:func:`row_sums` too.
+:func:`row_sums` too; sums over experts (``moe.expert_sums``) from :func:`sums_by_lane`.
 """
 
 import triton
@@ -243,6 +243,54 @@ def row_sums(
             totals = mine + others
         if PLAN.prefetch:
             rows = later
+    if not PLAN.integers:
+        totals = whole_sums(totals)
+    return totals
+
+
+@triton.jit
+def _add_step(totals, zero, rows, a, at, mask, LAYOUT: tl.constexpr, PLAN: tl.constexpr):
+    """totals[row][0] plus the products of rows of one matrix, [row], and one token's activations.
+
+    Args:
+        zero: 0, which the compiler cannot know.
+        at: parts of LAYOUT.span groups, [threads].
+        mask: parts that there are, [threads].
+    """
+    SPAN: tl.constexpr = LAYOUT.span
+    if PLAN.ordered:
+        start = tied_zero((rows,), zero)
+    else:
+        start = tl.zeros_like(at)
+    integers = None
+    if PLAN.integers:
+        floats = load_floats(a, at, mask, 1, SPAN, PLAN.wide)
+        integers = integers_of(floats, a.ptr.dtype.element_ty, SPAN, PLAN.wide, PLAN.ptx)
+    return _add_parts(totals, start, (rows,), integers, a, at * SPAN, mask, LAYOUT, PLAN)
+
+
+@triton.jit
+def sums_by_lane(a, matrix, row, rows, lane, known, LAYOUT: tl.constexpr, PLAN: tl.constexpr):
+    """As :func:`row_sums`, of one token; matrices and activations may differ by thread.
+
+    Args:
+        a, matrix: Activations and Matrix, whose ``ptr`` may be each thread's own, [threads].
+        row: first row, int64.
+        rows: what :func:`load_rows` gave of the block for parts ``lane``.
+        lane: a thread's place among the PLAN.threads that lie along one K, [threads].
+        known: threads that have a matrix, [threads].
+    """
+    LANES: tl.constexpr = PLAN.threads
+    SPANS: tl.constexpr = LAYOUT.groups // LAYOUT.span
+    STEPS: tl.constexpr = (SPANS + LANES - 1) // LANES
+    zero = matrix.num_rows >> 31  # 0, but the compiler cannot know it
+    totals = no_totals(lane.shape[0], PLAN.rows, 1)
+    totals = _add_step(totals, zero, rows, a, lane, known & (lane < SPANS), LAYOUT, PLAN)
+    for step in range(1, STEPS):
+        at = step * LANES + lane
+        mask = known & (at < SPANS)
+        rows = load_rows(matrix, row, at, mask, LAYOUT, PLAN)
+        totals = _add_step(totals, zero, rows, a, at, mask, LAYOUT, PLAN)
     if not PLAN.integers:
         totals = whole_sums(totals)
     return totals

@@ -4,6 +4,7 @@ from ferrum_triton.ops.moe import (  # noqa: F401  declares the ops
     activation,
     combine,
     dense,
+    expert_sums,
     experts,
     mlp,
     pairs,
