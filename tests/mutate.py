@@ -172,7 +172,7 @@ FAMILIES = {
         "test_packed_models test_generate test_runner",
     ),
     "ferrum_triton/models/bert": ("", "test_bert"),
-    "ferrum_triton/models/experts": ("", "test_mixtures"),
+    "ferrum_triton/models/experts": ("", "test_mixtures test_expert_parallel test_moe_sum"),
     "ferrum_triton/models/gemma3": ("", "test_gemma3"),
     "ferrum_triton/models/gpt_oss": ("", "test_gpt_oss"),
     "ferrum_triton/models/linear": (

@@ -7,6 +7,9 @@ from ferrum_triton import OPS, get_backend
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.moe.sum_config import FP8_SUMS, IN_SLOTS, SUMS, summed
 from ferrum_triton.kernels.resources import TARGETS
+from ferrum_triton.models.experts import DenseExperts, Fp8Experts
+from ferrum_triton.models.gpt_oss import DenseBiasedExperts
+from ferrum_triton.quant import Fp8Blocks
 from ferrum_triton.testing import TensorFactory, assert_close
 from tests import test_fp8_experts, test_moe_dense
 from tests.compiling import compiled, in_turns
@@ -150,3 +153,29 @@ def test_any_number_of_slots_fits_registers(top_k, op, target_name):
         OPS[op].impls["triton"](**sample)
     (launch,) = launches
     compiled(launch, target_name)
+
+
+def layers():
+    """Experts without a router, with the dtype of their activations."""
+    common = {"router": torch.empty(0), "top_k": 2}
+    down, gate_up = torch.randn(4, 32, 48) / 6, torch.randn(4, 96, 32) / 6
+    yield torch.float32, DenseExperts(**common, gate_up=gate_up, down=down)
+    biased = {"router_bias": torch.empty(0), "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    biased |= {"down_bias": torch.randn(4, 32), "gate_up_bias": torch.randn(4, 96)}
+    yield torch.float32, DenseBiasedExperts(**common, **biased, gate_up=gate_up, down=down)
+    stacks = [*gate_up.chunk(2, 1), down]
+    codes = [Fp8Blocks(w.to(torch.float8_e4m3fn), torch.rand(4, 1, 1)) for w in stacks]
+    gate, up, down = codes
+    yield torch.bfloat16, Fp8Experts(**common, gate=gate, up=up, down=down)
+
+
+@pytest.mark.parametrize("backend", [CPU, INTERPRET], ids=["cpu", "interpret"])
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_layers_sum_what_their_experts_give(backend, num_tokens):
+    for dtype, experts in layers():
+        h = torch.randn(num_tokens, 32).to(dtype)
+        ids = torch.rand(num_tokens, 4).topk(2).indices.int()
+        weights = torch.rand(num_tokens, 2)
+        want = backend.weighted_sum(experts.slots(backend, h, ids), weights)
+        # Slots in bfloat16 are rounded before their sum.
+        assert_close(experts.summed(backend, h, ids, weights), want, scale=2)
