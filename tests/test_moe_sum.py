@@ -12,7 +12,8 @@ from ferrum_triton.models.gpt_oss import DenseBiasedExperts
 from ferrum_triton.quant import Fp8Blocks
 from ferrum_triton.testing import TensorFactory, assert_close
 from tests import test_fp8_experts, test_moe_dense
-from tests.compiling import compiled, in_turns
+from tests.compiling import compiled, in_turns, launches_of
+from tests.test_pdl import PREFETCHED, WAIT, find_fault
 
 CPU, INTERPRET = get_backend("cpu"), get_backend("interpret")
 DENSE, FP8 = "gemm_moe_id_sum", "gemm_moe_id_sum_fp8_128x128"
@@ -109,6 +110,22 @@ def test_biases_are_weighted_too():
         assert_close(run(DENSE, path, arguments), exact(DENSE, arguments))
 
 
+@pytest.mark.gpu
+@ON_EVERY_PATH
+@pytest.mark.parametrize("lines", [0, 2, 8])
+@pytest.mark.parametrize("num_tokens", [1, 3, 16])
+def test_sums_of_a_gpu(op, path, lines, num_tokens):
+    """Also where lines are asked for ahead, by ids that lead nowhere."""
+    arguments = call(op, num_tokens, dtype=torch.bfloat16)
+    arguments["ids"][0, 0], arguments["ids"][0, 1] = 2**31 - 1, -(2**31)
+    want = exact(op, arguments)
+    moved = {name: value.cuda() for name, value in arguments.items()}
+    path = path if path is IN_SLOTS else path | {"LINES": lines}
+    # Slots are rounded before their sum, each of them as much as the sum is.
+    scale = 4 if path is IN_SLOTS else 1
+    assert_close(run(op, path, moved, get_backend("cuda")), want, scale=scale)
+
+
 def test_one_launch_rounds_no_product():
     """2049 is none of float16: rounded first, the two products would cancel."""
     weights = torch.zeros(2, 8, 16, dtype=torch.float16)
@@ -153,6 +170,15 @@ def test_any_number_of_slots_fits_registers(top_k, op, target_name):
         OPS[op].impls["triton"](**sample)
     (launch,) = launches
     compiled(launch, target_name)
+
+
+@pytest.mark.parametrize("op", PATHS)
+def test_lines_asked_for_ahead_are_no_reads_before_the_wait(op):
+    case = OPS[op].bench[0]
+    with TUNABLES[op].forced(summed(4, 128, 4, lines=2)):
+        (launch,) = launches_of(OPS[op], case, TARGETS["sm_90"])
+    before, _, _ = compiled(launch).asm["ptx"].partition(WAIT)
+    assert PREFETCHED.search(before) and not find_fault(launch)
 
 
 def layers():

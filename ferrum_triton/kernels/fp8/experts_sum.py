@@ -23,7 +23,7 @@ from ferrum_triton.kernels.fp8.gemv import (
 )
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.combine import launch_sum
-from ferrum_triton.kernels.moe.dense_sum import chosen
+from ferrum_triton.kernels.moe.dense_sum import ask_ahead, chosen, lines_of
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.moe.sum_config import FP8_SUMS
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
@@ -53,6 +53,7 @@ def _fp8_sum_kernel(
     SLOTS: tl.constexpr,  # power of two >= TOP_K
     BLOCK_N: tl.constexpr,  # at most a block of weights
     BLOCK_K: tl.constexpr,  # whole groups
+    LINES: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether rows of weights begin and end at words
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
@@ -64,9 +65,22 @@ def _fp8_sum_kernel(
     n = first_row + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, num_rows - 1)
     slot = tl.arange(0, SLOTS)
+    of_token = ids_ptr + token * stride_ids_token
+    if LINES > 0:
+        ask_ahead(
+            weights_ptr,
+            row,
+            of_token,
+            slot,
+            strides.expert,
+            strides.row,
+            num_experts,
+            num_cols,
+            TOP_K,
+            LINES,
+        )
     pdl_wait(PDL)
     pdl_trigger(PDL)
-    of_token = ids_ptr + token * stride_ids_token
     slot_weights = slot_weights_ptr + token * stride_slot_weights_token
     found = chosen(of_token, slot_weights, slot, num_experts, TOP_K)
     # Of a slot without an expert nothing is read: its sums stay zeros.
@@ -146,6 +160,7 @@ def gemm_moe_id_sum_fp8_128x128(
         SLOTS=next_power_of_2(top_k),
         BLOCK_N=config["BLOCK_N"],
         BLOCK_K=config["BLOCK_K"],
+        LINES=lines_of(config, a, num_cols),
         ALIGNED=are_words(codes),
         NATIVE=native,
         num_warps=config["num_warps"],

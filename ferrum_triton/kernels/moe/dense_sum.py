@@ -12,14 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.jit import can_overlap, kernel
 from ferrum_triton.kernels.moe.combine import launch_sum
 from ferrum_triton.kernels.moe.dense import gemm_moe_id, without_expert
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.moe.sum_config import SUMS
-from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.parameters import Config
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import dense as ops
+
+# Bytes of what L2 is asked for at a time.
+LINE_BYTES = tl.constexpr(128)
 
 
 class Chosen(NamedTuple):
@@ -37,6 +41,31 @@ def chosen(ids_ptr, slot_weights_ptr, slot, num_experts, TOP_K: tl.constexpr):
     is_lost = without_expert(expert, num_experts)
     weight = tl.load(slot_weights_ptr + slot, mask=~is_lost, other=0.0).to(tl.float32)
     return Chosen(tl.where(is_lost, 0, expert), ~is_lost, weight)
+
+
+@triton.jit
+def ask_ahead(
+    weights_ptr,
+    row,
+    ids_ptr,
+    slot,
+    stride_expert,
+    stride_row,
+    num_experts,
+    num_cols,
+    TOP_K: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Ask L2 for the first LINES lines of rows of slots' experts, before the PDL wait.
+
+    Ids may be those of the step before: they are bounded, and lead to nothing else.
+    """
+    LINE: tl.constexpr = 8 * LINE_BYTES // weights_ptr.dtype.element_ty.primitive_bitwidth
+    expert = tl.load(ids_ptr + slot, mask=slot < TOP_K, other=0, cache_modifier=".cg")
+    expert = tl.minimum(tl.maximum(expert, 0), num_experts - 1).to(tl.int64)
+    column = tl.minimum(tl.arange(0, LINES) * LINE, num_cols - 1)
+    at = weights_ptr + expert[:, None, None] * stride_expert + row[None, :, None] * stride_row
+    prefetch_l2(at + column[None, None, :])
 
 
 @kernel(dynamic=("num_tokens",))
@@ -63,6 +92,7 @@ def _dense_sum_kernel(
     SLOTS: tl.constexpr,  # power of two >= TOP_K
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Programs side by side have the same rows of matrices.
@@ -71,9 +101,22 @@ def _dense_sum_kernel(
     row = tl.minimum(n, num_rows - 1)
     slot = tl.arange(0, SLOTS)
     k = tl.arange(0, BLOCK_K)[None, None, :]
+    of_token = ids_ptr + token * stride_ids_token
+    if LINES > 0:
+        ask_ahead(
+            weights_ptr,
+            row,
+            of_token,
+            slot,
+            stride_weights_expert,
+            stride_weights_row,
+            num_experts,
+            num_cols,
+            TOP_K,
+            LINES,
+        )
     pdl_wait(PDL)
     pdl_trigger(PDL)
-    of_token = ids_ptr + token * stride_ids_token
     slot_weights = slot_weights_ptr + token * stride_slot_weights_token
     found = chosen(of_token, slot_weights, slot, num_experts, TOP_K)
     # Of a slot without an expert nothing is read: its sums stay zeros.
@@ -98,6 +141,11 @@ def _dense_sum_kernel(
     y = tl.sum(products * found.weight[:, None], axis=0)
     y_at = y_ptr + token * stride_y_token + n
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=n < num_rows)
+
+
+def lines_of(config: Config, a: Tensor, num_cols: int) -> int:
+    """Lines of a row that are asked for ahead: none where launches do not overlap."""
+    return config["LINES"] if num_cols and can_overlap(a.device) else 0
 
 
 @ops.gemm_moe_id_sum.impl("triton")
@@ -146,6 +194,7 @@ def gemm_moe_id_sum(
         SLOTS=next_power_of_2(top_k),
         BLOCK_N=config["BLOCK_N"],
         BLOCK_K=config["BLOCK_K"],
+        LINES=lines_of(config, a, num_cols),
         num_warps=config["num_warps"],
     )
     return y

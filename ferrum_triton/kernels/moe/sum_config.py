@@ -13,17 +13,25 @@ from ferrum_triton.quant.fp8 import BLOCK
 IN_SLOTS: Config = {"path": "slots"}
 # Tokens up to which products and sum are one launch: a guess, which no GPU has been asked yet.
 FEW_TOKENS = 4
-# Tokens that one launch is tried for.
-MOST_TRIED = 16
+# Tokens that one launch is for at most, whatever was measured.
+MOST_SUMMED = 16
+# Lines of a row that L2 is asked for ahead, where that is tried: none, a step's, or most.
+LINES_TRIED = (0, 2, 8)
 # Threads of a warp, and bytes that one loads at a time.
 WARP, LOADED = 32, 16
 # Rows of a program, of all of its slots together: of eight slots four of each, or of FP8 sixteen.
 ROWS, FP8_ROWS = 32, 128
 
 
-def summed(rows: int, columns: int, warps: int) -> Config:
-    """One launch: a program's rows of each of a token's experts, and columns of a step."""
-    return {"path": "summed", "BLOCK_N": rows, "BLOCK_K": columns, "num_warps": warps}
+def summed(rows: int, columns: int, warps: int, lines: int = 0) -> Config:
+    """One launch: a program's rows of each expert, columns of a step, lines asked for ahead."""
+    return {
+        "path": "summed",
+        "BLOCK_N": rows,
+        "BLOCK_K": columns,
+        "LINES": lines,
+        "num_warps": warps,
+    }
 
 
 def _columns(least: int, times: int, num_cols: int) -> int:
@@ -34,10 +42,11 @@ def _columns(least: int, times: int, num_cols: int) -> int:
 def heuristic(
     gpu: Gpu, num_tokens: int, top_k: int, num_rows: int, num_cols: int, element_size: int
 ) -> Config:
-    """One launch of few tokens, whose programs take the registers that let four share an SM.
+    """One launch of few tokens, whose programs are all on SMs at the same time.
 
-    Of eight slots in bfloat16 a step asks for 8 KiB, four loads a thread, and a thread takes 82
-    registers on Hopper (:mod:`ferrum_triton.kernels.sass`). It is a guess, to be measured.
+    Of eight slots in bfloat16 a step asks for 8 KiB, four loads a thread. A thread takes 82
+    registers on Hopper (:func:`ferrum_triton.kernels.sass.usage`), of which an SM has enough for
+    six programs; 2,048 rows are four for each of 132. It is a guess, to be measured.
     """
     least = WARP * LOADED // element_size // 2
     slots = next_power_of_2(top_k)
@@ -54,11 +63,10 @@ def candidates(
     """Launches worth timing."""
     load = WARP * LOADED // element_size
     found = [
-        summed(rows, columns, warps)
+        summed(rows, columns, warps, lines)
         for columns in (load // 2, load, 2 * load)
-        for rows in (1, 2, 4, 8, 16)
-        for warps in (2, 4, 8)
-        if num_tokens <= MOST_TRIED
+        for rows, warps in ((2, 4), (4, 4), (4, 8), (8, 4), (8, 8))
+        for lines in LINES_TRIED
     ]
     shape = (num_tokens, top_k, num_rows, num_cols, element_size)
     return [*(config for config in found if not fits(gpu, config, *shape)), IN_SLOTS]
@@ -76,6 +84,8 @@ def fits(
     """Why a launch cannot take a shape; "" if it can."""
     if config.get("path") == "slots":
         return ""
+    if num_tokens > MOST_SUMMED:
+        return f"{num_tokens} tokens would each read their experts by themselves"
     values = next_power_of_2(top_k) * config["BLOCK_N"] * config["BLOCK_K"]
     # A sum each, and the weights of two steps.
     return tile_refusal(gpu, config, values + 2 * values * element_size // 4)
@@ -101,11 +111,10 @@ def fp8_candidates(
 ) -> list[Config]:
     """Launches worth timing."""
     found = [
-        summed(rows, columns, warps)
+        summed(rows, columns, warps, lines)
         for columns in (BLOCK, 2 * BLOCK, 4 * BLOCK)
-        for rows in (4, 8, 16, 32)
-        for warps in (4, 8, 16)
-        if num_tokens <= MOST_TRIED
+        for rows, warps in ((4, 4), (8, 4), (8, 8), (16, 4), (16, 8))
+        for lines in LINES_TRIED
     ]
     shape = (native, num_tokens, top_k, num_rows, num_cols)
     return [*(config for config in found if not fp8_fits(gpu, config, *shape)), IN_SLOTS]
@@ -123,6 +132,8 @@ def fp8_fits(
     """Why a launch cannot take a shape; "" if it can."""
     if config.get("path") == "slots":
         return ""
+    if num_tokens > MOST_SUMMED:
+        return f"{num_tokens} tokens would each read their experts by themselves"
     codes = next_power_of_2(top_k) * config["BLOCK_K"]
     # A sum for each word of four codes, and the words of two steps.
     words = 3 * config["BLOCK_N"] * codes // 4
@@ -141,6 +152,7 @@ SUMS = Tunable(
         "path": one_of("summed", "slots"),
         "BLOCK_N": power_of_two(1, 64),
         "BLOCK_K": power_of_two(16, 1 << 12),
+        "LINES": one_of(*LINES_TRIED),
     },
 )
 
@@ -154,5 +166,6 @@ FP8_SUMS = Tunable(
         "path": one_of("summed", "slots"),
         "BLOCK_N": power_of_two(1, BLOCK),  # the rows of a program share a block's scale
         "BLOCK_K": power_of_two(BLOCK, 1 << 12),
+        "LINES": one_of(*LINES_TRIED),
     },
 )
