@@ -1894,7 +1894,7 @@ class Backend:
             bias: [num_experts, n], any float dtype, or None.
 
         Returns:
-            [num_tokens, n] in a's dtype; summed in float32, in the order of slots.
+            [num_tokens, n] in a's dtype; summed in float32, in a fixed order.
         """
     def gemm_moe_id_gate_up(
         self,
@@ -2107,7 +2107,7 @@ class Backend:
             slot_weights: [num_tokens, top_k], any float dtype.
 
         Returns:
-            [num_tokens, n] in a's dtype; summed in float32, in the order of slots.
+            [num_tokens, n] in a's dtype; summed in float32, in a fixed order.
         """
     def gemm_moe_id_gate_up_fp8_128x128(
         self,

@@ -161,7 +161,7 @@ class BiasedExperts(Experts):
     swiglu_limit: float
 
     def summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        # Of :meth:`outputs` with biases: the sum that a last product has in its launch knows none.
+        # What outputs gives has the biases; a class that sums in its last product calls it without.
         return Experts.summed(self, backend, h, ids, weights)
 
 

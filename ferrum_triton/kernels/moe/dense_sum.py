@@ -1,9 +1,11 @@
 """A token's experts in 16 or 32 bits and the sum over its slots: one launch for few tokens.
 
 A program has a token and a few rows of all of its experts, whose weights are in flight at the same
-time. Threads lie along K, then along slots, then along rows, so that an activation is loaded once
-for the rows of a thread. They multiply-add in float32: of one row of activations tensor cores would
-multiply fifteen of padding. Sums are added up over K, and then over slots, at a program's end.
+time. Threads lie along K, and warps along a tile's first axis, slots: a thread loads an activation
+once for all of its rows. With rows first, warps lay along those, and each step's weights went
+through shared memory, as :mod:`ferrum_triton.kernels.sass` showed. Threads multiply-add in float32:
+of one row of activations tensor cores would multiply fifteen of padding. Sums are added up over K,
+and then over slots, at a program's end.
 """
 
 from typing import NamedTuple

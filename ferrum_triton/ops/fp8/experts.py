@@ -169,7 +169,7 @@ def gemm_moe_id_sum_fp8_128x128(
         slot_weights: [num_tokens, top_k], any float dtype.
 
     Returns:
-        [num_tokens, n] in a's dtype; summed in float32, in the order of slots.
+        [num_tokens, n] in a's dtype; summed in float32, in a fixed order.
     """
     products = _pair_products(a, weights, scales, ids)
     return summed(products, ids, slot_weights, len(weights)).to(a.dtype)

@@ -190,7 +190,7 @@ def gemm_moe_id_sum(
         bias: [num_experts, n], any float dtype, or None.
 
     Returns:
-        [num_tokens, n] in a's dtype; summed in float32, in the order of slots.
+        [num_tokens, n] in a's dtype; summed in float32, in a fixed order.
     """
     products = _pair_products(a, weights, ids, bias)
     return summed(products, ids, slot_weights, weights.shape[0]).to(a.dtype)
