@@ -226,18 +226,17 @@ def test_weights_of_all_slots_are_loaded_before_the_wait():
 )
 def test_what_is_one_launch(kind, num_tokens, top_k, is_one):
     names = [each.kernel.name for each in sum_launches(kind, top_k, num_tokens)]
-    assert names[-1] == ("_plane_sum_kernel" if is_one else "_known_sum_kernel")
+    assert names[-1] == ("_plane_sum_kernel" if is_one else "_weighted_sum_kernel")
     assert (len(names) == 1) == is_one
 
 
 @pytest.mark.parametrize("num_tokens", [1, FEW_TOKENS, FEW_TOKENS + 1])
 @pytest.mark.parametrize("form", moe_layer.FORMATS)
 def test_a_layer_takes_it_for_few_tokens(form, num_tokens):
-    """Of experts in planes, which are gate and up in one launch before it."""
+    """Behind gate and up in one launch."""
     row = f"moe_layer/{form}/{moe_layer.SHAPE}/t{num_tokens}"
     names = [launch.kernel.name for launch in record(moe_layer.meta_call(row)).launches]
-    takes_it = form in moe_layer.PACKED and num_tokens <= FEW_TOKENS
-    assert ("_plane_sum_kernel" in names) == takes_it
+    takes_it = num_tokens <= FEW_TOKENS
     assert ("_weighted_sum_kernel" in names) != takes_it
     assert len(names) == 2 or not takes_it
 

@@ -51,6 +51,8 @@ ALSO = {
     "gemm_fp8_128x128/n4096k4096/m1": ("sm_80", "sm_100", "gfx942"),
     "gemm_fp8_128x128/n4096k4096/m64": ("sm_80", "sm_100", "gfx942"),
     "gemm_moe_id_fp8_128x128/e128k8n2048k768/m16": ("sm_80", "sm_100", "gfx942"),
+    "gemm_moe_id_sum/bf16/e128k8n2048k768/m1": ("sm_80", "sm_100", "gfx942"),
+    "gemm_moe_id_sum_fp8_128x128/e128k8n2048k768/m1": ("sm_80", "sm_100", "gfx942"),
     "gemm_quant/q4_0/n4096k14336/m2": ("sm_80", "sm_100"),
     "gemm_quant/q4_K/n4096k14336/m4": ("sm_100",),
     "gemm_quant/q4_K/n4096k14336/m16": ("gfx942",),

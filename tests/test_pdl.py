@@ -36,6 +36,7 @@ PREFETCHED = re.compile(r"prefetch\.global\.L2 \[[^]]*\];")
 HINTS = (
     "ferrum_triton.kernels.attention.paged_decode",
     "ferrum_triton.kernels.attention.paged_step",
+    "ferrum_triton.kernels.fp8.experts_sum",
 )
 HINT = re.compile(r"\bld\.global\.cg\.[^;]*;")
 

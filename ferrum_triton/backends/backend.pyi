@@ -1870,6 +1870,32 @@ class Backend:
         Returns:
             [num_tokens, top_k, n] in a's dtype; sums in float32, rounded once.
         """
+    def gemm_moe_id_sum(
+        self,
+        a: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        slot_weights: Tensor,
+        bias: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t] = Σₛ slot_weights[t, s] · (W[e] · a[t, s] + bias[e]), with e = ids[t, s].
+
+        Of few tokens it is one launch, which rounds nothing before the sum. Of more it is
+        :func:`gemm_moe_id`, whose products are rounded to a's dtype, and a sum.
+
+        Args:
+            a: [num_tokens, k] or [num_tokens, top_k, k].
+            weights: [num_experts, n, k], in a's dtype.
+            ids: [num_tokens, top_k] int32 or int64. A slot whose id is outside [0, num_experts) adds
+                nothing, whatever its weight.
+            slot_weights: [num_tokens, top_k], any float dtype.
+            bias: [num_experts, n], any float dtype, or None.
+
+        Returns:
+            [num_tokens, n] in a's dtype; summed in float32, in a fixed order.
+        """
     def gemm_moe_id_gate_up(
         self,
         a: Tensor,
@@ -2083,6 +2109,32 @@ class Backend:
 
         Returns:
             [num_tokens, top_k, n] in a's dtype, rounded once.
+        """
+    def gemm_moe_id_sum_fp8_128x128(
+        self,
+        a: Tensor,
+        weights: Tensor,
+        scales: Tensor,
+        ids: Tensor,
+        slot_weights: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t] = Σₛ slot_weights[t, s] · gemm_fp8_128x128(a[t, s], W[e], scales[e]), e = ids[t, s].
+
+        Of few tokens it is one launch, which rounds no product before the sum. Of more it is
+        :func:`gemm_moe_id_fp8_128x128`, whose products are rounded to a's dtype, and a sum.
+
+        Args:
+            a: [num_tokens, k] or [num_tokens, top_k, k].
+            weights: float8_e4m3fn [num_experts, n, k].
+            scales: float32 [num_experts, ceil(n / 128), ceil(k / 128)].
+            ids: [num_tokens, top_k] int32 or int64. A slot whose id is outside [0, num_experts) adds
+                nothing, whatever its weight.
+            slot_weights: [num_tokens, top_k], any float dtype.
+
+        Returns:
+            [num_tokens, n] in a's dtype; summed in float32, in a fixed order.
         """
     def gemm_moe_id_gate_up_fp8_128x128(
         self,

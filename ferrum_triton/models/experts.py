@@ -68,7 +68,14 @@ class Experts(ABC):
         return self.parallel.outputs(h, ids, functools.partial(self.outputs, backend))
 
     def summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The sum of :meth:`slots` by their weights [num_tokens, top_k]: as h."""
+        """The sum over a token's slots of weights · :meth:`slots`, [num_tokens, hidden_size].
+
+        Args:
+            backend: the backend that computes.
+            h: [num_tokens, hidden_size].
+            ids: int32 [num_tokens, top_k], the experts.
+            weights: [num_tokens, top_k], any float dtype.
+        """
         return backend.weighted_sum(self.slots(backend, h, ids), weights)
 
     def spread(self, parallel: ExpertParallel) -> Self:
@@ -137,6 +144,12 @@ class DenseExperts(Experts):
         middle = backend.gemm_moe_id_gate_up(h, self.gate_up, ids)
         return backend.gemm_moe_id(middle, self.down, ids)
 
+    def summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.parallel is not None:
+            return super().summed(backend, h, ids, weights)
+        middle = backend.gemm_moe_id_gate_up(h, self.gate_up, ids)
+        return backend.gemm_moe_id_sum(middle, self.down, ids, weights)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Experts(Experts):
@@ -153,11 +166,21 @@ class Fp8Experts(Experts):
         return self.gate, self.up, self.down
 
     def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
-        gate, up, down = self.matrices
-        middle = backend.gemm_moe_id_gate_up_fp8_128x128(
+        middle, down = self._middle(backend, h, ids), self.down
+        return backend.gemm_moe_id_fp8_128x128(middle, down.weight, down.scales, ids)
+
+    def summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.parallel is not None:
+            return super().summed(backend, h, ids, weights)
+        middle, down = self._middle(backend, h, ids), self.down
+        return backend.gemm_moe_id_sum_fp8_128x128(middle, down.weight, down.scales, ids, weights)
+
+    def _middle(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
+        """What down takes: silu(gate_e(h)) · up_e(h) of each token at each of its experts e."""
+        gate, up = self.gate, self.up
+        return backend.gemm_moe_id_gate_up_fp8_128x128(
             h, gate.weight, gate.scales, up.weight, up.scales, ids
         )
-        return backend.gemm_moe_id_fp8_128x128(middle, down.weight, down.scales, ids)
 
 
 def mixture(backend: Backend, h: Tensor, experts: Experts) -> Tensor:

@@ -47,7 +47,7 @@ def stack_strides(weights: Tensor, scales: Tensor) -> StackStrides:
 
 
 @triton.jit
-def _nearest(y, NATIVE: tl.constexpr):
+def rounded_to_e4m3(y, NATIVE: tl.constexpr):
     """float32 rounded to E4M3."""
     if NATIVE:
         rounded = y.to(tl.float8e4nv).to(tl.float32)
@@ -93,42 +93,54 @@ def _widened(words, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _words(at, column, num_cols, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr):
+def load_words(at, column, num_cols, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr):
     """Codes of some columns of a tile's rows, four to a word; 0 past the last.
 
     Args:
-        at: pointers to bytes [rows, 1].
+        at: pointers to bytes [..., 1].
+        num_cols: a number, or one for each row.
     """
-    word = column // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
+    word = column // 4 + tl.arange(0, BLOCK_K // 4)
     if ALIGNED:
         word_at = at.to(tl.pointer_type(tl.int32)) + word
         words = tl.load(word_at, word < num_cols // 4, other=0, eviction_policy="evict_first")
     else:
         k = 4 * word
-        words = tl.zeros([at.shape[0], BLOCK_K // 4], tl.int32)
+        first = at + k
+        words = tl.zeros(first.shape, tl.int32)
         for i in tl.static_range(4):
-            code = tl.load(at + k + i, mask=k + i < num_cols, other=0)
+            code = tl.load(first + i, mask=k + i < num_cols, other=0)
             words |= code.to(tl.int32) << (8 * i)
     return words
 
 
 @triton.jit
-def _groups(x_at, column, num_cols, BLOCK_K: tl.constexpr):
-    """Activations of some columns, float32 [groups, BLOCK]; 0 past the last."""
+def load_activations(x_at, column, num_cols, BLOCK_K: tl.constexpr):
+    """Activations of some columns, float32 [groups, BLOCK]; 0 past the last.
+
+    Args:
+        x_at: a pointer, or some [slots, 1, 1]: of these they are [slots, groups, BLOCK].
+        num_cols: a number, or one for each.
+    """
     group = column // BLOCK + tl.arange(0, BLOCK_K // BLOCK)
     k = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     return tl.load(x_at + k, mask=k < num_cols, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _scales(scale_at, column, num_cols, BLOCK_K: tl.constexpr):
-    """Scales of weights for some columns, float32 [groups]; 0 past the last."""
+def load_scales(scale_at, column, num_cols, BLOCK_K: tl.constexpr):
+    """Scales of weights for some columns, float32 [groups]; 0 past the last.
+
+    Args:
+        scale_at: a pointer, or some [slots, 1]: of these they are [slots, groups].
+        num_cols: a number, or one for each.
+    """
     group = column // BLOCK + tl.arange(0, BLOCK_K // BLOCK)
     return tl.load(scale_at + group, mask=group * BLOCK < num_cols, other=0.0)
 
 
 @triton.jit
-def _scaled(y, factor):
+def scaled_words(y, factor):
     """Rounded activations by what their groups are multiplied by: fourths of them, [1, words]."""
     t = tl.reshape(y * factor[:, None], [1, y.shape[0] * BLOCK // 4, 2, 2])
     even, odd = tl.split(t)
@@ -138,8 +150,8 @@ def _scaled(y, factor):
 
 
 @triton.jit
-def _added(sums, words, t, NATIVE: tl.constexpr):
-    """sums plus the products of words' codes with what :func:`_scaled` gave."""
+def with_products(sums, words, t, NATIVE: tl.constexpr):
+    """sums plus the products of words' codes with what :func:`scaled_words` gave."""
     codes = _widened(words, NATIVE)
     for i in tl.static_range(4):
         sums += codes[i] * t[i]
@@ -201,35 +213,41 @@ def _fp8_gemv_kernel(
     scale_at = scales_ptr + expert * strides.scales_expert + row_block * strides.scales_row
     sums = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.float32)
     # All that a step takes is asked for a step ahead.
-    w = _words(w_at, 0, end, BLOCK_K, ALIGNED)
-    x = _groups(x_at, 0, end, BLOCK_K)
-    scale = _scales(scale_at, 0, end, BLOCK_K)
+    w = load_words(w_at, 0, end, BLOCK_K, ALIGNED)
+    x = load_activations(x_at, 0, end, BLOCK_K)
+    scale = load_scales(scale_at, 0, end, BLOCK_K)
     if GATED:
         up_at = up_ptr + expert * up_strides.expert + row * up_strides.row
         up_scale_at = up_scales_ptr + expert * up_strides.scales_expert
         up_scale_at += row_block * up_strides.scales_row
         up_sums = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.float32)
-        v = _words(up_at, 0, end, BLOCK_K, ALIGNED)
-        up_scale = _scales(up_scale_at, 0, end, BLOCK_K)
+        v = load_words(up_at, 0, end, BLOCK_K, ALIGNED)
+        up_scale = load_scales(up_scale_at, 0, end, BLOCK_K)
     for column in range(0, end, BLOCK_K):
         later = column + BLOCK_K
         y, step = scaled_groups(x)
-        y = _nearest(y, NATIVE)
-        x = _groups(x_at, later, end, BLOCK_K)
-        w_later = _words(w_at, later, end, BLOCK_K, ALIGNED)
-        sums = _added(sums, w, _scaled(y, step * scale), NATIVE)
-        scale = _scales(scale_at, later, end, BLOCK_K)
+        y = rounded_to_e4m3(y, NATIVE)
+        x = load_activations(x_at, later, end, BLOCK_K)
+        w_later = load_words(w_at, later, end, BLOCK_K, ALIGNED)
+        sums = with_products(sums, w, scaled_words(y, step * scale), NATIVE)
+        scale = load_scales(scale_at, later, end, BLOCK_K)
         w = w_later
         if GATED:
-            v_later = _words(up_at, later, end, BLOCK_K, ALIGNED)
-            up_sums = _added(up_sums, v, _scaled(y, step * up_scale), NATIVE)
-            up_scale = _scales(up_scale_at, later, end, BLOCK_K)
+            v_later = load_words(up_at, later, end, BLOCK_K, ALIGNED)
+            up_sums = with_products(up_sums, v, scaled_words(y, step * up_scale), NATIVE)
+            up_scale = load_scales(up_scale_at, later, end, BLOCK_K)
             v = v_later
     total = tl.sum(sums, axis=1)
     if GATED:
         total = activated(total, ACTIVATION) * tl.sum(up_sums, axis=1)
     y_at = y_ptr + token * stride_y_token + slot * stride_y_slot + n
     tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=n < num_rows)
+
+
+def are_words(*codes: Tensor) -> bool:
+    """Whether rows of codes, uint8 [..., k], begin and end at words of four."""
+    sizes = [n for each in codes for n in (each.shape[-1], *each.stride()[:-1], each.data_ptr())]
+    return all(size % 4 == 0 for size in sizes)
 
 
 def gemv(
@@ -253,7 +271,6 @@ def gemv(
     num_rows, num_pairs = y.shape[-1], y.numel() // y.shape[-1]
     weights, scales, up, up_scales = stacks if activation else (*stacks, *stacks)
     codes = weights.view(torch.uint8), up.view(torch.uint8)
-    apart = [size for each in codes for size in (*each.stride()[:-1], each.data_ptr())]
     _fp8_gemv_kernel.launch(
         (num_pairs * cdiv(num_rows, config["BLOCK_N"]),),
         y_ptr=y,
@@ -279,7 +296,7 @@ def gemv(
         BLOCK_N=config["BLOCK_N"],
         BLOCK_K=config["BLOCK_K"],
         LINES=config["LINES"] if ids is None and can_overlap(a.device) else 0,
-        ALIGNED=all(size % 4 == 0 for size in (a.shape[-1], *apart)),
+        ALIGNED=are_words(*codes),
         NATIVE=multiplies_codes(a),
         num_warps=config["num_warps"],
     )

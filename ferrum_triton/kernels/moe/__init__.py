@@ -4,6 +4,7 @@ from ferrum_triton.kernels.moe import (  # noqa: F401  registers the launchers
     activation,
     combine,
     dense,
+    dense_sum,
     expert_gemm,
     expert_gemv,
     expert_sums,

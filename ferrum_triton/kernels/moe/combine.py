@@ -28,19 +28,20 @@ FEW = 16
 @kernel
 def _weighted_sum_kernel(
     y_ptr,  # [num_tokens, hidden_size]; the residual, updated, if ADD
-    slots_ptr,  # [num_tokens, top_k, hidden_size]; with pairs [num_rows, hidden_size]
+    slots_ptr,  # [num_tokens, top_k, hidden_size]; of rows [num_rows, hidden_size]
     weights_ptr,  # [num_tokens, top_k]
-    pairs_ptr,  # [num_tokens, top_k], rows of slots; or None
+    pairs_ptr,  # [num_tokens, top_k], rows of slots, or with OWN the experts of slots; or None
     stride_y_token,
     stride_slots_token,
-    stride_slots_slot,  # with pairs of a row
+    stride_slots_slot,  # of rows from one to the next
     stride_weights_token,
     stride_pairs_token,
-    num_rows,
+    num_rows,  # or with OWN num_experts
     hidden_size,
     ADD: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    OWN: tl.constexpr,  # whether slots are a token's own, whatever pairs there are
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
@@ -52,10 +53,18 @@ def _weighted_sum_kernel(
     weights_ptr += token * stride_weights_token
     if pairs_ptr is not None:
         pairs_ptr += token * stride_pairs_token
-    else:
-        slots_ptr += token * stride_slots_token
+    slots_ptr += token * stride_slots_token
     y = sum_slots(
-        slots_ptr, weights_ptr, pairs_ptr, stride_slots_slot, num_rows, h, mask, TOP_K, BLOCK_H
+        slots_ptr,
+        weights_ptr,
+        pairs_ptr,
+        stride_slots_slot,
+        num_rows,
+        h,
+        mask,
+        TOP_K,
+        BLOCK_H,
+        OWN,
     )
     y_row = y_ptr + token * stride_y_token + h
     if ADD:
@@ -103,10 +112,25 @@ def _weighted_sum_norm_kernel(
     tl.store(y_ptr + token * stride_y_token + h, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch_sum(
-    y: Tensor, slots: Tensor, weights: Tensor, pairs: Tensor | None = None, *, add: bool = False
+def launch_sum(
+    y: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    pairs: Tensor | None = None,
+    *,
+    num_experts: int = 0,
+    add: bool = False,
 ) -> None:
-    """The weighted sum of slots [num_tokens, top_k, hidden_size], or of the rows pairs name."""
+    """y ← the weighted sum of slots, or of rows; or y ← y plus that.
+
+    Args:
+        y: [num_tokens, hidden_size].
+        slots: [num_tokens, top_k, hidden_size]; or rows, [num_rows, hidden_size].
+        weights: [num_tokens, top_k].
+        pairs: [num_tokens, top_k], the rows; or beside slots their experts.
+        num_experts: of experts in pairs. Slots of others add nothing, whatever their weights.
+        add: whether y is added to.
+    """
     (num_tokens, top_k), hidden_size = weights.shape, slots.shape[-1]
     if num_tokens * hidden_size == 0:
         return
@@ -118,15 +142,16 @@ def _launch_sum(
         weights_ptr=weights,
         pairs_ptr=pairs,
         stride_y_token=y.stride(0),
-        stride_slots_token=slots.stride(0) if pairs is None else 0,
+        stride_slots_token=slots.stride(0) if slots.dim() == 3 else 0,
         stride_slots_slot=slots.stride(-2),
         stride_weights_token=weights.stride(0),
         stride_pairs_token=0 if pairs is None else pairs.stride(0),
-        num_rows=slots.shape[0],
+        num_rows=num_experts or slots.shape[0],
         hidden_size=hidden_size,
         ADD=add,
         TOP_K=top_k,
         BLOCK_H=block,
+        OWN=num_experts > 0,
         num_warps=max(block // 256, 1),
     )
 
@@ -136,20 +161,20 @@ def moe_combine(
     packed: Tensor, pairs: Tensor, weights: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
     y = packed.new_empty(pairs.shape[0], packed.shape[1]) if out is None else out
-    _launch_sum(y, packed, weights, pairs)
+    launch_sum(y, packed, weights, pairs)
     return y
 
 
 @ops.weighted_sum.impl("triton")
 def weighted_sum(slots: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor:
     y = slots.new_empty(slots.shape[0], slots.shape[2]) if out is None else out
-    _launch_sum(y, slots, weights)
+    launch_sum(y, slots, weights)
     return y
 
 
 @ops.weighted_sum_residual.impl("triton")
 def weighted_sum_residual(slots: Tensor, weights: Tensor, residual: Tensor) -> None:
-    _launch_sum(residual, slots, weights, add=True)
+    launch_sum(residual, slots, weights, add=True)
 
 
 @ops.weighted_sum_residual_norm.impl("triton")

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import can_overlap, kernel
+from ferrum_triton.kernels.moe.combine import launch_sum
 from ferrum_triton.kernels.moe.expert_gemv import gemv_quant_moe_id
 from ferrum_triton.kernels.moe.plane_gemv import slot_stride
 from ferrum_triton.kernels.parameters import Config
@@ -29,8 +30,6 @@ from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
 # Slots of a token up to which a program has them all, and its threads.
 MOST_SLOTS, MOST_THREADS = 16, 512
-# Columns of y that a program of the sum of products takes, 8 a thread.
-BLOCK = 1024
 
 
 @kernel(dynamic=("num_tokens",))
@@ -121,43 +120,6 @@ def _sum_of_slots(
     return summed(weighed, ROWS, PLAN.ptx)
 
 
-@kernel
-def _known_sum_kernel(
-    y_ptr,  # [num_tokens, n]
-    products_ptr,  # float32 [num_tokens, top_k, n]
-    weights_ptr,  # [num_tokens, top_k]
-    ids_ptr,  # [num_tokens, top_k]
-    stride_y_token,
-    stride_products_token,
-    stride_products_slot,
-    stride_weights_token,
-    stride_ids_token,
-    num_experts,
-    num_rows,
-    TOP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """y[t] = Σ_s weights[t, s] · products[t, s] over the slots that have an expert."""
-    pdl_wait(PDL)
-    pdl_trigger(PDL)
-    blocks_per_token = tl.cdiv(num_rows, BLOCK_N)
-    token = (tl.program_id(0) // blocks_per_token).to(tl.int64)
-    n = tl.program_id(0) % blocks_per_token * BLOCK_N + tl.arange(0, BLOCK_N)
-    ids_ptr += token * stride_ids_token
-    weights_ptr += token * stride_weights_token
-    products_ptr += token * stride_products_token
-    total = tl.zeros([BLOCK_N], tl.float32)
-    for s in tl.static_range(TOP_K):
-        expert = tl.load(ids_ptr + s)
-        known = (expert >= 0) & (expert < num_experts)
-        weight = tl.load(weights_ptr + s).to(tl.float32)
-        product = tl.load(products_ptr + n, mask=n < num_rows, other=0.0)
-        total += tl.where(known, weight * product, 0.0)
-        products_ptr += stride_products_slot  # s * stride could pass int32
-    tl.store(y_ptr + token * stride_y_token + n, total.to(y_ptr.dtype.element_ty), n < num_rows)
-
-
 def _config_of(layout: Layout, top_k: int, is_wide: bool) -> Config:
     """Rows a program takes, and the warps of a slot; heuristics, not measured."""
     parts = layout.groups // layout.span
@@ -208,24 +170,7 @@ def _sum_by_products(
     (num_tokens, top_k), (num_experts, num_rows) = ids.shape, blocks.shape[:2]
     products = a.new_empty(num_tokens, top_k, num_rows, dtype=torch.float32)
     gemv_quant_moe_id(a, blocks, ids, kind, out=products)
-    block = min(next_power_of_2(num_rows), BLOCK)
-    _known_sum_kernel.launch(
-        (num_tokens * cdiv(num_rows, block),),
-        y_ptr=y,
-        products_ptr=products,
-        weights_ptr=weights,
-        ids_ptr=ids,
-        stride_y_token=y.stride(0),
-        stride_products_token=products.stride(0),
-        stride_products_slot=products.stride(1),
-        stride_weights_token=weights.stride(0),
-        stride_ids_token=ids.stride(0),
-        num_experts=num_experts,
-        num_rows=num_rows,
-        TOP_K=top_k,
-        BLOCK_N=block,
-        num_warps=max(block // 256, 1),
-    )
+    launch_sum(y, products, weights, ids, num_experts=num_experts)
 
 
 # Of other kinds nothing is saved: they are two launches, as they are without this op.

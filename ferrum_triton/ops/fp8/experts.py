@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ferrum_triton.ops.elementwise import GATES, check_gate, gated
 from ferrum_triton.ops.fp8.codes import quantize_fp8_groups
-from ferrum_triton.ops.moe.dense import PAIRS_AT_A_TIME
+from ferrum_triton.ops.moe.dense import EVERY_SIZE, PAIRS_AT_A_TIME, sum_traffic, summed
 from ferrum_triton.ops.moe.experts import check_rows
 from ferrum_triton.quant.fp8 import BLOCK, num_blocks
 from ferrum_triton.registry import Case, Op, op
@@ -25,13 +25,10 @@ SIZES = {
 }
 
 
-def _cases(n: int, k: int, per_slot: bool) -> list[Case]:
+def _cases(n: int, k: int, per_slot: bool, tokens: tuple[int, ...] = EVERY_SIZE) -> list[Case]:
     """Cases of a Qwen3-30B-A3B layer."""
     layer = {"num_experts": 128, "top_k": 8, "n": n, "k": k, "per_slot": per_slot}
-    return [
-        Case(f"e128k8n{n}k{k}/m{m}", torch.bfloat16, layer | {"num_tokens": m})
-        for m in (1, 4, 16, 64, 256, 1024, 4096)
-    ]
+    return [Case(f"e128k8n{n}k{k}/m{m}", torch.bfloat16, layer | {"num_tokens": m}) for m in tokens]
 
 
 def _pair_products(a: Tensor, weights: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
@@ -140,6 +137,71 @@ def _(a, weights, scales, ids):
 @gemm_moe_id_fp8_128x128.flops
 def _(a, weights, scales, ids):
     return 2 * ids.numel() * weights.shape[1] * weights.shape[2]
+
+
+@op(
+    tensors={
+        "a": "T[..., k]",
+        "weights": "fp8[num_experts, n, k]",
+        "scales": "float32[num_experts, row_blocks, column_blocks]",
+        "ids": "int[num_tokens, top_k]",
+        "slot_weights": "float[num_tokens, top_k]",
+    },
+    axes=SIZES,
+    bench=_cases(2048, 768, per_slot=True, tokens=(1, 4)),
+    dtypes=(torch.float16, torch.bfloat16),
+    after_norm="a",
+)
+def gemm_moe_id_sum_fp8_128x128(
+    a: Tensor, weights: Tensor, scales: Tensor, ids: Tensor, slot_weights: Tensor
+) -> Tensor:
+    """y[t] = Σₛ slot_weights[t, s] · gemm_fp8_128x128(a[t, s], W[e], scales[e]), e = ids[t, s].
+
+    Of few tokens it is one launch, which rounds no product before the sum. Of more it is
+    :func:`gemm_moe_id_fp8_128x128`, whose products are rounded to a's dtype, and a sum.
+
+    Args:
+        a: [num_tokens, k] or [num_tokens, top_k, k].
+        weights: float8_e4m3fn [num_experts, n, k].
+        scales: float32 [num_experts, ceil(n / 128), ceil(k / 128)].
+        ids: [num_tokens, top_k] int32 or int64. A slot whose id is outside [0, num_experts) adds
+            nothing, whatever its weight.
+        slot_weights: [num_tokens, top_k], any float dtype.
+
+    Returns:
+        [num_tokens, n] in a's dtype; summed in float32, in a fixed order.
+    """
+    products = _pair_products(a, weights, scales, ids)
+    return summed(products, ids, slot_weights, len(weights)).to(a.dtype)
+
+
+gemm_moe_id_sum_fp8_128x128.fake = lambda a, weights, scales, ids, slot_weights: a.new_empty(
+    ids.shape[0], weights.shape[1]
+)
+
+
+@gemm_moe_id_sum_fp8_128x128.rule
+def _(a, weights, scales, ids, slot_weights):
+    _check_stack(gemm_moe_id_sum_fp8_128x128, weights, scales)
+    check_rows(gemm_moe_id_sum_fp8_128x128, a, *ids.shape)
+
+
+@gemm_moe_id_sum_fp8_128x128.sample
+def _(make, num_tokens, num_experts, top_k, n, k, per_slot):
+    found = _pairs(make, num_tokens, num_experts, top_k, k, per_slot)
+    found |= _stack(make, num_experts, n, k)
+    return found | {"slot_weights": make.weight(num_tokens, top_k)}
+
+
+@gemm_moe_id_sum_fp8_128x128.traffic
+def _(a, weights, scales, ids, slot_weights):
+    moved = _traffic(a, ids, 0, weights, scales)
+    return moved + sum_traffic(a, slot_weights, weights.shape[1])
+
+
+@gemm_moe_id_sum_fp8_128x128.flops
+def _(a, weights, scales, ids, slot_weights):
+    return 2 * ids.numel() * weights.shape[1] * (weights.shape[2] + 1)
 
 
 @op(

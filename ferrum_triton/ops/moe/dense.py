@@ -31,7 +31,10 @@ SIZES = {
 PAIRS_AT_A_TIME = 64
 
 
-def _cases(n: int, k: int, per_slot: bool) -> list[Case]:
+EVERY_SIZE = (1, 4, 16, 64, 256, 1024, 4096)
+
+
+def _cases(n: int, k: int, per_slot: bool, tokens: tuple[int, ...] = EVERY_SIZE) -> list[Case]:
     """Cases of a Qwen3-30B-A3B layer."""
     layer = {"num_experts": 128, "top_k": 8, "n": n, "k": k, "per_slot": per_slot}
     return [
@@ -40,7 +43,7 @@ def _cases(n: int, k: int, per_slot: bool) -> list[Case]:
             torch.bfloat16,
             layer | {"num_tokens": m, "with_bias": False},
         )
-        for m in (1, 4, 16, 64, 256, 1024, 4096)
+        for m in tokens
     ]
 
 
@@ -67,6 +70,13 @@ def _pair_products(a: Tensor, weights: Tensor, ids: Tensor, bias: Tensor | None)
     return torch.where(known[:, None], y, 0.0).unflatten(0, ids.shape)
 
 
+def summed(products: Tensor, ids: Tensor, slot_weights: Tensor, num_experts: int) -> Tensor:
+    """Σₛ slot_weights[t, s] · products[t, s], of slots that have one of the experts."""
+    known = (ids >= 0) & (ids < num_experts)
+    terms = products * widen(slot_weights)[..., None]
+    return torch.where(known[..., None], terms, 0.0).sum(dim=1)
+
+
 def activated(y: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
     """Gate and up, the halves of y's rows, through one of :data:`EXPERT_GATES`."""
     gate, up = y.chunk(2, dim=-1)
@@ -83,6 +93,12 @@ def _traffic(a: Tensor, weights: Tensor, ids: Tensor, bias: Tensor | None, n: in
         moved += read * bias.shape[1] * bias.element_size()
     moved += (a.numel() + ids.numel() * n) * a.element_size()
     return moved + ids.numel() * ids.element_size()
+
+
+def sum_traffic(a: Tensor, slot_weights: Tensor, n: int) -> int:
+    """A row of n results a token, and the weights of its slots."""
+    results = slot_weights.shape[0] * n * a.element_size()
+    return results + slot_weights.numel() * slot_weights.element_size()
 
 
 def _sample(make, num_tokens, num_experts, top_k, n, k, per_slot, with_bias):
@@ -143,6 +159,62 @@ def _(a, weights, ids, bias):
 @gemm_moe_id.flops
 def _(a, weights, ids, bias):
     return 2 * ids.numel() * weights.shape[1] * weights.shape[2]
+
+
+@op(
+    tensors={
+        "a": "T[..., k]",
+        "weights": "T[num_experts, n, k]",
+        "ids": "int[num_tokens, top_k]",
+        "slot_weights": "float[num_tokens, top_k]",
+        "bias": "float[num_experts, n]",
+    },
+    axes=SIZES,
+    bench=_cases(2048, 768, per_slot=True, tokens=(1, 4)),
+    after_norm="a",
+)
+def gemm_moe_id_sum(
+    a: Tensor, weights: Tensor, ids: Tensor, slot_weights: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """y[t] = Σₛ slot_weights[t, s] · (W[e] · a[t, s] + bias[e]), with e = ids[t, s].
+
+    Of few tokens it is one launch, which rounds nothing before the sum. Of more it is
+    :func:`gemm_moe_id`, whose products are rounded to a's dtype, and a sum.
+
+    Args:
+        a: [num_tokens, k] or [num_tokens, top_k, k].
+        weights: [num_experts, n, k], in a's dtype.
+        ids: [num_tokens, top_k] int32 or int64. A slot whose id is outside [0, num_experts) adds
+            nothing, whatever its weight.
+        slot_weights: [num_tokens, top_k], any float dtype.
+        bias: [num_experts, n], any float dtype, or None.
+
+    Returns:
+        [num_tokens, n] in a's dtype; summed in float32, in a fixed order.
+    """
+    products = _pair_products(a, weights, ids, bias)
+    return summed(products, ids, slot_weights, weights.shape[0]).to(a.dtype)
+
+
+@gemm_moe_id_sum.rule
+def _(a, weights, ids, slot_weights, bias):
+    _check_call(gemm_moe_id_sum, a, weights, ids)
+
+
+@gemm_moe_id_sum.sample
+def _(make, num_tokens, top_k, **axes):
+    found = _sample(make, num_tokens=num_tokens, top_k=top_k, **axes)
+    return found | {"slot_weights": make.weight(num_tokens, top_k)}
+
+
+@gemm_moe_id_sum.traffic
+def _(a, weights, ids, slot_weights, bias):
+    return _traffic(a, weights, ids, bias, 0) + sum_traffic(a, slot_weights, weights.shape[1])
+
+
+@gemm_moe_id_sum.flops
+def _(a, weights, ids, slot_weights, bias):
+    return 2 * ids.numel() * weights.shape[1] * (weights.shape[2] + 1)
 
 
 @op(
