@@ -8,6 +8,7 @@ import pytest
 
 from ferrum_triton.kernels.jit import Launch, record_launches
 from ferrum_triton.kernels.resources import TARGETS, Resources, Target, compile_launch
+from ferrum_triton.kernels.sass import instructions, overwritten_operands, unset_registers
 from ferrum_triton.registry import Case, Op
 from ferrum_triton.testing import TensorFactory
 
@@ -42,9 +43,17 @@ def launches_of(op: Op, case: Case, target: Target) -> list[Launch]:
 
 
 def compiled(launch: Launch, target_name: str = "sm_90") -> Resources:
-    """A launch compiled; it must fit its target's shared memory and spill no more than it may."""
+    """A launch compiled.
+
+    It must fit its target's shared memory and spill no more than it may, and what ptxas is known to
+    get wrong must be right.
+    """
     target = TARGETS[target_name]
     resources = compile_launch(launch, target)
     assert resources.shared <= target.shared_limit, launch.kernel.name
     assert resources.spilled <= target.spill_limit, launch.kernel.name
+    if "wgmma" in resources.asm.get("ptx", ""):
+        code = instructions(resources.asm["cubin"])
+        assert not overwritten_operands(code), launch.kernel.name
+        assert not unset_registers(code), launch.kernel.name
     return resources

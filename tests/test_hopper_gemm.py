@@ -18,7 +18,7 @@ from ferrum_triton.kernels.gpu import gpu_of, gpu_of_arch
 from ferrum_triton.kernels.hopper_config import dense, experts, serves
 from ferrum_triton.kernels.jit import OPTIONS, note_launches, record_launches
 from ferrum_triton.kernels.moe import dense_config
-from ferrum_triton.kernels.sass import cuobjdump, overwritten_operands, parse
+from ferrum_triton.kernels.sass import cuobjdump, parse
 from ferrum_triton.ops.moe import dense as definitions
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
@@ -267,7 +267,6 @@ def test_machine_code(op, tmp_path):
     assert not find_fault(launch)
     assert not assembler_warnings(resources.asm["ptx"], tmp_path)
     code = parse(cuobjdump(resources.asm["cubin"], "-sass"))
-    assert not overwritten_operands(code)
     names = Counter(instruction.name.split(".")[0] for instruction in code)
     name, count = PRODUCTS[op]
     assert names[name] == count

