@@ -195,20 +195,34 @@ def _source_of(op: Op, device_type: str, replayed: list[str] | None) -> tuple[st
         f"    replay = admit(key, dict({values}))",
         *(f"call_rules[{i}]({', '.join(parameters)})" for i in range(len(op.call_rules))),
     ]
-    written = [*op.mutates, *outs]
-    always = [name for name in written if name not in optional]
-    if always:
-        body.append(f"increment_version(({', '.join(always)},))")
-    for name in written:
-        if name in optional:
-            group = name if name == "out" and op.num_outputs > 1 else f"({name},)"
-            body += [f"if {name} is not None:", f"    increment_version({group})"]
+    body += _version_lines(op, optional)
     if replayed:
         body += ["if replay:", f"    return replay({', '.join(replayed)})"]
     body.append(f"return implementation({forwarded})")
     signature = ", ".join([*declared, *(["*", "out=None"] if op.has_out else [])])
     lines = [f"def {op.name}({signature}):", *(f"    {line}" for line in body)]
     return "\n".join(lines) + "\n", num_checked
+
+
+def _version_lines(op: Op, optional: set[str]) -> list[str]:
+    """The source that tells autograd what is written, in one call where all of it is there."""
+    always = [name for name in op.mutates if name not in optional]
+    others = [name for name in op.mutates if name in optional]
+    each = [f"increment_version(({', '.join(always)},))"] if always else []
+    for name in others:
+        each += [f"if {name} is not None:", f"    increment_version(({name},))"]
+    lines = each
+    if always and others:
+        lines = [
+            f"if {' and '.join(f'{name} is not None' for name in others)}:",
+            f"    increment_version(({', '.join([*always, *others])},))",
+            "else:",
+            *(f"    {line}" for line in each),
+        ]
+    if op.has_out:
+        outs = "out" if op.num_outputs > 1 else "(out,)"
+        lines += ["if out is not None:", f"    increment_version({outs})"]
+    return lines
 
 
 def check(op: Op, arguments: dict[str, Any], device_type: str) -> None:
