@@ -44,7 +44,14 @@ TAILED = ("fused_gelu_mul_split", "fused_gelu_tanh_mul_split")
 
 # Ops that multiply a sum of several by a weight: where it cancels, the largest float makes large
 # what each addition rounded.
-CANCELLED = ("weighted_sum_residual_norm", "weighted_sum_norm_quant_qkv", "gdn_decode")
+CANCELLED = (
+    "weighted_sum_residual_norm",
+    "weighted_sum_norm_quant_qkv",
+    "linear_open_norm",
+    "linear_quant_open_norm",
+    "linear_add_rms_norm",
+    "gdn_decode",
+)
 
 # Ops that multiply by each other what one large factor made large: of two products that overflow to
 # opposite sides, a multiply-add has only the first do so.
