@@ -53,10 +53,12 @@ FAMILIES = {
         "interpret and (gdn or conv1d or gated_rms)",
         "test_gdn test_gdn_layer",
     ),
+    K + "machine_code": ("", "test_machine_code"),
     K + "rehearsal": ("", "test_replay test_gemm"),
     K + "sass": (
         "",
-        "test_overwritten_operands test_spills test_gemm test_quant_sass test_small_m",
+        "test_overwritten_operands test_unset_registers test_spills test_gemm test_quant_sass "
+        "test_small_m",
     ),
     K + "sources": ("", "test_ahead"),
     K + "norm": ("interpret and norm", "test_norm_laws"),

@@ -39,6 +39,9 @@ ACCEPTED: dict[Any, tuple[type, ...]] = {
 
 INT64 = torch.iinfo(torch.int64)
 
+# What torch.autograd.graph.increment_version calls, without its own look at what it is given.
+increment_version = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+
 # Combinations one door remembers before it starts over: bounds memory under ever-changing shapes.
 MAX_ADMITTED = 4096
 
@@ -102,7 +105,7 @@ def make_door(
         "has_tangent": has_tangent,
         "has_part_of_rows": has_part_of_rows,
         # Autograd then knows that what it kept of a tensor is stale.
-        "increment_version": torch.autograd.graph.increment_version,
+        "increment_version": increment_version,
     }
     exec(compile(source, f"<door of {op.name}>", "exec"), namespace)
     door = namespace[op.name]
