@@ -54,7 +54,9 @@ def test_a_read_before_any_write(read):
     "write",
     [
         "ULDC.64 UR4, c[0x0][0x208]",
-        "ULDC.64 UR2, c[0x0][0x208]",
+        "ULDC.64 UR3, c[0x0][0x208]",
+        "LDCU.128 UR1, c[0x0][0x380]",
+        "UMOV UR4, URZ",
         "UIMAD.WIDE UR4, UR10, 0x2, UR12",
         "LDCU.128 UR4, c[0x0][0x380]",
         "R2UR UR5, R7",
@@ -67,7 +69,7 @@ def test_a_read_before_any_write(read):
 )
 def test_which_registers_a_write_sets(write):
     others = [f"UMOV UR{i}, URZ" for i in range(10, 14)]
-    sets = not write.startswith(("ULDC.64 UR2", "UISETP"))
+    sets = not write.startswith(("ULDC.64 UR3", "LDCU.128 UR1", "UMOV", "UISETP"))
     found = unset(*others, write, "IADD3 R2, R3, UR5, RZ")
     assert ("IADD3" not in found) == sets
 

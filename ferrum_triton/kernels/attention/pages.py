@@ -338,7 +338,7 @@ def attend_pages(
         if SLOT_SCALES:
             weights *= v_scale[None, :]
         if STRIP > 0:
-            acc = add_strips(state.acc, rescale, weights, v, DTYPE, PRECISION)
+            acc = add_strips(state.acc, rescale, weights, v, PRECISION)
         else:
             acc = add_values(state.acc, rescale, weights, v, DTYPE, FORMAT, PAIRS, PRECISION)
         state = Softmax(acc, row_max, row_sum)

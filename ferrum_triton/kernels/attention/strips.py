@@ -71,16 +71,16 @@ def load_strips(rows, STRIP: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def dot_strips(q, k, PRECISION: tl.constexpr):
-    """q kᵀ, both in strips."""
-    scores = tl.dot(q[0], tl.trans(k[0].to(q[0].dtype)), input_precision=PRECISION)
-    return tl.dot(q[1], tl.trans(k[1].to(q[0].dtype)), scores, input_precision=PRECISION)
+    """q kᵀ, both in strips of one dtype."""
+    scores = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
+    return tl.dot(q[1], tl.trans(k[1]), scores, input_precision=PRECISION)
 
 
 @triton.jit
-def add_strips(acc, rescale, weights, v, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def add_strips(acc, rescale, weights, v, PRECISION: tl.constexpr):
     """acc · rescale + weights v, in strips."""
-    p = weights.to(DTYPE)
+    p = weights.to(v[0].dtype)
     return (
-        tl.dot(p, v[0].to(DTYPE), acc[0] * rescale[:, None], input_precision=PRECISION),
-        tl.dot(p, v[1].to(DTYPE), acc[1] * rescale[:, None], input_precision=PRECISION),
+        tl.dot(p, v[0], acc[0] * rescale[:, None], input_precision=PRECISION),
+        tl.dot(p, v[1], acc[1] * rescale[:, None], input_precision=PRECISION),
     )
