@@ -115,7 +115,7 @@ FAMILIES = {
     K + "moe/sum_config": ("interpret and moe_id_sum", "test_moe_sum"),
     K + "moe/plane": ("interpret and quant_moe", "test_moe_planes test_moe"),
     K + "moe/plane_config": ("", "test_moe_planes test_hopper_packed_experts"),
-    K + "moe/expert_sums": ("interpret and moe_id_sum", "test_expert_sums"),
+    K + "moe/expert_sum": ("interpret and moe_id_sum", "test_expert_sum"),
     K + "moe/tile_table": ("", "test_hopper_packed_experts"),
     K + "moe/buckets": ("interpret and moe", "test_moe_buckets test_moe_planes"),
     K + "moe/routing": ("interpret and topk", "test_moe"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ferrum_triton.backends import Backend
 from ferrum_triton.models.linear import Linear, MixedNorm, Norm, ReadyNorm, apply, gated_norm
-from ferrum_triton.ops.moe.expert_sums import FEW_TOKENS
+from ferrum_triton.ops.moe.expert_sum import FEW_TOKENS
 from ferrum_triton.quant import Fp8Blocks, QuantizedTensor
 from ferrum_triton.runtime.expert_parallel import ExpertParallel
 

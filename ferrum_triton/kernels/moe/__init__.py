@@ -7,7 +7,7 @@ from ferrum_triton.kernels.moe import (  # noqa: F401  registers the launchers
     dense_sum,
     expert_gemm,
     expert_gemv,
-    expert_sums,
+    expert_sum,
     mlp,
     pairs,
     routing,

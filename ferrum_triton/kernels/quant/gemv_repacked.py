@@ -10,7 +10,7 @@ the threads at the end. A program takes one block of rows; or it is persistent, 
 activations in registers, and loads a block while it multiplies another.
 
 Several matrices of a layer (``gemv_fused``), and experts (``moe.plane_gemv``), start from
-:func:`row_sums` too; sums over experts (``moe.expert_sums``) from :func:`sums_by_lane`.
+:func:`row_sums` too; sums over experts (``moe.expert_sum``) from :func:`sums_by_lane`.
 """
 
 import triton

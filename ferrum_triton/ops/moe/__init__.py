@@ -4,7 +4,7 @@ from ferrum_triton.ops.moe import (  # noqa: F401  declares the ops
     activation,
     combine,
     dense,
-    expert_sums,
+    expert_sum,
     experts,
     mlp,
     pairs,

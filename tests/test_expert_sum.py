@@ -11,9 +11,9 @@ from bench.launches import record
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.interpreter import python_twin
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.moe import expert_sums
+from ferrum_triton.kernels.moe import expert_sum
 from ferrum_triton.kernels.resources import TARGETS
-from ferrum_triton.ops.moe.expert_sums import FEW_TOKENS
+from ferrum_triton.ops.moe.expert_sum import FEW_TOKENS
 from ferrum_triton.quant.kinds import format_of
 from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.registry import OPS
@@ -135,10 +135,10 @@ def test_ids_that_change_before_the_wait_are_made_good(monkeypatch, stale, dtype
         waits.append(ids.clone())
         ids.copy_(new)
 
-    twin = python_twin(expert_sums._plane_sum_kernel.jit)
+    twin = python_twin(expert_sum._plane_sum_kernel.jit)
     monkeypatch.setitem(twin.__globals__, "pdl_wait", wait)
     monkeypatch.setitem(twin.__globals__, "pdl_trigger", lambda _: None)
-    monkeypatch.setattr(expert_sums, "can_overlap", lambda _: True)
+    monkeypatch.setattr(expert_sum, "can_overlap", lambda _: True)
     # Ids are stale for the first program alone, which is of the first token.
     got = run(a, blocks, ids, weights, kind)
     assert torch.equal(waits[0], torch.full_like(new, stale)) and len(waits) > 1
@@ -165,7 +165,7 @@ def test_a_wrong_guess_is_made_good(stale):
 def sum_launches(kind, top_k=8, num_tokens=1, dtype=torch.bfloat16, target="sm_90", k=768):
     """What the sum launches for products of 2048 rows."""
     with record_launches(TARGETS[target].capability) as launches:
-        expert_sums.gemv_quant_moe_id_sum(
+        expert_sum.gemv_quant_moe_id_sum(
             empty(num_tokens, top_k, k, dtype=dtype),
             empty_stack(kind, 128, 2048, k),
             empty(num_tokens, top_k, dtype=torch.int32),

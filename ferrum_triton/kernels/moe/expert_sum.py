@@ -25,7 +25,7 @@ from ferrum_triton.kernels.quant.planes import Layout, Matrix, layout_of, load_r
 from ferrum_triton.kernels.quant.thread_products import Activations
 from ferrum_triton.kernels.quant.thread_sums import summed
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
-from ferrum_triton.ops.moe import expert_sums as ops
+from ferrum_triton.ops.moe import expert_sum as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
 # Slots of a token up to which a program has them all, and its threads.
@@ -124,7 +124,7 @@ def _config_of(layout: Layout, top_k: int, is_wide: bool) -> Config:
     """Rows a program takes, and the warps of a slot.
 
     Eight rows take 11.0 us by one token and 32.4 by four, four rows 11.5 and 35.2, 16 rows 11.5 and
-    35.2, each slot's in two warps 14.3 and 41.5 (a layer's as in ``ops.moe.expert_sums``).
+    35.2, each slot's in two warps 14.3 and 41.5 (a layer's as in ``ops.moe.expert_sum``).
     """
     parts = layout.groups // layout.span
     most = min(MOST_THREADS // 32 // next_power_of_2(top_k), 4)
