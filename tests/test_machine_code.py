@@ -48,6 +48,23 @@ def test_right_code_is_read_once(compiled):
     assert len(compiled.read) == 2
 
 
+def test_without_a_disassembler_or_a_place_to_write_to(compiled, monkeypatch, tmp_path):
+    put = lambda content, name: (tmp_path / "missing" / name).write_bytes(content)  # noqa: E731
+    cache = SimpleNamespace(get_file=lambda name: None, put=put)
+    monkeypatch.setattr(machine_code, "get_cache_manager", lambda key: cache)
+    for _ in range(2):
+        machine_code.refuse_wrong_code(compiled(RIGHT), "_kernel")
+    assert len(compiled.read) == 2
+    with pytest.raises(FerrumError):
+        machine_code.refuse_wrong_code(compiled(WRONG), "_kernel")
+
+    def missing(cubin):
+        raise FileNotFoundError("cuobjdump")
+
+    monkeypatch.setattr(machine_code, "instructions", missing)
+    machine_code.refuse_wrong_code(compiled(WRONG), "_kernel")
+
+
 def test_what_is_not_read(compiled, monkeypatch):
     """Kernels without such products, of AMD's GPUs, and those of other Tritons."""
     machine_code.refuse_wrong_code(compiled(WRONG, ptx="mma.sync"), "_kernel")

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU's machine code: its instructions, spills in it, registers overwritten too early."""
+"""An NVIDIA GPU's machine code: instructions, spills, registers overwritten or never set."""
 
 from __future__ import annotations
 
