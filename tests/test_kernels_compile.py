@@ -60,6 +60,7 @@ ALSO = {
     "gemm_quant_moe_id_gate_up_silu/q4_k:planes/e128k8n768k2048/m64": ("sm_100",),
     "gemv_quant_gate_up_silu/q4_K_q4_K/n14336k4096/m1": ("sm_80", "sm_100", "gfx942"),
     "gemv_quant_moe_id/q4_k:planes/e128k8n768k2048/m1": ("sm_80", "sm_100", "gfx942"),
+    "gemv_quant_moe_id_sum/q4_k:planes/e128k8n2048k768/m1": ("sm_80", "sm_100"),
     "gemv_quant/q4_K/n4096k12288/m2": ("gfx942",),
     "linear_quant_open_norm/q4_K/n4096k4096/m1": ("gfx942",),
     "mlp_quant_moe_id/q4_k:planes_q4_k:planes/e128k8h2048i768/m32": ("sm_100",),

@@ -52,16 +52,15 @@ def by_buckets(backend, a, stacks, ids, kinds):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "num_tokens", "inner"),
+    ("kinds", "num_tokens", "inner", "dtype"),
     [
-        (("Q4_K", "Q6_K"), 30, 256),  # an expert has more pairs than a tile
-        (("Q4_K", "Q4_K"), 9, 256),
-        (("Q5_0", "Q8_0"), 21, 96),  # neither whole steps nor whole tiles
-        (("Q6_K", "Q3_K"), 5, 256),  # parts of steps
-        (("Q4_1", "MXFP4"), 12, 320),
+        (("Q4_K", "Q6_K"), 30, 256, torch.int32),  # an expert has more pairs than a tile
+        (("Q4_K", "Q4_K"), 9, 256, torch.int64),
+        (("Q5_0", "Q8_0"), 21, 96, torch.int32),  # neither whole steps nor whole tiles
+        (("Q6_K", "Q3_K"), 5, 256, torch.int64),  # parts of steps
+        (("Q4_1", "MXFP4"), 12, 320, torch.int32),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_numbers_are_those_of_products_by_buckets(backend, kinds, num_tokens, inner, dtype):
     """Ids that name no expert, an expert that none names, rows of very different sizes."""
     stacks, kinds = layer(*(f"{kind}:planes" for kind in kinds), backend.device, inner)
