@@ -49,7 +49,9 @@ def test_right_code_is_read_once(compiled):
 
 
 def test_without_a_disassembler_or_a_place_to_write_to(compiled, monkeypatch, tmp_path):
-    put = lambda content, name: (tmp_path / "missing" / name).write_bytes(content)  # noqa: E731
+    def put(content, name):
+        (tmp_path / "missing" / name).write_bytes(content)
+
     cache = SimpleNamespace(get_file=lambda name: None, put=put)
     monkeypatch.setattr(machine_code, "get_cache_manager", lambda key: cache)
     for _ in range(2):

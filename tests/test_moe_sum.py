@@ -5,7 +5,7 @@ import torch
 
 from ferrum_triton import OPS, get_backend
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.moe.sum_config import FP8_SUMS, IN_SLOTS, SUMS, summed
+from ferrum_triton.kernels.moe.sum_config import FP8_SUMS, IN_SLOTS, SUMS, one_launch
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.models.experts import DenseExperts, Fp8Experts
 from ferrum_triton.models.gpt_oss import DenseBiasedExperts
@@ -19,8 +19,8 @@ CPU, INTERPRET = get_backend("cpu"), get_backend("interpret")
 DENSE, FP8 = "gemm_moe_id_sum", "gemm_moe_id_sum_fp8_128x128"
 TUNABLES = {DENSE: SUMS, FP8: FP8_SUMS}
 PATHS = {
-    DENSE: [IN_SLOTS, summed(4, 32, 4), summed(1, 256, 1)],
-    FP8: [IN_SLOTS, summed(8, 128, 4), summed(2, 512, 2)],
+    DENSE: [IN_SLOTS, one_launch(4, 32, 4), one_launch(1, 256, 1)],
+    FP8: [IN_SLOTS, one_launch(8, 128, 4), one_launch(2, 512, 2)],
 }
 ON_EVERY_PATH = pytest.mark.parametrize(
     ("op", "path"), [(op, path) for op, paths in PATHS.items() for path in paths]
@@ -132,7 +132,7 @@ def test_one_launch_rounds_no_product():
     weights[:, :, 0], weights[0, :, 1] = 2048, 1
     arguments = {"a": torch.ones(1, 16).half(), "weights": weights, "ids": torch.tensor([[0, 1]])}
     arguments["slot_weights"] = torch.tensor([[1.0, -1.0]])
-    assert run(DENSE, summed(4, 16, 4), arguments).eq(1).all()
+    assert run(DENSE, one_launch(4, 16, 4), arguments).eq(1).all()
     assert run(DENSE, IN_SLOTS, arguments).eq(0).all()
 
 
@@ -175,7 +175,7 @@ def test_any_number_of_slots_fits_registers(top_k, op, target_name):
 @pytest.mark.parametrize("op", PATHS)
 def test_lines_asked_for_ahead_are_no_reads_before_the_wait(op):
     case = OPS[op].bench[0]
-    with TUNABLES[op].forced(summed(4, 128, 4, lines=2)):
+    with TUNABLES[op].forced(one_launch(4, 128, 4, lines=2)):
         (launch,) = launches_of(OPS[op], case, TARGETS["sm_90"])
     before, _, _ = compiled(launch).asm["ptx"].partition(WAIT)
     assert PREFETCHED.search(before) and not find_fault(launch)

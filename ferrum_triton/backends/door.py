@@ -39,7 +39,9 @@ ACCEPTED: dict[Any, tuple[type, ...]] = {
 
 INT64 = torch.iinfo(torch.int64)
 
-# What torch.autograd.graph.increment_version calls, without its own look at what it is given.
+# What torch.autograd.graph.increment_version calls, without its own look at what it is given: 250
+# ns for four tensors, and 427 with it (python -m timeit
+# -s "import torch; x = tuple(torch.empty(4) for _ in range(4))" "torch._C._increment_version(x)").
 increment_version = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
 
 # Combinations one door remembers before it starts over: bounds memory under ever-changing shapes.
@@ -208,7 +210,11 @@ def _source_of(op: Op, device_type: str, replayed: list[str] | None) -> tuple[st
 
 
 def _version_lines(op: Op, optional: set[str]) -> list[str]:
-    """The source that tells autograd what is written, in one call where all of it is there."""
+    """The source that tells autograd what is written.
+
+    All that is mutated takes one call: four tensors take 258 ns so, and 390 in three calls, timed
+    as ``increment_version`` above. Where some of it is absent, each of the others takes its own.
+    """
     always = [name for name in op.mutates if name not in optional]
     others = [name for name in op.mutates if name in optional]
     each = [f"increment_version(({', '.join(always)},))"] if always else []

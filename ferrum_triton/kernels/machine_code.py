@@ -11,14 +11,14 @@ import contextlib
 import subprocess
 from typing import Any
 
-import triton
 from triton.runtime.cache import get_cache_manager
 
 from ferrum_triton.errors import FerrumError
+from ferrum_triton.kernels.compiled import DIRECT_LAUNCH
 from ferrum_triton.kernels.sass import instructions, unset_registers
 
 # The Triton whose ptxas is known to write such code. Of others instructions may have other names.
-READS = triton.__version__.startswith("3.6.")
+READS = DIRECT_LAUNCH
 READ = "ferrum_triton_read"
 
 

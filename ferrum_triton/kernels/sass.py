@@ -179,32 +179,32 @@ def _follow(code: list[Instruction], state: _InFlight, found: dict[int, Instruct
 def unset_registers(code: list[Instruction]) -> list[Instruction]:
     """Instructions that read a uniform register which nothing has written on any way to them.
 
-    ptxas of CUDA 12.8 wrote such code for products in a loop, whose descriptors it computes before
-    the loop: the first block of 16 keys was multiplied by what it should, and the others by
-    whatever lay where the registers' contents pointed.
+    ptxas of CUDA 12.8 writes such code for descriptors of products that stand in a loop. Those
+    products then read their operand from wrong places, all but its first 16 rows.
+    ``tests/test_machine_code.py`` has a call of which it does, and its refusal.
     """
     index = {instruction.address: i for i, instruction in enumerate(code)}
-    # Registers that are set where a branch leads to, and where a register says what is next.
+    # Registers that are written where a branch leads to, and where a register says what is next.
     arriving: dict[int | None, set[int]] = {}
     while True:
         before = {at: set(registers) for at, registers in arriving.items()}
         found: list[Instruction] = []
-        is_set: set[int] | None = set()  # None where nothing leads
+        written: set[int] | None = set()  # None where nothing leads
         for i, instruction in enumerate(code):
             if i in arriving:
-                is_set = arriving[i] | (is_set or set())
-            if is_set is None:
+                written = arriving[i] | (written or set())
+            if written is None:
                 continue
-            if _uniform_operands(instruction) - is_set:
+            if _uniform_operands(instruction) - written:
                 found.append(instruction)
-            is_set = is_set | _uniform_results(instruction)
+            written = written | _uniform_results(instruction)
             target = _branch_target(instruction)
             if target in index:
-                arriving.setdefault(index[target], set()).update(is_set)
+                arriving.setdefault(index[target], set()).update(written)
             elif instruction.name.startswith(_JUMPS):
-                arriving.setdefault(None, set()).update(is_set)
+                arriving.setdefault(None, set()).update(written)
             if _ends_here(instruction):
-                is_set = arriving.get(None)
+                written = arriving.get(None)
         if arriving == before:
             return found
 

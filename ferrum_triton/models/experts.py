@@ -76,7 +76,13 @@ class Experts(ABC):
             ids: int32 [num_tokens, top_k], the experts.
             weights: [num_tokens, top_k], any float dtype.
         """
-        return backend.weighted_sum(self.slots(backend, h, ids), weights)
+        if self.parallel is not None:
+            return backend.weighted_sum(self.slots(backend, h, ids), weights)
+        return self._summed(backend, h, ids, weights)
+
+    def _summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The same of experts that are all on this rank; formats may sum in their last product."""
+        return backend.weighted_sum(self.outputs(backend, h, ids), weights)
 
     def spread(self, parallel: ExpertParallel) -> Self:
         """This rank's experts alone, in memory of their own."""
@@ -107,11 +113,10 @@ class PackedExperts(Experts):
         stacks = gate.blocks, up.blocks, down.blocks
         return backend.mlp_quant_moe_id(h, *stacks, ids, gate.kind, up.kind, down.kind)
 
-    def summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        is_few = len(h) <= FEW_TOKENS and self._reads_pairs(ids) and self.parallel is None
-        down = self.down
+    def _summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        is_few, down = len(h) <= FEW_TOKENS and self._reads_pairs(ids), self.down
         if not is_few or not backend.has_kernel("gemv_quant_moe_id_sum", down.kind):
-            return super().summed(backend, h, ids, weights)
+            return super()._summed(backend, h, ids, weights)
         middle = self._gated(backend, h, ids)
         return backend.gemv_quant_moe_id_sum(middle, down.blocks, ids, weights, down.kind)
 
@@ -144,9 +149,7 @@ class DenseExperts(Experts):
         middle = backend.gemm_moe_id_gate_up(h, self.gate_up, ids)
         return backend.gemm_moe_id(middle, self.down, ids)
 
-    def summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        if self.parallel is not None:
-            return super().summed(backend, h, ids, weights)
+    def _summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         middle = backend.gemm_moe_id_gate_up(h, self.gate_up, ids)
         return backend.gemm_moe_id_sum(middle, self.down, ids, weights)
 
@@ -166,16 +169,14 @@ class Fp8Experts(Experts):
         return self.gate, self.up, self.down
 
     def outputs(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
-        middle, down = self._middle(backend, h, ids), self.down
+        middle, down = self._gated(backend, h, ids), self.down
         return backend.gemm_moe_id_fp8_128x128(middle, down.weight, down.scales, ids)
 
-    def summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        if self.parallel is not None:
-            return super().summed(backend, h, ids, weights)
-        middle, down = self._middle(backend, h, ids), self.down
+    def _summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        middle, down = self._gated(backend, h, ids), self.down
         return backend.gemm_moe_id_sum_fp8_128x128(middle, down.weight, down.scales, ids, weights)
 
-    def _middle(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
+    def _gated(self, backend: Backend, h: Tensor, ids: Tensor) -> Tensor:
         """What down takes: silu(gate_e(h)) · up_e(h) of each token at each of its experts e."""
         gate, up = self.gate, self.up
         return backend.gemm_moe_id_gate_up_fp8_128x128(

@@ -160,9 +160,9 @@ class BiasedExperts(Experts):
     swiglu_alpha: float
     swiglu_limit: float
 
-    def summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def _summed(self, backend: Backend, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """As of any experts: sums that formats have of their own know no biases."""
-        return Experts.summed(self, backend, h, ids, weights)
+        return Experts._summed(self, backend, h, ids, weights)
 
 
 @dataclass(frozen=True, kw_only=True)

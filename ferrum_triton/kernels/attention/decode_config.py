@@ -45,7 +45,7 @@ def decode_heuristic(
             two strips of such floats.
     """
     is_shallow = gpu.capability < (9, 0) or gpu.shared_limit < DEEP_QUEUES
-    in_block = is_plain and not in_strips(key_bytes)
+    in_block = is_plain and not has_strips(key_bytes)
     if is_shallow or (not in_block and (is_varlen or rows > 16)):
         # What fits the registers of sm_80 and the 64 KB of shared memory of gfx942, and what
         # strips, addresses of pieces and masks of columns leave room for.
@@ -208,7 +208,7 @@ def step_heuristic(
     elif config["num_warps"] == 2:
         if key_bytes > 512:
             config = _config(32, 256, 128, 4, 3)
-        elif batch * num_kv_heads >= 256 and not in_strips(key_bytes):
+        elif batch * num_kv_heads >= 256 and not has_strips(key_bytes):
             config = _config(128, 256, 128, 4, 3)
         else:
             config = _config(32, 512, 128, 4, 2)
@@ -233,8 +233,8 @@ step_config = Tunable(
 )
 
 
-def in_strips(key_bytes: int) -> bool:
-    """Whether plain vectors are in two strips: of no power of two."""
+def has_strips(key_bytes: int) -> bool:
+    """Whether plain vectors are two strips: those of no power of two."""
     return key_bytes & (key_bytes - 1) != 0
 
 

@@ -358,17 +358,16 @@ class Call(NamedTuple):
         """The scale as kernels take it: a cap brings its own log2(e)."""
         return self.scale if self.softcap > 0 else self.scale * LOG2_E.value
 
-    def attention(self, block_m: int, block_n: int, in_strips: bool = False) -> Attention:
+    def attention(self, block_m: int, block_n: int, takes_strips: bool = False) -> Attention:
         """What kernels specialise on.
 
         Args:
-            in_strips: whether the kernel can take a head in strips. In float32, or by more rows
-                than tensor cores take at least, they spill.
+            takes_strips: whether the kernel can take a head in strips. In float32, or by more rows
+                than tensor cores take at least, it would spill.
         """
         head_dim = self.out.shape[3]
-        pool = self.pool.layout
-        in_strips = in_strips and not (pool.quantised or pool.k_piece)
-        in_strips = in_strips and self.q.itemsize == 2 and block_m == 16
+        in_block = self.pool.layout.quantised or self.pool.layout.k_piece
+        fits = self.q.itemsize == 2 and block_m == 16 and not in_block
         return Attention(
             group=self.group,
             head_dim=head_dim,
@@ -378,7 +377,7 @@ class Call(NamedTuple):
             block_n=block_n,
             block_d=max(next_power_of_2(head_dim), 16),
             precision="ieee" if self.q.dtype == torch.float32 else "tf32",
-            strip=strip_of(head_dim) if in_strips else 0,
+            strip=strip_of(head_dim) if takes_strips and fits else 0,
         )
 
 
@@ -486,7 +485,7 @@ def launch_decode(
         scale=call.scale_log2,
         softcap=float(call.softcap),
         POOL=pool.layout,
-        ATTENTION=call.attention(plan.block_m, plan.block_n, in_strips=True),
+        ATTENTION=call.attention(plan.block_m, plan.block_n, takes_strips=True),
         UNITS=Units(max_q, batch_invariant, next_power_of_2(num_seqs), after_prefill, prefetch),
         **{option: config[option] for option in OPTIONS if option in config},
     )

@@ -370,7 +370,7 @@ def qkv_paged_decode_attention(
         scale=call.scale_log2,
         softcap=float(softcap),
         POOL=pool.layout,
-        ATTENTION=call.attention(plan.block_m, plan.block_n, in_strips=True),
+        ATTENTION=call.attention(plan.block_m, plan.block_n, takes_strips=True),
         UNITS=Units(1, False, next_power_of_2(num_seqs), False, prefetch),
         ROTARY=Rotary(qk_mode, 0 if qk_mode == rope.COPY else cos.shape[1]),
         BLOCK_P=_parts_at_a_time(plan.most_parts, call.group, head_dim, config["num_warps"]),

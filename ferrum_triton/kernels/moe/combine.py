@@ -128,7 +128,8 @@ def launch_sum(
         slots: [num_tokens, top_k, hidden_size]; or rows, [num_rows, hidden_size].
         weights: [num_tokens, top_k].
         pairs: [num_tokens, top_k], the rows; or beside slots their experts.
-        num_experts: of experts in pairs. Slots of others add nothing, whatever their weights.
+        num_experts: how many experts there are, where pairs names the experts of slots. A slot
+            with another id adds nothing, whatever its weight.
         add: whether y is added to.
     """
     (num_tokens, top_k), hidden_size = weights.shape, slots.shape[-1]

@@ -7,14 +7,11 @@ from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
 from ferrum_triton.kernels.parameters import Config, one_of, power_of_two, tile_refusal
 from ferrum_triton.kernels.rows import next_power_of_2
 from ferrum_triton.kernels.tuning import Tunable
+from ferrum_triton.ops.moe.expert_sum import FEW_TOKENS
 from ferrum_triton.quant.fp8 import BLOCK
 
 # Products as slots and then their sum.
 IN_SLOTS: Config = {"path": "slots"}
-# Tokens up to which products and sum are one launch. A layer of Qwen3-30B-A3B's experts takes by
-# one and by four tokens 30.7 and 101.8 us in bfloat16, for 32.4 and 103.5 in two launches, and in
-# FP8 17.8 and 53.6 for 19.1 and 59.6 (``bench.moe_layer``'s calls, H100, e5ee8f9).
-FEW_TOKENS = 4
 # Tokens that one launch is for at most, whatever was measured.
 MOST_SUMMED = 16
 # Lines of a row that L2 is asked for ahead, where that is tried: none, a step's, or most.
@@ -25,7 +22,7 @@ WARP, LOADED = 32, 16
 ROWS, FP8_ROWS = 16, 128
 
 
-def summed(rows: int, columns: int, warps: int, lines: int = 0) -> Config:
+def one_launch(rows: int, columns: int, warps: int, lines: int = 0) -> Config:
     """One launch: a program's rows of each expert, columns of a step, lines asked for ahead."""
     return {
         "path": "summed",
@@ -46,14 +43,15 @@ def heuristic(
 ) -> Config:
     """One launch of few tokens, whose programs are all on SMs at the same time.
 
-    Of eight slots in bfloat16 a step asks for 4 KiB, two loads a thread. Two rows take 30.7, 55.0
-    and 101.8 us by one, two and four tokens, and four rows 30.9, 55.7 and 103.2 (as FEW_TOKENS).
+    Of eight slots in bfloat16 a step asks for 4 KiB, two loads a thread. A layer of two rows takes
+    30.7, 55.0 and 101.8 us by one, two and four tokens, and one of four rows 30.9, 55.7 and 103.2
+    (``bench.timing.Replay`` of ``bench.moe_layer``'s calls under ``SUMS.forced``, H100, e5ee8f9).
     """
     least = WARP * LOADED // element_size // 2
     slots = next_power_of_2(top_k)
     rows = max(min(2, ROWS // slots), 1)
     columns = _columns(least, ROWS // (rows * slots), num_cols)
-    config = summed(8, 64, 4) if gpu.arch == INTERPRETER else summed(rows, columns, 4)
+    config = one_launch(8, 64, 4) if gpu.arch == INTERPRETER else one_launch(rows, columns, 4)
     refusal = fits(gpu, config, num_tokens, top_k, num_rows, num_cols, element_size)
     return IN_SLOTS if num_tokens > FEW_TOKENS or refusal else config
 
@@ -64,7 +62,7 @@ def candidates(
     """Launches worth timing."""
     load = WARP * LOADED // element_size
     found = [
-        summed(rows, columns, warps, lines)
+        one_launch(rows, columns, warps, lines)
         for columns in (load // 2, load, 2 * load)
         for rows, warps in ((2, 4), (4, 4), (4, 8), (8, 4), (8, 8))
         for lines in LINES_TRIED
@@ -97,13 +95,14 @@ def fp8_heuristic(
 ) -> Config:
     """One launch of few tokens, whose programs have more rows: each makes all codes by itself.
 
-    Of eight slots a step asks for 16 KiB. Eight rows take 17.8 us by one token, and 16 rows 30.1
-    and 53.6 by two and four; with no lines asked for ahead 18.1, 31.9 and 55.6 (as FEW_TOKENS).
+    Of eight slots a step asks for 16 KiB. A layer of eight rows takes 17.8 us by one token, and one
+    of 16 rows 30.1 and 53.6 by two and four. Without lines that are asked for ahead they take 18.1,
+    31.9 and 55.6 (as in :func:`heuristic`, under ``FP8_SUMS.forced``).
     """
     slots = next_power_of_2(top_k)
     rows = max(min(8 if num_tokens == 1 else 16, FP8_ROWS // slots), 1)
     columns = _columns(BLOCK, FP8_ROWS // (rows * slots), num_cols)
-    config = summed(8, BLOCK, 4) if gpu.arch == INTERPRETER else summed(rows, columns, 8, 2)
+    config = one_launch(8, BLOCK, 4) if gpu.arch == INTERPRETER else one_launch(rows, columns, 8, 2)
     refusal = fp8_fits(gpu, config, native, num_tokens, top_k, num_rows, num_cols)
     return IN_SLOTS if num_tokens > FEW_TOKENS or refusal else config
 
@@ -113,7 +112,7 @@ def fp8_candidates(
 ) -> list[Config]:
     """Launches worth timing."""
     found = [
-        summed(rows, columns, warps, lines)
+        one_launch(rows, columns, warps, lines)
         for columns in (BLOCK, 2 * BLOCK, 4 * BLOCK)
         for rows, warps in ((4, 4), (8, 4), (8, 8), (16, 4), (16, 8))
         for lines in LINES_TRIED

@@ -30,7 +30,7 @@ SIZES = {
 # Pairs whose experts the definition gathers at a time.
 PAIRS_AT_A_TIME = 64
 
-
+# Tokens of the bench cases.
 EVERY_SIZE = (1, 4, 16, 64, 256, 1024, 4096)
 
 

@@ -3,15 +3,16 @@
 import torch
 from torch import Tensor
 
+from ferrum_triton.ops.moe.dense import summed
 from ferrum_triton.ops.moe.experts import LAYER, SIZES, check_rows, check_stack, gemv_quant_moe_id
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.quant.kinds import KINDS, format_of
 from ferrum_triton.registry import Case, op
 
-# Tokens up to which products and sum are one launch of stacks in planes. A layer of
-# Qwen3-30B-A3B's experts in Q4_K takes 11.0 us by one token and 32.4 by four, for 13.1 and 33.3 in
-# two launches, and in int4 10.8 and 31.0 for 13.5 and 30.7 (``bench.moe_layer``'s calls, H100,
-# e5ee8f9).
+# Tokens up to which products and sum are one launch. A layer of Qwen3-30B-A3B's experts takes, by
+# one token and by four, in Q4_K 11.0 and 32.3 us, for 13.1 and 33.4 in two launches; in int4 10.8
+# and 31.0 for 13.4 and 30.8; in bfloat16 30.7 and 101 for 32.2 and 103; in FP8 17.7 and 53.4 for
+# 19.2 and 59.2 (``python -m bench.moe_layer --tokens 1 4`` at 80e0cc6 and 5d89071, one H100).
 FEW_TOKENS = 4
 
 
@@ -54,9 +55,7 @@ def gemv_quant_moe_id_sum(
         [num_tokens, n] in a's dtype.
     """
     products = gemv_quant_moe_id.reference(widen(a), blocks, ids, kind)
-    known = (ids >= 0) & (ids < blocks.shape[0])
-    terms = torch.where(known[..., None], products * widen(weights)[..., None], 0.0)
-    return terms.sum(dim=1).to(a.dtype)
+    return summed(products, ids, weights, len(blocks)).to(a.dtype)
 
 
 @gemv_quant_moe_id_sum.rule
