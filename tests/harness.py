@@ -98,13 +98,14 @@ class Buffer:
     before: Tensor
 
     def guards_intact(self) -> bool:
-        return torch.equal(_bits(self.flat)[self.guards], _bits(self.before)[self.guards])
+        return torch.equal(bits(self.flat)[self.guards], bits(self.before)[self.guards])
 
     def unchanged(self) -> bool:
-        return torch.equal(_bits(self.flat), _bits(self.before))
+        return torch.equal(bits(self.flat), bits(self.before))
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits(x: Tensor) -> Tensor:
+    """The elements' bits as integers, by which NaN equal themselves."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.view(kinds[x.element_size()])
 

@@ -17,7 +17,7 @@ from ferrum_triton.kernels.rehearsal import NotReplayable, Passed, Scalar, Scala
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory
 from tests.fake_gpu import STREAM, fake_gpu  # noqa: F401
-from tests.harness import _bits, as_tuple, clone, place, sample, tensors, typical_axes
+from tests.harness import as_tuple, bits, clone, place, sample, tensors, typical_axes
 
 load_kernels("interpret")
 
@@ -60,10 +60,10 @@ def assert_same(op, door, arguments):
     want = as_tuple(op.impls["triton"](**theirs))
     for g, w in zip(got, want, strict=True):
         assert (g.shape, g.stride(), g.dtype) == (w.shape, w.stride(), w.dtype)
-        assert torch.equal(_bits(g), _bits(w))
+        assert torch.equal(bits(g), bits(w))
     for name in op.mutates:
         if ours[name] is not None:
-            assert torch.equal(_bits(ours[name]), _bits(theirs[name]))
+            assert torch.equal(bits(ours[name]), bits(theirs[name]))
 
 
 @pytest.mark.parametrize("op", by_id(KERNEL_OPS))
@@ -136,7 +136,7 @@ def test_floats_are_told_apart_by_value_sign_and_type():
         y, z = x.clone(), x.clone()
         door(y, scale)
         OPS["scale_inplace"].impls["triton"](z, scale)
-        assert torch.equal(_bits(y), _bits(z)), scale
+        assert torch.equal(bits(y), bits(z)), scale
     assert kinds_of(door) == [True] * 6
 
 
