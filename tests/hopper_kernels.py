@@ -34,7 +34,8 @@ def is_noticed(launch, out, mutant):
 
 def without_a_ring(kernel):
     """The kernel without one of the uses that its roles make of rings."""
-    names = {each.fn.__name__ for each in (rings.acquire, rings.wait_full, rings.release)}
+    uses = (rings.acquire, rings.wait_empty, rings.wait_full, rings.release)
+    names = {each.fn.__name__ for each in uses}
     for function in reached(kernel):
         for node in ast.walk(tree_of(function)):
             called = getattr(node, "value", None) if isinstance(node, ast.Expr) else None

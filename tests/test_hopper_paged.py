@@ -95,6 +95,7 @@ def test_nothing_past_a_sequence_is_read(backend_name, block_size):
 
 def test_every_wait_fence_and_arrival_is_needed():
     launches = [recorded(), recorded(head_dim=96)]
+    launches += [recorded(cache_dtype=torch.float8_e4m3fn, head_dim=n) for n in (64, 96, 256)]
     (held,) = unnoticed(launches)
     assert "in fold_tile: without wait_full(streams.v.ring, step - 1)" in held
 
@@ -132,12 +133,12 @@ def kernels_of(config=WIDE, dtype=torch.float16, **axes):
 @pytest.mark.parametrize(
     "axes",
     [
-        {"cache_dtype": torch.int8},
+        {"cache_dtype": torch.int8, "head_dim": 72},
         {"layout": "vllm_x"},
         {"block_size": 8},
         {"head_dim": 36},
     ],
-    ids=["codes", "vectors in pieces", "small pages", "vectors off the grid"],
+    ids=["codes off the grid", "vectors in pieces", "small pages", "vectors off the grid"],
 )
 def test_the_plain_kernel_serves_what_this_one_cannot(axes):
     assert kernels_of(**axes)[0] == "_paged_prefill_kernel"
@@ -145,11 +146,11 @@ def test_the_plain_kernel_serves_what_this_one_cannot(axes):
 
 def test_it_is_chosen_by_a_measured_row_alone():
     hopper, other = gpu_of_arch("sm_90"), gpu_of_arch("sm_80")
-    shape = (128, False, True, False)
+    shape = (128, False, True, False, "")
     assert "path" not in prefill_config.heuristic(hopper, *shape)
     assert WIDE in prefill_config.candidates(hopper, *shape)
     assert WIDE not in prefill_config.candidates(other, *shape)
-    assert "16 bits" in prefill_config.refusal(hopper, WIDE, 128, True, True, False)
+    assert "16 bits" in prefill_config.refusal(hopper, WIDE, 128, True, True, False, "")
     assert "128 rows" in prefill_config.refusal(
-        hopper, hopper_tile(192, 64, 2), 64, False, True, False
+        hopper, hopper_tile(192, 64, 2), 64, False, True, False, ""
     )

@@ -36,6 +36,9 @@ MANY_QUERIES = 128
 HOPPER_REGISTERS = {2: 240, 3: 160}
 HOPPER_BARRIERS = 1024
 
+# Registers of a consumer's thread where the producer widens 8-bit pages, which takes 72.
+WIDE_REGISTERS = 216
+
 # Rows up to which loads through pointers are as fast as through tensor maps.
 FEW_ROWS = 32
 
@@ -269,6 +272,18 @@ def hopper_shared(config: Config, head_dim: int, value_dim: int, *, own_out: boo
     columns, values = sum(split_columns(head_dim)), padded(value_dim)
     queries = block_m * (columns + values * own_out)
     return 2 * (queries + stages * block_n * (columns + values)) + HOPPER_BARRIERS
+
+
+def codes_refusal(gpu: Gpu, config: Config, head_dim: int) -> str:
+    """Why Hopper's kernel, which takes a configuration, cannot take 8-bit pages with it, or ""."""
+    block_n, values = config["BLOCK_N"], padded(head_dim)
+    registers, most = values // 2 + block_n * 3 // 4, WIDE_REGISTERS - 40
+    if registers > most:
+        return f"{registers} registers of a thread for products are more than {most}"
+    codes = block_n * (sum(split_columns(head_dim)) + values)
+    scales = 2 * config["num_stages"] * block_n * 4
+    shared = hopper_shared(config, head_dim, head_dim, own_out=False) + codes + scales
+    return shared_refusal(gpu, shared)
 
 
 def padded(columns: int) -> int:

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ferrum_triton.kernels.attention.flash_plan import (
     MANY_QUERIES,
+    codes_refusal,
     flash_refusal,
     hopper_tile,
     tile,
@@ -296,7 +297,7 @@ def is_narrow(pool: PoolTensors) -> bool:
 
 
 def prefill_heuristic(
-    gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, has_decodes: bool
+    gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, has_decodes: bool, codes: str
 ) -> Config:
     """Rows, keys, warps and stages of a program.
 
@@ -311,13 +312,17 @@ def prefill_heuristic(
             kernel's, and none beside Hopper's: a prompt of 2048 and 63 decodes took 431 us with the
             plain kernel, at 696a01f, and 509 with Hopper's, at 1137d98
             (``python -m bench.run paged_varlen_attention --case mixed``).
+        codes: format of an 8-bit pool's, ``"e4m3"`` or ``"int8"``; else "". A row of one kind of
+            pool says nothing of the others: Hopper's kernel widens codes beside the products.
     """
     if is_float32:
         return tile(32, 32, 4, 1)
     if head_dim > 128 or gpu.capability[0] not in LARGE:
         return tile(64, 32, 4, 2)
-    block_n = 128 if is_simple and gpu.capability[0] == 9 else 64
-    return tile(128, block_n, 8, 3)
+    is_hopper = gpu.capability[0] == 9
+    block_n = 128 if is_simple and is_hopper else 64
+    # By three stages of codes a thread spills 80 bytes and more on Blackwell, by two none.
+    return tile(128, block_n, 8, 2 if codes and not is_hopper else 3)
 
 
 def prefill_candidates(gpu: Gpu, head_dim: int, *others: Dim) -> list[Config]:
@@ -333,18 +338,27 @@ def prefill_candidates(gpu: Gpu, head_dim: int, *others: Dim) -> list[Config]:
     return plain + [config for config in hopper if not prefill_refusal(gpu, config, *shape)]
 
 
-def prefill_refusal(gpu: Gpu, config: Config, head_dim: int, is_float32: bool, *_: Dim) -> str:
+def prefill_refusal(
+    gpu: Gpu,
+    config: Config,
+    head_dim: int,
+    is_float32: bool,
+    is_simple: bool,
+    has_decodes: bool,
+    codes: str,
+) -> str:
     """Why a GPU cannot launch Hopper's kernel with a configuration, or ""."""
     if "path" not in config:
         return ""
     if config["BLOCK_M"] != 128:
         return "Hopper's kernel over pages has blocks of 128 rows"
-    return flash_refusal(gpu, config, MANY_QUERIES, head_dim, head_dim, is_float32)
+    reason = flash_refusal(gpu, config, MANY_QUERIES, head_dim, head_dim, is_float32)
+    return reason or (codes_refusal(gpu, config, head_dim) if codes else "")
 
 
 prefill_config = Tunable(
     "paged_varlen_attention",
-    ("head_dim", "is_float32", "is_simple", "has_decodes"),
+    ("head_dim", "is_float32", "is_simple", "has_decodes", "codes"),
     prefill_heuristic,
     prefill_candidates,
     prefill_refusal,
@@ -363,7 +377,7 @@ def launch_prefill(call: Call, few: int) -> None:
     num_tokens, _, head_dim = q.shape[1:]
     is_simple = not (call.sliding_window or pool.layout.quantised or pool.layout.k_piece)
     has_decodes = num_tokens < MANY_QUERIES * num_seqs
-    shape = (head_dim, q.dtype == torch.float32, is_simple, has_decodes)
+    shape = (head_dim, q.dtype == torch.float32, is_simple, has_decodes, pool.codes)
     config = prefill_config.pick(q.device, *shape)
     if "path" in config:
         from ferrum_triton.kernels.hopper.attention_paged import attend_pages, can_gather

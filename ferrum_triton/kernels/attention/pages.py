@@ -365,6 +365,14 @@ class PoolTensors(NamedTuple):
     num_kv_heads: int
     layout: PoolLayout
 
+    @property
+    def codes(self) -> str:
+        """The format of codes that are not in words, ``"e4m3"`` or ``"int8"``; else ""."""
+        if not self.layout.quantised:
+            return ""
+        is_fp8 = self.k.dtype == torch.float8_e4m3fn or self.layout.format == "e4m3"
+        return "e4m3" if is_fp8 else "int8"
+
     def pointers(self) -> dict[str, Tensor | None]:
         """The tensors under their names in kernels."""
         return {

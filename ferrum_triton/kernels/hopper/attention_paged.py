@@ -6,18 +6,22 @@ sequence's last keys may be full of stale ones: its box begins before the page, 
 zeros, and ends with the last key. So its keys lie at the end of their places (``Block.shift``), and
 what is stale gets near no product.
 
-Sequences differ in length and lie in device memory. Every warp walks through them from the last to
-the first, in step with the blocks that its program takes.
+Over a pool of 8 bits a warpgroup between the two widens them (:mod:`.attention_codes`).
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ferrum_triton.kernels.attention.flash_plan import HOPPER_REGISTERS, padded, split_columns
+from ferrum_triton.kernels.attention.flash_plan import (
+    HOPPER_REGISTERS,
+    WIDE_REGISTERS,
+    padded,
+    split_columns,
+)
 from ferrum_triton.kernels.attention.merge import strides_of
 from ferrum_triton.kernels.attention.paged_decode import Call
 from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, LOG2_E
@@ -25,6 +29,7 @@ from ferrum_triton.kernels.attention.tensor_maps import steps_fit
 from ferrum_triton.kernels.gluon import gluon_kernel
 from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.hopper.attention import LAUNCH_REGISTERS, columns_of
+from ferrum_triton.kernels.hopper.attention_codes import Scales, widen_pages
 from ferrum_triton.kernels.hopper.attention_roles import (
     Rows,
     Stream,
@@ -34,15 +39,16 @@ from ferrum_triton.kernels.hopper.attention_roles import (
     attend,
     make_ring,
 )
-from ferrum_triton.kernels.hopper.attention_tiles import (
-    ROWS,
-    Block,
-    Variant,
-    finish,
-    next_rank,
-    whole_tiles,
+from ferrum_triton.kernels.hopper.attention_tiles import ROWS, finish, next_rank, whole_tiles
+from ferrum_triton.kernels.hopper.attention_walk import (
+    Batch,
+    PagedVariant,
+    begin,
+    copy_pages,
+    part_of,
+    walk_to,
 )
-from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers
+from ferrum_triton.kernels.hopper.rings import Ring, make_barriers, wait_empty
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import next_power_of_2
 from ferrum_triton.kernels.tuning import Config
@@ -50,170 +56,16 @@ from ferrum_triton.kernels.tuning import Config
 # Pages whose boxes are worth a copy, and that a tile or a part of one holds.
 BLOCK_SIZES = (16, 32, 64, 128)
 
-
-@dataclass(frozen=True)
-class PagedVariant(Variant):
-    """What the kernel specialises on beside flash attention's.
-
-    Attributes:
-        heads: a power of two >= group, the rows of one query.
-        block_size: keys of a page.
-        few: queries up to which a sequence is another launch's.
-        value_dim: columns of the result.
-        num_kv_heads: of the pool.
-        token_step, head_step: strides of the result. Constants, as the pool's are to the plain
-            kernel, take no registers.
-    """
-
-    heads: int = 1
-    block_size: int = 0
-    few: int = 0
-    value_dim: int = 0
-    num_kv_heads: int = 1
-    token_step: int = 0
-    head_step: int = 0
-
-    @property
-    def queries(self) -> int:
-        """Queries of a consumer."""
-        return ROWS.value // self.heads
-
-    @property
-    def pieces(self) -> int:
-        """Boxes of a tile."""
-        return self.block_n // self.piece
-
-
-class Batch(NamedTuple):
-    """The sequences of a call, and what all warps know beside them.
-
-    Attributes:
-        tables_ptr: blocks of each sequence, [num_seqs, max_blocks].
-        pos_offsets_ptr: position of each sequence's first query, [num_seqs].
-        cu_seqlens_q_ptr: where each sequence's queries begin, [num_seqs + 1].
-        capacity: keys a block table can hold.
-        num_blocks: of the pool.
-    """
-
-    tables_ptr: Any
-    pos_offsets_ptr: Any
-    cu_seqlens_q_ptr: Any
-    stride_table: Any
-    num_seqs: Any
-    capacity: Any
-    num_blocks: Any
-    sliding_window: Any
-    scale_log2: Any
-    softcap_log2: Any
-
-
-class Walk(NamedTuple):
-    """Where a warp is on its way through the sequences, which begins behind the last one.
-
-    Attributes:
-        seq: the sequence.
-        end: blocks of it and of those after it, which come first.
-    """
-
-    seq: Any
-    end: Any
-
-
-class Part(NamedTuple):
-    """A block of queries of a sequence.
-
-    Attributes:
-        block: as flash attention takes it; its rows are queries of the sequence.
-        token: the sequence's first query, among all.
-        num_queries: of the sequence.
-        keys: of the sequence.
-    """
-
-    block: Any
-    token: Any
-    num_queries: Any
-    keys: Any
-
-
-@gluon.jit
-def blocks_of(seq, batch, VARIANT: gl.constexpr):
-    """Blocks of queries of a sequence: none if it is another launch's."""
-    starts = batch.cu_seqlens_q_ptr + seq
-    queries = (gl.load(starts + 1) - gl.load(starts)).to(gl.int32)
-    blocks = gl.cdiv(queries, VARIANT.consumers * VARIANT.queries)
-    return gl.where(queries > VARIANT.few, blocks, 0)
-
-
-@gluon.jit
-def begin(batch):
-    """A program's first rank, and the walk before it.
-
-    0 is added to both, as attention_roles.store_rows says why.
-    """
-    nothing = (gl.load(batch.cu_seqlens_q_ptr) >> 31).to(gl.int32)
-    return gl.program_id(0) + nothing, Walk(batch.num_seqs + nothing, 0)
-
-
-@gluon.jit
-def walk_to(walk, index, batch, VARIANT: gl.constexpr):
-    """Go on to the sequence of a block, or to the first one."""
-    seq, end = walk.seq, walk.end
-    while (index >= end) & (seq > 0):
-        seq -= 1
-        end += blocks_of(seq, batch, VARIANT)
-    return Walk(seq, end)
-
-
-@gluon.jit
-def part_of(walk, rank, batch, VARIANT: gl.constexpr):
-    """The block of queries of a rank; a sequence's last ones see the most keys and come first."""
-    starts = batch.cu_seqlens_q_ptr + walk.seq
-    token = gl.load(starts)
-    num_queries = (gl.load(starts + 1) - token).to(gl.int32)
-    keys = gl.load(batch.pos_offsets_ptr + walk.seq) + num_queries
-    keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
-    index = rank // VARIANT.num_kv_heads
-    step: gl.constexpr = VARIANT.consumers * VARIANT.queries
-    first_query = (walk.end - 1 - index) * step
-    position = keys - num_queries
-    seen = gl.minimum(gl.minimum(first_query + step, num_queries) + position, keys)
-    end = gl.maximum(gl.cdiv(seen, VARIANT.block_n), 1) * VARIANT.block_n
-    start = 0
-    if VARIANT.has_window:
-        start = gl.maximum(first_query + position + 1 - batch.sliding_window, 0)
-        start = gl.minimum(start // VARIANT.block_n * VARIANT.block_n, end)
-    tiles = gl.maximum((end - start) // VARIANT.block_n, 1)
-    edge = keys // VARIANT.piece * VARIANT.piece
-    shift = (VARIANT.piece - (keys - edge)) % VARIANT.piece
-    kv_head = rank - index * VARIANT.num_kv_heads
-    block = Block(walk.seq, kv_head, first_query, position, end, tiles, edge, shift)
-    return Part(block, token.to(gl.int32), num_queries, keys)
+# How scales lie in shared memory.
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def ask_pages(stream, step, first_key, part, batch, VARIANT: gl.constexpr):
-    """Ask for the keys or values of a tile, page by page."""
-    PIECE: gl.constexpr = VARIANT.piece
-    PIECES: gl.constexpr = VARIANT.pieces
-    others: gl.constexpr = 0 if stream.rest_desc is None else stream.rest_desc.block_type.nbytes
-    num_bytes: gl.constexpr = (stream.desc.block_type.nbytes + others) * PIECES
-    acquire(stream.ring, step, num_bytes)
-    stage = step % VARIANT.stages
-    full = stream.ring.full.index(stage)
-    buffer = stream.ring.buffers.index(stage)
-    table = batch.tables_ptr + part.block.batch.to(gl.int64) * batch.stride_table
-    for i in gl.static_range(PIECES):
-        key = first_key + i * PIECE
-        valid = gl.minimum(gl.maximum(part.keys - key, 0), PIECE)
-        page = gl.load(table + key // VARIANT.block_size, mask=valid > 0, other=0).to(gl.uint32)
-        page = gl.minimum(page, (batch.num_blocks - 1).to(gl.uint32)).to(gl.int32)
-        row = gl.where(valid > 0, key % VARIANT.block_size + valid - PIECE, -PIECE)
-        at = [page, part.block.head, row, 0]
-        place = buffer.slice(i * PIECE, PIECE, 2)
-        tma.async_copy_global_to_shared(stream.desc, at, full, place)
-        if stream.rest_desc is not None:
-            place = stream.rest.index(stage).slice(i * PIECE, PIECE, 2)
-            tma.async_copy_global_to_shared(stream.rest_desc, at, full, place)
+    """Ask for the keys or values of a tile, once there is room for them."""
+    wait_empty(stream.ring, step)
+    stage = step % stream.ring.full.shape[0]
+    copy_pages(stream, stage, first_key, part, batch, VARIANT)
 
 
 @gluon.jit
@@ -317,6 +169,8 @@ def _hopper_paged_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
     lse_ptr,  # [num_tokens, num_heads] or None
     sinks_ptr,  # [num_heads] or None
+    k_scales_ptr,  # of slots or heads of a pool of codes, or None
+    v_scales_ptr,
     block_tables_ptr,  # [num_seqs, max_blocks]
     pos_offsets_ptr,  # [num_seqs]
     cu_seqlens_q_ptr,  # [num_seqs + 1]
@@ -341,16 +195,28 @@ def _hopper_paged_kernel(
     pdl_wait(PDL)
     pdl_trigger(PDL)
     CONSUMERS: gl.constexpr = VARIANT.consumers
-    STAGES: gl.constexpr = VARIANT.stages
+    # Of pages as they are stored, and who takes them: the consumers, or who widens them.
+    STAGES: gl.constexpr = VARIANT.stages if VARIANT.codes == "" else 1
+    READERS: gl.constexpr = CONSUMERS if VARIANT.codes == "" else 1
     q_rest, k_rest = None, None
     if q_rest_desc is not None:
         q_rest = allocate(q_rest_desc, CONSUMERS)
         k_rest = allocate_tiles(k_rest_desc, STAGES, VARIANT)
     q = Stream(q_desc, q_rest_desc, make_ring(q_desc, CONSUMERS, 1), q_rest)
-    k = Stream(k_desc, k_rest_desc, make_tiles(k_desc, VARIANT), k_rest)
-    v = Stream(v_desc, None, make_tiles(v_desc, VARIANT), None)
+    k = Stream(k_desc, k_rest_desc, make_tiles(k_desc, STAGES, READERS, VARIANT), k_rest)
+    v = Stream(v_desc, None, make_tiles(v_desc, STAGES, READERS, VARIANT), None)
+    asked = Streams(q, k, v, None, None)
+    streams, scales = asked, Scales(k_scales_ptr, v_scales_ptr)
+    if VARIANT.codes != "":
+        k_rest = None
+        if q_rest_desc is not None:
+            k_rest = allocate_widened(k_rest_desc, q_desc.dtype, VARIANT)
+        wide = make_widened(k_desc, q_desc.dtype, VARIANT)
+        k = Stream(None, None, wide, k_rest, allocate_scales(VARIANT))
+        wide = make_widened(v_desc, q_desc.dtype, VARIANT)
+        v = Stream(None, None, wide, None, allocate_scales(VARIANT))
+        streams = Streams(q, k, v, None, None)
     fence_async_shared()
-    streams = Streams(q, k, v, None, None)
     targets = Targets(
         out_ptr,
         lse_ptr,
@@ -370,23 +236,44 @@ def _hopper_paged_kernel(
         scale_log2,
         softcap_log2,
     )
-    gl.warp_specialize(
-        [
-            (consume_pages, (streams, targets, batch, 0, VARIANT)),
-            (consume_pages, (streams, targets, batch, 1, VARIANT)),
-            (produce_pages, (streams, batch, VARIANT)),
-        ],
-        [4, 1],
-        [VARIANT.registers, 24],
-    )
+    if VARIANT.codes == "":
+        gl.warp_specialize(
+            [
+                (consume_pages, (streams, targets, batch, 0, VARIANT)),
+                (consume_pages, (streams, targets, batch, 1, VARIANT)),
+                (produce_pages, (asked, batch, VARIANT)),
+            ],
+            [4, 1],
+            [VARIANT.registers, 24],
+        )
+    elif VARIANT.asks:
+        gl.warp_specialize(
+            [
+                (consume_pages, (streams, targets, batch, 0, VARIANT)),
+                (consume_pages, (streams, targets, batch, 1, VARIANT)),
+                (widen_pages, (streams, asked, scales, batch, VARIANT)),
+            ],
+            [4, 4],
+            [VARIANT.registers, 72],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume_pages, (streams, targets, batch, 0, VARIANT)),
+                (consume_pages, (streams, targets, batch, 1, VARIANT)),
+                (widen_pages, (streams, asked, scales, batch, VARIANT)),
+                (produce_pages, (asked, batch, VARIANT)),
+            ],
+            [4, 4, 1],
+            [VARIANT.registers, 56, 24],
+        )
 
 
 @gluon.jit
-def make_tiles(desc, VARIANT: gl.constexpr):
+def make_tiles(desc, STAGES: gl.constexpr, READERS: gl.constexpr, VARIANT: gl.constexpr):
     """Buffers of tiles that are gathered from a map's blocks."""
-    full = make_barriers(VARIANT.stages, 1)
-    empty = make_barriers(VARIANT.stages, VARIANT.consumers)
-    return Ring(allocate_tiles(desc, VARIANT.stages, VARIANT), full, empty)
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, READERS)
+    return Ring(allocate_tiles(desc, STAGES, VARIANT), full, empty)
 
 
 @gluon.jit
@@ -396,22 +283,46 @@ def allocate_tiles(desc, STAGES: gl.constexpr, VARIANT: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
+@gluon.jit
+def make_widened(desc, DTYPE: gl.constexpr, VARIANT: gl.constexpr):
+    """Buffers of tiles in 16 bits of what a map brings as codes."""
+    STAGES: gl.constexpr = VARIANT.stages
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, VARIANT.consumers)
+    return Ring(allocate_widened(desc, DTYPE, VARIANT), full, empty)
+
+
+@gluon.jit
+def allocate_widened(desc, DTYPE: gl.constexpr, VARIANT: gl.constexpr):
+    """Room for tiles in 16 bits of what a map brings as codes."""
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    tile: gl.constexpr = [1, 1, VARIANT.block_n, COLUMNS]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(tile, DTYPE)
+    shape: gl.constexpr = [VARIANT.stages, 1, 1, VARIANT.block_n, COLUMNS]
+    return gl.allocate_shared_memory(DTYPE, shape, layout)
+
+
+@gluon.jit
+def allocate_scales(VARIANT: gl.constexpr):
+    """Room for scales of the rows of tiles."""
+    return gl.allocate_shared_memory(gl.float32, [VARIANT.stages, VARIANT.block_n], FLAT)
+
+
 def can_gather(call: Call) -> bool:
     """Whether tensor maps can have a call's queries and the pages of its pool."""
     layout = call.pool.layout
     strides = [
         step for steps in (layout.k, layout.v) for step in (steps.block, steps.head, steps.slot)
     ]
-    strides += call.q.stride()[1:3]
     tensors = (call.q, call.pool.k, call.pool.v)
-    size = call.q.element_size()
+    size, of_pool = call.q.element_size(), call.pool.k.element_size()
     return (
-        not (layout.quantised or layout.k_piece or layout.v_piece)
+        not (layout.k_piece or layout.v_piece)
         and layout.block_size in BLOCK_SIZES
         and call.group <= ROWS.value
         and all(x.data_ptr() % 16 == 0 for x in tensors)
-        and call.q.shape[3] * size % 16 == 0
-        and steps_fit(strides, size)
+        and call.out.shape[3] * of_pool % 16 == 0
+        and steps_fit(call.q.stride()[1:3], size)
+        and steps_fit(strides, of_pool)
     )
 
 
@@ -422,9 +333,15 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
     block_n, layout = config["BLOCK_N"], pool.layout
     q, out = call.q[0], call.out[0]
     factor = abs(call.scale) * LOG2_E.value * (2.0 / call.softcap if call.softcap > 0 else 1.0)
+    codes = pool.codes
+    # With a warp to ask a program has 512 threads. For products of 256 columns, each has too few
+    # registers then.
+    asks = codes != "" and padded(head_dim) > 128
+    # Tensor maps know no codes: they bring bytes.
+    k_pages, v_pages = (x.view(torch.int8) if codes else x for x in (pool.k, pool.v))
     variant = PagedVariant(
         consumers=2,
-        registers=HOPPER_REGISTERS[2],
+        registers=WIDE_REGISTERS if codes else HOPPER_REGISTERS[2],
         block_n=block_n,
         stages=config["num_stages"],
         block_d=block_d,
@@ -443,6 +360,11 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
         few=few,
         value_dim=head_dim,
         num_kv_heads=pool.num_kv_heads,
+        codes=codes,
+        asks=asks,
+        round_first=bool(codes),
+        k_scales=layout.k_scales if codes else None,
+        v_scales=layout.v_scales if codes else None,
         token_step=out.stride(0),
         head_step=out.stride(1),
     )
@@ -459,14 +381,16 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
         out_ptr=out,
         lse_ptr=call.lse,
         sinks_ptr=call.sinks,
+        k_scales_ptr=pool.k_scales,
+        v_scales_ptr=pool.v_scales,
         block_tables_ptr=call.block_tables,
         pos_offsets_ptr=call.pos_offsets,
         cu_seqlens_q_ptr=call.cu_seqlens_q,
         q_desc=columns_of(q, *rows, of_q, 0, block_d),
         q_rest_desc=columns_of(q, *rows, of_q, block_d, block_e),
-        k_desc=columns_of(pool.k, pages, k_steps, of_page, 0, block_d),
-        k_rest_desc=columns_of(pool.k, pages, k_steps, of_page, block_d, block_e),
-        v_desc=columns_of(pool.v, pages, v_steps, of_page, 0, variant.block_v),
+        k_desc=columns_of(k_pages, pages, k_steps, of_page, 0, block_d),
+        k_rest_desc=columns_of(k_pages, pages, k_steps, of_page, block_d, block_e),
+        v_desc=columns_of(v_pages, pages, v_steps, of_page, 0, variant.block_v),
         **strides_of("lse", None if call.lse is None else call.lse[0], "token", "head"),
         stride_table=call.block_tables.stride(0),
         num_seqs=call.block_tables.shape[0],
@@ -477,5 +401,5 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
         softcap_log2=call.softcap * LOG2_E.value,
         VARIANT=variant,
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS[2],
+        maxnreg=LAUNCH_REGISTERS[3 if codes and not asks else 2],
     )

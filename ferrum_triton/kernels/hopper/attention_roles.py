@@ -48,12 +48,14 @@ class Stream(NamedTuple):
         rest_desc: its other columns, or None.
         ring: buffers of the first columns.
         rest: buffers of the others, which come and go with those.
+        scales: of each row, float32 [stages, rows], which come and go with those too; or None.
     """
 
     desc: Any
     rest_desc: Any
     ring: Any
     rest: Any
+    scales: Any = None
 
 
 class Streams(NamedTuple):
@@ -162,13 +164,31 @@ def begin_scores(streams, step, own, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def begin_sum(streams, step, weights, acc, VARIANT: gl.constexpr):
-    """Begin to add the values of a step, weighted; (sum, the weights it reads from registers)."""
-    operand = weights.to(streams.v.desc.dtype)
-    operand = gl.convert_layout(operand, VARIANT.weights, assert_trivial=True)
-    wait_full(streams.v.ring, step)
+def scale_keys(x, stream, step, VARIANT: gl.constexpr):
+    """Scores or weights of a tile that is held, times the scales of its rows, if it has some."""
+    if stream.scales is not None:
+        scales = stream.scales.index(step % VARIANT.stages)
+        x = x * scales.load(gl.SliceLayout(0, VARIANT.scores))[None, :]
+    return x
+
+
+@gluon.jit
+def rounded(weights, streams, step, VARIANT: gl.constexpr):
+    """The weights of a step's values as a product reads them from registers."""
+    if streams.v.scales is not None:
+        wait_full(streams.v.ring, step)
+        weights = scale_keys(weights, streams.v, step, VARIANT)
+    operand = weights.to(streams.v.ring.buffers.dtype)
+    return gl.convert_layout(operand, VARIANT.weights, assert_trivial=True)
+
+
+@gluon.jit
+def begin_sum(streams, step, operand, acc, VARIANT: gl.constexpr):
+    """Begin to add the values of a step, weighted."""
+    if streams.v.scales is None:
+        wait_full(streams.v.ring, step)
     v = tile_of(streams.v.ring.buffers, step % VARIANT.stages)
-    return warpgroup_mma(operand, v, acc, is_async=True), operand
+    return warpgroup_mma(operand, v, acc, is_async=True)
 
 
 class Rows(NamedTuple):
@@ -214,9 +234,15 @@ def fold_tile(
         The state without the values of tile n, and their weights.
     """
     step = done + n
-    scores = begin_scores(streams, step, OWN, VARIANT)
-    acc, operand = begin_sum(streams, step - 1, weights, state.acc, VARIANT)
+    if VARIANT.round_first:
+        operand = rounded(weights, streams, step - 1, VARIANT)
+        scores = begin_scores(streams, step, OWN, VARIANT)
+    else:
+        scores = begin_scores(streams, step, OWN, VARIANT)
+        operand = rounded(weights, streams, step - 1, VARIANT)
+    acc = begin_sum(streams, step - 1, operand, state.acc, VARIANT)
     scores = warpgroup_mma_wait(1, deps=(scores,))
+    scores = scale_keys(scores, streams.k, step, VARIANT)
     release(streams.k.ring, step)
 
     scores, factor = scale_scores(scores, call, VARIANT)
@@ -241,6 +267,7 @@ def attend(
     wait_full(streams.q.ring, turn * CONSUMERS + OWN)
     scores = begin_scores(streams, done, OWN, VARIANT)
     scores = warpgroup_mma_wait(0, deps=(scores,))
+    scores = scale_keys(scores, streams.k, done, VARIANT)
     release(streams.k.ring, done)
     scores, factor = scale_scores(scores, call, VARIANT)
     scores = hide_in_first(scores, block, rows.position, call, VARIANT)
@@ -253,7 +280,8 @@ def attend(
     if VARIANT.own_out:
         release(streams.q.ring, turn * CONSUMERS + OWN)
     last = done + block.tiles - 1
-    acc, operand = begin_sum(streams, last, weights, state.acc, VARIANT)
+    operand = rounded(weights, streams, last, VARIANT)
+    acc = begin_sum(streams, last, operand, state.acc, VARIANT)
     acc, _ = warpgroup_mma_wait(0, deps=(acc, operand))
     release(streams.v.ring, last)
     return Softmax(acc, state.row_max, state.row_sum)

@@ -37,6 +37,8 @@ class Variant:
         negate: the softmax scale is negative.
         newest: the queries are the newest of what only the device knows the length of.
         piece: keys of a page, or of a part of it, that lie together in a tile; 0 without pages.
+        round_first: weights are rounded before the next scores begin: fewer registers, but the
+            tensor cores wait for it.
     """
 
     consumers: int
@@ -54,6 +56,7 @@ class Variant:
     has_softcap: bool
     newest: bool
     piece: int = 0
+    round_first: bool = False
 
     @property
     def block_m(self) -> int:

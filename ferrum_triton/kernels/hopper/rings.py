@@ -19,7 +19,7 @@ class Ring(NamedTuple):
 
     Attributes:
         buffers: [stages, ...] in shared memory; None where roles know them by another name.
-        full: barriers of the landed bytes, [stages].
+        full: barriers of the landed bytes, or of the producers that wrote them, [stages].
         empty: barriers of the consumers, [stages].
     """
 
@@ -38,11 +38,17 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def wait_empty(ring, step):
+    """A producer's wait for the buffer of a step."""
+    STAGES: gl.constexpr = ring.empty.shape[0]
+    mbarrier.wait(ring.empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
 def acquire(ring, step, num_bytes: gl.constexpr):
     """A producer's wait for the buffer of a step, which that many bytes go to next; its stage."""
-    STAGES: gl.constexpr = ring.empty.shape[0]
-    stage = step % STAGES
-    mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    wait_empty(ring, step)
+    stage = step % ring.full.shape[0]
     mbarrier.expect(ring.full.index(stage), num_bytes)
     return stage
 

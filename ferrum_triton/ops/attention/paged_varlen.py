@@ -40,16 +40,32 @@ from ferrum_triton.registry import Case, op
                 "head_dim": 128,
                 "q_lens": q_lens,
                 "offsets": offsets,
+                "cache_dtype": cache_dtype,
             },
             metric,
         )
-        for name, q_lens, offsets, metric in (
-            ("prefill(8x2048 on ctx 8192)", (2048,) * 8, (8192 - 2048,) * 8, "tflops"),
+        for name, q_lens, offsets, cache_dtype, metric in (
+            ("prefill(8x2048 on ctx 8192)", (2048,) * 8, (8192 - 2048,) * 8, None, "tflops"),
             (
                 "mixed(1x2048 + 63 decodes at ctx 4096)",
                 (2048, *(1,) * 63),
                 (4096 - 2048, *(4095,) * 63),
+                None,
                 "us",
+            ),
+            (
+                "fp8/prefill(8x2048 on ctx 8192)",
+                (2048,) * 8,
+                (8192 - 2048,) * 8,
+                torch.float8_e4m3fn,
+                "tflops",
+            ),
+            (
+                "int8/prefill(8x2048 on ctx 8192)",
+                (2048,) * 8,
+                (8192 - 2048,) * 8,
+                torch.int8,
+                "tflops",
             ),
         )
     ],

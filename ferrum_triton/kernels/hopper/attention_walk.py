@@ -1,0 +1,186 @@
+"""The way of Hopper's warps through the sequences of a prefill, and their pages.
+
+Sequences differ in length and lie in device memory. Every warp walks through them from the last to
+the first, in step with the blocks that its program takes.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ferrum_triton.kernels.attention.pages import Steps
+from ferrum_triton.kernels.hopper.attention_tiles import ROWS, Block, Variant
+
+
+@dataclass(frozen=True)
+class PagedVariant(Variant):
+    """What the kernel specialises on beside flash attention's.
+
+    Attributes:
+        heads: a power of two >= group, the rows of one query.
+        block_size: keys of a page.
+        few: queries up to which a sequence is another launch's.
+        value_dim: columns of the result.
+        num_kv_heads: of the pool.
+        codes: of an 8-bit pool, ``"e4m3"`` or ``"int8"``; else "".
+        asks: who widens codes asks for them too; else a warp of its own does.
+        k_scales, v_scales: strides of its scales; None where there are none.
+        token_step, head_step: strides of the result. Constants, as the pool's are to the plain
+            kernel, take no registers.
+    """
+
+    heads: int = 1
+    block_size: int = 0
+    few: int = 0
+    value_dim: int = 0
+    num_kv_heads: int = 1
+    codes: str = ""
+    asks: bool = False
+    k_scales: Steps | None = None
+    v_scales: Steps | None = None
+    token_step: int = 0
+    head_step: int = 0
+
+    @property
+    def queries(self) -> int:
+        """Queries of a consumer."""
+        return ROWS.value // self.heads
+
+    @property
+    def pieces(self) -> int:
+        """Boxes of a tile."""
+        return self.block_n // self.piece
+
+
+class Batch(NamedTuple):
+    """The sequences of a call, and what all warps know beside them.
+
+    Attributes:
+        tables_ptr: blocks of each sequence, [num_seqs, max_blocks].
+        pos_offsets_ptr: position of each sequence's first query, [num_seqs].
+        cu_seqlens_q_ptr: where each sequence's queries begin, [num_seqs + 1].
+        capacity: keys a block table can hold.
+        num_blocks: of the pool.
+    """
+
+    tables_ptr: Any
+    pos_offsets_ptr: Any
+    cu_seqlens_q_ptr: Any
+    stride_table: Any
+    num_seqs: Any
+    capacity: Any
+    num_blocks: Any
+    sliding_window: Any
+    scale_log2: Any
+    softcap_log2: Any
+
+
+class Walk(NamedTuple):
+    """Where a warp is on its way through the sequences, which begins behind the last one.
+
+    Attributes:
+        seq: the sequence.
+        end: blocks of it and of those after it, which come first.
+    """
+
+    seq: Any
+    end: Any
+
+
+class Part(NamedTuple):
+    """A block of queries of a sequence.
+
+    Attributes:
+        block: as flash attention takes it; its rows are queries of the sequence.
+        token: the sequence's first query, among all.
+        num_queries: of the sequence.
+        keys: of the sequence.
+    """
+
+    block: Any
+    token: Any
+    num_queries: Any
+    keys: Any
+
+
+@gluon.jit
+def blocks_of(seq, batch, VARIANT: gl.constexpr):
+    """Blocks of queries of a sequence: none if it is another launch's."""
+    starts = batch.cu_seqlens_q_ptr + seq
+    queries = (gl.load(starts + 1) - gl.load(starts)).to(gl.int32)
+    blocks = gl.cdiv(queries, VARIANT.consumers * VARIANT.queries)
+    return gl.where(queries > VARIANT.few, blocks, 0)
+
+
+@gluon.jit
+def begin(batch):
+    """A program's first rank, and the walk before it.
+
+    0 is added to both, as attention_roles.store_rows says why.
+    """
+    nothing = (gl.load(batch.cu_seqlens_q_ptr) >> 31).to(gl.int32)
+    return gl.program_id(0) + nothing, Walk(batch.num_seqs + nothing, 0)
+
+
+@gluon.jit
+def walk_to(walk, index, batch, VARIANT: gl.constexpr):
+    """Go on to the sequence of a block, or to the first one."""
+    seq, end = walk.seq, walk.end
+    while (index >= end) & (seq > 0):
+        seq -= 1
+        end += blocks_of(seq, batch, VARIANT)
+    return Walk(seq, end)
+
+
+@gluon.jit
+def part_of(walk, rank, batch, VARIANT: gl.constexpr):
+    """The block of queries of a rank; a sequence's last ones see the most keys and come first."""
+    starts = batch.cu_seqlens_q_ptr + walk.seq
+    token = gl.load(starts)
+    num_queries = (gl.load(starts + 1) - token).to(gl.int32)
+    keys = gl.load(batch.pos_offsets_ptr + walk.seq) + num_queries
+    keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
+    index = rank // VARIANT.num_kv_heads
+    step: gl.constexpr = VARIANT.consumers * VARIANT.queries
+    first_query = (walk.end - 1 - index) * step
+    position = keys - num_queries
+    seen = gl.minimum(gl.minimum(first_query + step, num_queries) + position, keys)
+    end = gl.maximum(gl.cdiv(seen, VARIANT.block_n), 1) * VARIANT.block_n
+    start = 0
+    if VARIANT.has_window:
+        start = gl.maximum(first_query + position + 1 - batch.sliding_window, 0)
+        start = gl.minimum(start // VARIANT.block_n * VARIANT.block_n, end)
+    tiles = gl.maximum((end - start) // VARIANT.block_n, 1)
+    edge = keys // VARIANT.piece * VARIANT.piece
+    shift = (VARIANT.piece - (keys - edge)) % VARIANT.piece
+    kv_head = rank - index * VARIANT.num_kv_heads
+    block = Block(walk.seq, kv_head, first_query, position, end, tiles, edge, shift)
+    return Part(block, token.to(gl.int32), num_queries, keys)
+
+
+@gluon.jit
+def copy_pages(stream, stage, first_key, part, batch, VARIANT: gl.constexpr):
+    """Ask for the keys or values of a tile, page by page, for a stage that has room for them."""
+    PIECE: gl.constexpr = VARIANT.piece
+    PIECES: gl.constexpr = VARIANT.pieces
+    others: gl.constexpr = 0 if stream.rest_desc is None else stream.rest_desc.block_type.nbytes
+    num_bytes: gl.constexpr = (stream.desc.block_type.nbytes + others) * PIECES
+    full = stream.ring.full.index(stage)
+    mbarrier.expect(full, num_bytes)
+    buffer = stream.ring.buffers.index(stage)
+    table = batch.tables_ptr + part.block.batch.to(gl.int64) * batch.stride_table
+    for i in gl.static_range(PIECES):
+        key = first_key + i * PIECE
+        valid = gl.minimum(gl.maximum(part.keys - key, 0), PIECE)
+        page = gl.load(table + key // VARIANT.block_size, mask=valid > 0, other=0).to(gl.uint32)
+        page = gl.minimum(page, (batch.num_blocks - 1).to(gl.uint32)).to(gl.int32)
+        row = gl.where(valid > 0, key % VARIANT.block_size + valid - PIECE, -PIECE)
+        at = [page, part.block.head, row, 0]
+        place = buffer.slice(i * PIECE, PIECE, 2)
+        tma.async_copy_global_to_shared(stream.desc, at, full, place)
+        if stream.rest_desc is not None:
+            place = stream.rest.index(stage).slice(i * PIECE, PIECE, 2)
+            tma.async_copy_global_to_shared(stream.rest_desc, at, full, place)
