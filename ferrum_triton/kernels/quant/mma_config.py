@@ -52,7 +52,10 @@ class MmaConfig(NamedTuple):
     prefetch_distance: int = 0
 
 
-# Programs enough for 132 SMs, of at least so many steps of the loop each.
+# Tokens of a tile up to which an SM holds three programs; K is split among as many, of at least so
+# many weights of a row each.
+FEW_TOKENS, PROGRAMS_OF_SM, LEAST_WEIGHTS = 32, 3, 512
+# By larger tiles: programs enough for 132 SMs, of at least so many steps of the loop each.
 PROGRAMS, STEPS = 200, 4
 # Tokens in a tile of more than 256 tokens.
 MAX_TOKENS = 128
@@ -199,13 +202,24 @@ def fitted(kind: str, config: MmaConfig) -> MmaConfig:
 def with_splits(
     gpu: Gpu, config: MmaConfig, num_tokens: int, num_rows: int, num_weights: int
 ) -> MmaConfig:
-    """``config``, K split until there are enough programs."""
+    """``config``, K split among as many programs as run at once.
+
+    One more would wait for all others. By 16 tokens of Q4_K, 4096x14336 takes 18.4 us in six parts,
+    which are 384 programs of 396 that an H200 holds, 22.0 in four and 22.4 in eight; 8192x8192 takes
+    19.3 in three and 24.5 in four (``device_us`` of ``gemm_quant`` under ``products.forced``).
+    """
     if not gpu.waits_for_stores:
         return config
     tiles = cdiv(num_rows, config.rows) * cdiv(num_tokens, config.tokens)
     steps, splits = cdiv(num_weights, 8 * config.words), 1
-    while tiles * splits < PROGRAMS and steps // (2 * splits) >= STEPS:
-        splits *= 2
-    # What tells splits apart takes registers; there are few programs, so that more cost nothing.
-    maxnreg = 136 if splits > 1 and (config.warps, config.maxnreg) == (4, 128) else config.maxnreg
+    if config.tokens <= FEW_TOKENS:
+        most = min(gpu.num_sms * PROGRAMS_OF_SM // tiles, num_weights // LEAST_WEIGHTS)
+        splits = cdiv(steps, cdiv(steps, max(most, 1)))  # every one has steps
+    else:
+        while tiles * splits < PROGRAMS and steps // (2 * splits) >= STEPS:
+            splits *= 2
+    # Registers are bounded so that an SM holds one program more. Where there are not as many, some
+    # SMs would have that one and others none: 14336x4096 took 22.4 us so, and 18.2 without.
+    is_one_wave = tiles * splits <= gpu.num_sms * PROGRAMS_OF_SM
+    maxnreg = 0 if is_one_wave and config.warps == 4 else config.maxnreg
     return config._replace(splits=splits, maxnreg=maxnreg)

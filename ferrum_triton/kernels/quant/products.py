@@ -331,7 +331,7 @@ PARAMETERS = {
     "words": one_of(16, 32),
     "parts": one_of(1, 2),
     "scale_after": FLAG,
-    "splits": power_of_two(1, 64),
+    "splits": integer(1, 64),
     "stages": integer(2, 8),
     "prefetch_lines": integer(0, 16),
     "use_tma": FLAG,
