@@ -13,9 +13,6 @@ from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv
 from ferrum_triton.kernels.quant.mma import mma_products, order_of
 from ferrum_triton.kernels.quant.mma_config import (
     MmaConfig,
-    least_tile,
-    mma_candidates,
-    mma_fits,
     mma_heuristic,
 )
 from ferrum_triton.kernels.quant.plane_rows import decode_planes, product_by_torch
@@ -282,36 +279,6 @@ def test_several_matrices_compiled_for_hopper(kind, num_tokens):
             gemv_quant_gate_up_silu(a, q, q, kind, kind)
     for launch in launches:
         compiled(launch)
-
-
-@pytest.mark.parametrize(("num_rows", "num_groups"), [(4096, 448), (28672, 128), (6144, 128)])
-def test_no_row_of_a_table_serves_more_tokens_than_its_tile_takes_at_once(num_rows, num_groups):
-    """The row of 16 tokens is the nearest for 17."""
-    gpu = gpu_of_capability((9, 0))
-    with record_launches((9, 0)):
-        for num_tokens in (9, 16, 17, 20, 31, 33, 40, 47, 64, 65, 100, 129, 300):
-            shape = ("Q4_K", "many", num_tokens, num_rows, num_groups)
-            config = products.pick(torch.device("meta"), *shape)
-            assert config["tokens"] >= min(num_tokens, 128)
-            if config["path"] == "mma":
-                assert config["tokens"] >= least_tile(gpu, "Q4_K", num_tokens)
-    small = mma(mma_heuristic(gpu, "Q4_K", 16, num_rows, 32 * num_groups))
-    assert products.fits(gpu, small, "Q4_K", "many", 16, num_rows, num_groups) == ""
-    assert "in tiles of 16" in products.fits(gpu, small, "Q4_K", "many", 17, num_rows, num_groups)
-
-
-def test_tiles_fit_every_gpu():
-    for arch, capability in (("sm_80", (8, 0)), ("sm_86", (8, 6)), ("sm_120", (12, 0))):
-        gpu = gpu_of_capability(capability)
-        assert gpu.arch == arch
-        for kind in NAMES:
-            for num_tokens in (9, 32, 64, 300):
-                config = mma_heuristic(gpu, f"{kind}:planes", num_tokens, 4096, 4096)
-                assert mma_fits(gpu, config, kind) == ""
-                assert all(
-                    mma_fits(gpu, each, kind) == ""
-                    for each in mma_candidates(gpu, kind, num_tokens, 4096, 4096)
-                )
 
 
 # What the interpreter cannot run: the PTX, by a model of the few instructions it has, against the

@@ -150,7 +150,7 @@ def mma_heuristic(
 def mma_candidates(
     gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_weights: int
 ) -> list[MmaConfig]:
-    """Configurations worth timing: every tile that holds the tokens, its K split or less so."""
+    """Configurations worth timing: tiles that hold the tokens, K in as many parts, half, double."""
     kind = file_kind(kind)
     found, least = [], least_tile(gpu, kind, num_tokens)
     for config in tiles_of(gpu, kind).values():
@@ -199,27 +199,45 @@ def fitted(kind: str, config: MmaConfig) -> MmaConfig:
     return config._replace(stages=max(config.stages - 1, 2)) if kind == "Q8_0" else config
 
 
+def at_once(gpu: Gpu) -> int:
+    """Programs of tiles of few tokens that run at once."""
+    return gpu.num_sms * PROGRAMS_OF_SM
+
+
+def wave_refusal(gpu: Gpu, config: MmaConfig, num_tokens: int, num_rows: int) -> str:
+    """Why a choice that was measured with other rows of W is none for these, or ""."""
+    if config.tokens > FEW_TOKENS or config.warps != 4:
+        return ""
+    programs = cdiv(num_rows, config.rows) * cdiv(num_tokens, config.tokens) * config.splits
+    if config.splits > 1 and programs > at_once(gpu):
+        return f"{programs} programs that share K do not run at once"
+    if config.maxnreg and programs <= at_once(gpu):
+        return f"{programs} programs run at once without a bound on registers"
+    return ""
+
+
 def with_splits(
     gpu: Gpu, config: MmaConfig, num_tokens: int, num_rows: int, num_weights: int
 ) -> MmaConfig:
     """``config``, K split among as many programs as run at once.
 
     One more would wait for all others. By 16 tokens of Q4_K, 4096x14336 takes 18.4 us in six parts,
-    which are 384 programs of 396 that an H200 holds, 22.0 in four and 22.4 in eight; 8192x8192 takes
-    19.3 in three and 24.5 in four (``device_us`` of ``gemm_quant`` under ``products.forced``).
+    which are 384 programs of 396 that an H200 holds, 22.0 in four and 22.4 in eight; 8192x8192
+    takes 19.3 in three and 24.5 in four (``device_us`` of ``gemm_quant`` under ``products.forced``,
+    b80b7d9).
     """
     if not gpu.waits_for_stores:
         return config
     tiles = cdiv(num_rows, config.rows) * cdiv(num_tokens, config.tokens)
     steps, splits = cdiv(num_weights, 8 * config.words), 1
     if config.tokens <= FEW_TOKENS:
-        most = min(gpu.num_sms * PROGRAMS_OF_SM // tiles, num_weights // LEAST_WEIGHTS)
+        most = min(at_once(gpu) // tiles, num_weights // LEAST_WEIGHTS)
         splits = cdiv(steps, cdiv(steps, max(most, 1)))  # every one has steps
     else:
         while tiles * splits < PROGRAMS and steps // (2 * splits) >= STEPS:
             splits *= 2
     # Registers are bounded so that an SM holds one program more. Where there are not as many, some
     # SMs would have that one and others none: 14336x4096 took 22.4 us so, and 18.2 without.
-    is_one_wave = tiles * splits <= gpu.num_sms * PROGRAMS_OF_SM
-    maxnreg = 0 if is_one_wave and config.warps == 4 else config.maxnreg
+    is_one_wave = config.warps == 4 and tiles * splits <= at_once(gpu)
+    maxnreg = 0 if is_one_wave else config.maxnreg
     return config._replace(splits=splits, maxnreg=maxnreg)

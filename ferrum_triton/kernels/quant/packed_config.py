@@ -113,6 +113,11 @@ def with_rings(gpu: Gpu, config: PackedConfig, fmt: BlockFormat) -> PackedConfig
     return config._replace(stages=min(stages, MOST_STAGES))
 
 
+def fewest_tokens(num_tokens: int) -> int:
+    """Tokens of the smallest tile that holds all of a call's, or of the largest."""
+    return min(max(next_power_of_2(num_tokens), 8), 256)
+
+
 def packed_candidates(
     gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_weights: int
 ) -> list[PackedConfig]:
@@ -120,8 +125,7 @@ def packed_candidates(
     fmt = FORMATS[file_kind(kind)]
     if not is_served(fmt):
         return []
-    fewest = min(max(next_power_of_2(num_tokens), 8), 256)
-    tiles = (128, 256) if num_tokens > 128 else (fewest,)
+    tiles = (128, 256) if num_tokens > 128 else (fewest_tokens(num_tokens),)
     found = []
     for tokens in tiles:
         for span, overlapped, ctas_per_sm in _TRIED[tokens]:
@@ -172,6 +176,8 @@ def packed_fits(
         # 28672 x 4096 by 40 tokens took 59.0 us in tiles of 32, and 56.0 by the plain kernel
         # (``do_bench`` of gemm_quant under ``products.forced`` of each, 1137d98).
         return f"{num_tokens} tokens unpack all weights twice in tiles of {config.tokens}"
+    if config.tokens > fewest_tokens(num_tokens) and num_tokens <= LARGE:
+        return f"tiles of {config.tokens} are for more than {num_tokens} tokens"
     tiles = cdiv(num_rows, TILE_ROWS) * cdiv(num_tokens, config.tokens)
     if config.streamed and tiles > TICKETS.value:
         return f"{tiles} tiles are more than there are tickets for, {TICKETS.value}"
