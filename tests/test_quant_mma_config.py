@@ -6,14 +6,16 @@ import torch
 from ferrum_triton.kernels.gpu import gpu_of_arch, gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.mma_config import (
+    at_once,
     least_tile,
     mma_candidates,
     mma_fits,
     mma_heuristic,
 )
-from ferrum_triton.kernels.quant.products import mma, products
+from ferrum_triton.kernels.quant.products import mma, product, products
 from ferrum_triton.kernels.rows import next_power_of_2
 from ferrum_triton.quant.planes import PLANE_FORMATS
+from tests.compiling import compiled, in_turns
 
 NAMES = [form.file.name for form in PLANE_FORMATS.values()]
 
@@ -45,7 +47,8 @@ def test_k_is_split_among_programs_that_run_at_once(num_rows, k, num_tokens):
     """As many as an H200 holds, three to an SM, each with steps of its own."""
     gpu = gpu_of_arch("sm_90")
     config = mma_heuristic(gpu, "Q4_K", num_tokens, num_rows, k)
-    tiles, steps, room = -(-num_rows // 64), -(-k // 256), 3 * 132
+    tiles, steps, room = -(-num_rows // 64), -(-k // 256), at_once(gpu, config, "Q4_K")
+    assert room == 3 * 132
     each = -(-steps // config.splits)
     assert -(-steps // each) == config.splits  # none without steps
     assert config.splits == 1 or tiles * config.splits <= room
@@ -67,6 +70,28 @@ def test_rows_of_a_table_serve_shapes_whose_programs_run_at_once_too():
     assert refused(few, 4096) == refused(many, 28672) == ""
     assert "do not run at once" in refused(few, 6144)
     assert "without a bound on registers" in refused(many, 24576)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    in_turns(("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q3_K", "MXFP4"), [(16,), (32,)]),
+)
+def test_an_sm_holds_as_many_programs_as_k_is_split_among(name, num_tokens):
+    """By registers, which come by eights, and by shared memory, of which each takes 1 KB more."""
+    gpu, kind = gpu_of_arch("sm_90"), f"{name}:planes"
+    config = mma_heuristic(gpu, kind, num_tokens, 4096, 12288)
+    assert config.splits > 1
+    a = torch.empty(num_tokens, 12288, dtype=torch.bfloat16, device="meta")
+    row_bytes = PLANE_FORMATS[kind].row_bytes(12288)
+    planes = torch.empty(4096, row_bytes, dtype=torch.uint8, device="meta")
+    with record_launches((9, 0)) as launches, products.forced(mma(config)):
+        product(a, planes, kind)
+    used = compiled(launches[-1])
+    held = min(
+        65536 // (-(-used.registers // 8) * 8 * 128),
+        (gpu.shared_limit + 1024) // (used.shared + 1024),
+    )
+    assert 132 * min(held, 3) == at_once(gpu, config, kind)
 
 
 def test_tiles_fit_every_gpu():

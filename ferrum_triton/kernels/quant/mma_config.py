@@ -52,9 +52,11 @@ class MmaConfig(NamedTuple):
     prefetch_distance: int = 0
 
 
-# Tokens of a tile up to which an SM holds three programs; K is split among as many, of at least so
-# many weights of a row each.
+# Tokens of a tile up to which an SM holds three programs, or fewer by kind and tokens: of Q5_K they
+# take 77,872 bytes of shared memory each. K is split among as many, of at least so many weights of
+# a row each.
 FEW_TOKENS, PROGRAMS_OF_SM, LEAST_WEIGHTS = 32, 3, 512
+FEWER_PROGRAMS = {("Q5_K", 32): 2}
 # By larger tiles: programs enough for 132 SMs, of at least so many steps of the loop each.
 PROGRAMS, STEPS = 200, 4
 # Tokens in a tile of more than 256 tokens.
@@ -141,9 +143,9 @@ def mma_heuristic(
     kind = file_kind(kind)
     tiles = tiles_of(gpu, kind)
     config = fitted(kind, tiles[_tile_tokens(tiles, kind, num_tokens)])
-    split = with_splits(gpu, config, num_tokens, num_rows, num_weights)
+    split = with_splits(gpu, config, kind, num_tokens, num_rows, num_weights)
     if config.tokens > MAX_TOKENS and split.splits > 1:  # too few tiles, and with splits they spill
-        split = with_splits(gpu, tiles[MAX_TOKENS], num_tokens, num_rows, num_weights)
+        split = with_splits(gpu, tiles[MAX_TOKENS], kind, num_tokens, num_rows, num_weights)
     return split
 
 
@@ -155,7 +157,7 @@ def mma_candidates(
     found, least = [], least_tile(gpu, kind, num_tokens)
     for config in tiles_of(gpu, kind).values():
         if least <= config.tokens <= 4 * max(num_tokens, 8):
-            split = with_splits(gpu, fitted(kind, config), num_tokens, num_rows, num_weights)
+            split = with_splits(gpu, fitted(kind, config), kind, num_tokens, num_rows, num_weights)
             for splits in {split.splits, max(split.splits // 2, 1), 2 * split.splits}:
                 found.append(split._replace(splits=splits))
     return [config for config in found if not mma_fits(gpu, config, kind)]
@@ -199,25 +201,25 @@ def fitted(kind: str, config: MmaConfig) -> MmaConfig:
     return config._replace(stages=max(config.stages - 1, 2)) if kind == "Q8_0" else config
 
 
-def at_once(gpu: Gpu) -> int:
-    """Programs of tiles of few tokens that run at once."""
-    return gpu.num_sms * PROGRAMS_OF_SM
+def at_once(gpu: Gpu, config: MmaConfig, kind: str) -> int:
+    """Programs of a tile of few tokens that run at once."""
+    return gpu.num_sms * FEWER_PROGRAMS.get((file_kind(kind), config.tokens), PROGRAMS_OF_SM)
 
 
-def wave_refusal(gpu: Gpu, config: MmaConfig, num_tokens: int, num_rows: int) -> str:
+def wave_refusal(gpu: Gpu, config: MmaConfig, kind: str, num_tokens: int, num_rows: int) -> str:
     """Why a choice that was measured with other rows of W is none for these, or ""."""
     if config.tokens > FEW_TOKENS or config.warps != 4:
         return ""
     programs = cdiv(num_rows, config.rows) * cdiv(num_tokens, config.tokens) * config.splits
-    if config.splits > 1 and programs > at_once(gpu):
+    if config.splits > 1 and programs > at_once(gpu, config, kind):
         return f"{programs} programs that share K do not run at once"
-    if config.maxnreg and programs <= at_once(gpu):
+    if config.maxnreg and programs <= at_once(gpu, config, kind):
         return f"{programs} programs run at once without a bound on registers"
     return ""
 
 
 def with_splits(
-    gpu: Gpu, config: MmaConfig, num_tokens: int, num_rows: int, num_weights: int
+    gpu: Gpu, config: MmaConfig, kind: str, num_tokens: int, num_rows: int, num_weights: int
 ) -> MmaConfig:
     """``config``, K split among as many programs as run at once.
 
@@ -231,13 +233,13 @@ def with_splits(
     tiles = cdiv(num_rows, config.rows) * cdiv(num_tokens, config.tokens)
     steps, splits = cdiv(num_weights, 8 * config.words), 1
     if config.tokens <= FEW_TOKENS:
-        most = min(at_once(gpu) // tiles, num_weights // LEAST_WEIGHTS)
+        most = min(at_once(gpu, config, kind) // tiles, num_weights // LEAST_WEIGHTS)
         splits = cdiv(steps, cdiv(steps, max(most, 1)))  # every one has steps
     else:
         while tiles * splits < PROGRAMS and steps // (2 * splits) >= STEPS:
             splits *= 2
     # Registers are bounded so that an SM holds one program more. Where there are not as many, some
     # SMs would have that one and others none: 14336x4096 took 22.4 us so, and 18.2 without.
-    is_one_wave = config.warps == 4 and tiles * splits <= at_once(gpu)
+    is_one_wave = config.warps == 4 and tiles * splits <= at_once(gpu, config, kind)
     maxnreg = 0 if is_one_wave else config.maxnreg
     return config._replace(splits=splits, maxnreg=maxnreg)

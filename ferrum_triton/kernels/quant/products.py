@@ -307,7 +307,7 @@ def fits(
             return f"{num_tokens} tokens unpack all weights twice in tiles of {tile.tokens}"
         if tile.tokens > least < MAX_TOKENS:
             return f"tiles of {tile.tokens} are for more than {num_tokens} tokens"
-        return mma_fits(gpu, tile, kind) or wave_refusal(gpu, tile, num_tokens, num_rows)
+        return mma_fits(gpu, tile, kind) or wave_refusal(gpu, tile, kind, num_tokens, num_rows)
     if path == "packed":
         if bucket_of(num_tokens) != bucket:
             return f"{num_tokens} tokens are not {bucket}"
