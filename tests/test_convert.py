@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ferrum_triton import FerrumError, InputError
+from ferrum_triton import FerrumError, InputError, get_backend
 from ferrum_triton.integrations.transformers import (
     convert,
     keep_packed,
@@ -19,6 +19,7 @@ from ferrum_triton.integrations.transformers import (
     revert,
 )
 from ferrum_triton.integrations.transformers.recognise import mlp_of, norm_of, scale_of
+from ferrum_triton.kernels.jit import note_launches
 from ferrum_triton.quant import FORMATS, QuantizedTensor, dequantize_blocks, quantize_blocks
 from ferrum_triton.quant.formats import GGUF_FORMATS
 from tests import tiny_files
@@ -317,15 +318,16 @@ def test_packed_layers_are_compiled_whole():
     mlp = layers.GatedMLP(dict(zip("abc", linears, strict=True)), "silu")
     table = layers.PackedEmbedding(gate, torch.float32)
     stacks = (layers.Packed.of(pack(4, 64, 64)) for _ in range(3))
-    experts, shares = layers.PackedExperts(*stacks), torch.rand(5, 2)
+    experts = layers.PackedExperts(*stacks)
 
-    def layer(ids):
+    def layer(ids, shares):
         x = mlp(table(ids))
         return linears[0](x) + experts(x, ids[:, None] // torch.tensor([32, 64]), shares)
 
-    ids = torch.randint(64, (5,))
-    got = torch.compile(layer, backend="eager", fullgraph=True)(ids)
-    torch.testing.assert_close(got, layer(ids), rtol=1e-4, atol=1e-4)
+    for num_tokens in (1, 5):  # pairs by themselves, and sorted by expert
+        ids, shares = torch.randint(64, (num_tokens,)), torch.rand(num_tokens, 2)
+        got = torch.compile(layer, backend="eager", fullgraph=True)(ids, shares)
+        torch.testing.assert_close(got, layer(ids, shares), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7])
@@ -339,6 +341,25 @@ def test_packed_experts_are_the_sum_of_those_chosen(num_tokens):
     middle = middle * torch.einsum("tk,tsnk->tsn", x, u[ids])
     want = torch.einsum("ts,tsn,tskn->tk", shares, middle, d[ids])
     torch.testing.assert_close(experts(x, ids, shares), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "launches"), [(1, 4, 2), (2, 4, 2), (2, 16, 2), (6, 16, 3)]
+)
+def test_packed_experts_launch_few_kernels(monkeypatch, dtype, num_tokens, num_experts, launches):
+    """Few tokens' sum over experts is in the last product."""
+    monkeypatch.setattr(layers, "backend_of", lambda x: get_backend("interpret"))
+    packed = [pack(num_experts, *sizes) for sizes in ((96, 64), (96, 64), (64, 96))]
+    experts = layers.PackedExperts(*map(layers.Packed.of, packed))
+    x, shares = torch.randn(num_tokens, 64).to(dtype), torch.rand(num_tokens, 2)
+    ids = torch.rand(num_tokens, num_experts).argsort(-1)[:, :2]
+    with note_launches(runs=True) as noted:
+        got = experts(x, ids, shares)
+    assert len(noted) == launches
+    monkeypatch.undo()
+    want = experts(x.float(), ids, shares)
+    torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
 
 
 def test_every_format_has_the_products_that_loading_asks_for():

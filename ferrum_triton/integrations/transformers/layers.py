@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ferrum_triton.backends import get_backend
+from ferrum_triton.ops.moe.expert_sum import FEW_TOKENS
+from ferrum_triton.ops.moe.pairs import MAX_EXPERTS
 from ferrum_triton.ops.quant_fused import MAX_ROWS
 from ferrum_triton.quant import QuantizedTensor
 from ferrum_triton.quant.kinds import format_of
 from ferrum_triton.quant.planes import PLANE_FORMATS
-
-MAX_EXPERTS = 1024  # that buckets are made for
 
 
 def backend_of(x: Tensor) -> Any:
@@ -126,22 +126,22 @@ class PackedExperts(PackedModule):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x, ids = hidden_states.reshape(-1, self.hidden_dim), top_k_index.to(torch.int32)
-        backend, top_k = backend_of(x), ids.shape[1]
+        backend, kinds = backend_of(x), self._kinds
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        kinds = self._kinds
-        gate_up_kinds = kinds["gate_proj"], kinds["up_proj"]
-        if ids.numel() <= self.num_experts or self.num_experts > MAX_EXPERTS:
-            # Each pair reads its expert by itself.
-            middle = backend.gemv_quant_moe_id_gate_up_silu(x, gate, up, ids, *gate_up_kinds)
-            slots = backend.gemv_quant_moe_id(middle, down, ids, kinds["down_proj"])
+        kind = kinds["down_proj"]
+        if ids.numel() > self.num_experts and self.num_experts <= MAX_EXPERTS:
+            slots = backend.mlp_quant_moe_id(x, gate, up, down, ids, *kinds.values())
+            return backend.weighted_sum(slots, top_k_weights).view_as(hidden_states)
+        # Each pair reads its expert by itself.
+        middle = backend.gemv_quant_moe_id_gate_up_silu(
+            x, gate, up, ids, kinds["gate_proj"], kinds["up_proj"]
+        )
+        if len(x) <= FEW_TOKENS and kind in PLANE_FORMATS:
+            y = backend.gemv_quant_moe_id_sum(middle, down, ids, top_k_weights, kind)
         else:
-            sizes = self.num_experts, self.intermediate_dim, self.hidden_dim
-            buckets, tpe, _ = backend.compute_ids_tpe(ids, *sizes)
-            middle = backend.gemm_quant_moe_id_gate_up_silu(
-                x, gate, up, buckets, tpe, *gate_up_kinds, top_k
-            )
-            slots = backend.gemm_quant_moe_id(middle, down, buckets, tpe, kinds["down_proj"], top_k)
-        return backend.weighted_sum(slots, top_k_weights).view_as(hidden_states)
+            slots = backend.gemv_quant_moe_id(middle, down, ids, kind)
+            y = backend.weighted_sum(slots, top_k_weights)
+        return y.view_as(hidden_states)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, {self.hidden_dim}, {self.intermediate_dim}, {self._kinds}"
