@@ -178,14 +178,17 @@ def test_machine_code(axes, dtype):
 
 
 def test_it_is_chosen_by_a_measured_row_of_such_a_pool_alone():
-    assert launch_of({}).kernel.name == "_paged_prefill_kernel"
     hopper = gpu_of_arch("sm_90")
     for codes in FORMATS:
         shape = (128, False, False, False, codes)
         assert "path" not in prefill_config.heuristic(hopper, *shape)
         assert WIDE in prefill_config.candidates(hopper, *shape)
+    served = {row.shape[-1] for row in prefill_config.rows(hopper)}
+    assert served >= {"", *FORMATS}
     for row in prefill_config.rows(hopper):
-        assert prefill_config.distance(row.shape, (*row.shape[:4], "e4m3")) == float("inf")
+        for codes in served - {row.shape[-1]}:
+            assert prefill_config.distance(row.shape, (*row.shape[:4], codes)) == float("inf")
+    assert launch_of({}).kernel.name == "_hopper_paged_kernel"
 
 
 def test_what_has_no_room_is_refused():

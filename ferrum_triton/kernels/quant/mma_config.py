@@ -231,7 +231,7 @@ def with_splits(
     if not gpu.waits_for_stores:
         return config
     tiles = cdiv(num_rows, config.rows) * cdiv(num_tokens, config.tokens)
-    steps, splits = cdiv(num_weights, 8 * config.words), 1
+    steps, splits = max(cdiv(num_weights, 8 * config.words), 1), 1
     if config.tokens <= FEW_TOKENS:
         most = min(at_once(gpu, config, kind) // tiles, num_weights // LEAST_WEIGHTS)
         splits = cdiv(steps, cdiv(steps, max(most, 1)))  # every one has steps
