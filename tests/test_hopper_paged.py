@@ -50,6 +50,19 @@ def check(backend, arguments, config=SMALL):
     assert_close(arguments["lse"], wide["lse"], name="lse", scale=4)
 
 
+def unused_slots(call):
+    """Which slots of a pool no sequence has keys in; entries past a sequence become nonsense."""
+    num_blocks, _, block_size, _ = call["k_cache"].shape
+    unused = torch.ones(num_blocks, block_size, dtype=torch.bool)
+    queries = call["cu_seqlens_q"].diff()
+    for seq, keys in enumerate((call["pos_offsets"] + queries).tolist()):
+        pages = -(-keys // block_size)
+        for page, block in enumerate(call["block_tables"][seq, :pages].tolist()):
+            unused[block, : keys - page * block_size] = False
+        call["block_tables"][seq, pages:] = 2_147_480_000 if seq % 2 else -1
+    return unused.to(call["k_cache"].device)
+
+
 FEATURES = {
     "one sequence": {"q_lens": (150,)},
     "no context": {"q_lens": (100, 0, 70), "max_offset": 0},
@@ -81,15 +94,9 @@ def test_nothing_past_a_sequence_is_read(backend_name, block_size):
     """Slots behind a sequence's last key and blocks of nobody hold NaN, unused entries nonsense."""
     backend = get_backend(backend_name)
     call = sample(backend, block_size=block_size, q_lens=(70, 40, 9, 20), max_offset=300)
-    used = torch.zeros(call["k_cache"].shape[0], block_size, dtype=torch.bool)
-    queries = call["cu_seqlens_q"].diff()
-    for seq, keys in enumerate((call["pos_offsets"] + queries).tolist()):
-        pages = -(-keys // block_size)
-        for page, block in enumerate(call["block_tables"][seq, :pages].tolist()):
-            used[block, : keys - page * block_size] = True
-        call["block_tables"][seq, pages:] = 2_147_480_000 if seq % 2 else -1
+    unused = unused_slots(call)
     for name in ("k_cache", "v_cache"):
-        call[name].movedim(1, 2)[~used.to(backend.device)] = float("nan")
+        call[name].movedim(1, 2)[unused] = float("nan")
     check(backend, call)
 
 

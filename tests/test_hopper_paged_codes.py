@@ -20,7 +20,16 @@ from ferrum_triton.testing import assert_close
 from tests import harness
 from tests.compiling import compiled, launches_of
 from tests.hopper_kernels import softmax_runs_beside, warnings_of
-from tests.test_hopper_paged import KERNEL, SMALL, WIDE, attend, check, on_kernels, sample
+from tests.test_hopper_paged import (
+    KERNEL,
+    SMALL,
+    WIDE,
+    attend,
+    check,
+    on_kernels,
+    sample,
+    unused_slots,
+)
 
 OP = OPS["paged_varlen_attention"]
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -102,15 +111,7 @@ def test_nothing_past_a_sequence_is_read(backend_name, axes, cache_dtype):
     """Slots behind a sequence's last key have NaN for a scale, and of fp8 for codes."""
     backend = get_backend(backend_name)
     call = sample(backend, q_lens=(70, 40, 9, 20), max_offset=300, cache_dtype=cache_dtype, **axes)
-    block_size = call["k_cache"].shape[2]
-    used = torch.zeros(call["k_cache"].shape[0], block_size, dtype=torch.bool)
-    queries = call["cu_seqlens_q"].diff()
-    for seq, keys in enumerate((call["pos_offsets"] + queries).tolist()):
-        pages = -(-keys // block_size)
-        for page, block in enumerate(call["block_tables"][seq, :pages].tolist()):
-            used[block, : keys - page * block_size] = True
-        call["block_tables"][seq, pages:] = 2_147_480_000 if seq % 2 else -1
-    unused = ~used.to(backend.device)
+    unused = unused_slots(call)
     for name in "kv":
         call[f"{name}_scales"].movedim(1, 2)[unused] = float("nan")
         call[f"{name}_cache"].view(torch.uint8).movedim(1, 2)[unused] = 0x7F
@@ -188,7 +189,7 @@ def test_it_is_chosen_by_a_measured_row_of_such_a_pool_alone():
     for row in prefill_config.rows(hopper):
         for codes in served - {row.shape[-1]}:
             assert prefill_config.distance(row.shape, (*row.shape[:4], codes)) == float("inf")
-    assert launch_of({}).kernel.name == "_hopper_paged_kernel"
+    assert launch_of({}).kernel.name == KERNEL
 
 
 def test_what_has_no_room_is_refused():

@@ -126,16 +126,14 @@ class PackedExperts(PackedModule):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x, ids = hidden_states.reshape(-1, self.hidden_dim), top_k_index.to(torch.int32)
-        backend, kinds = backend_of(x), self._kinds
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        kind = kinds["down_proj"]
+        backend, names = backend_of(x), ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (getattr(self, name) for name in names)
+        gate_kind, up_kind, kind = (self._kinds[name] for name in names)
         if ids.numel() > self.num_experts and self.num_experts <= MAX_EXPERTS:
-            slots = backend.mlp_quant_moe_id(x, gate, up, down, ids, *kinds.values())
+            slots = backend.mlp_quant_moe_id(x, gate, up, down, ids, gate_kind, up_kind, kind)
             return backend.weighted_sum(slots, top_k_weights).view_as(hidden_states)
         # Each pair reads its expert by itself.
-        middle = backend.gemv_quant_moe_id_gate_up_silu(
-            x, gate, up, ids, kinds["gate_proj"], kinds["up_proj"]
-        )
+        middle = backend.gemv_quant_moe_id_gate_up_silu(x, gate, up, ids, gate_kind, up_kind)
         if len(x) <= FEW_TOKENS and kind in PLANE_FORMATS:
             y = backend.gemv_quant_moe_id_sum(middle, down, ids, top_k_weights, kind)
         else:

@@ -321,7 +321,8 @@ def prefill_heuristic(
         return tile(64, 32, 4, 2)
     is_hopper = gpu.capability[0] == 9
     block_n = 128 if is_simple and is_hopper else 64
-    # By three stages of codes a thread spills 80 bytes and more on Blackwell, by two none.
+    # By three stages of codes a thread spills 80 bytes and more on Blackwell, by two none
+    # (``pytest --every-gpu tests/test_kernels_compile.py -k paged_varlen``).
     return tile(128, block_n, 8, 2 if codes and not is_hopper else 3)
 
 

@@ -9,10 +9,10 @@ In 16 bits codes are exact. Scales go where the plain kernel has them
 multiply scores and weights by them in float32. Keys multiplied here would be rounded, by more than
 the float32 logarithms of sums allow. One scale for many keys takes the same way.
 
-The keys and values of a tile of 128 cost each of the four warps some 350 instructions in float16
-and 620 in bfloat16, while tensor cores need 2048 cycles for 128 rows of 128 columns. A decoded copy
-of all that is seen would cost less where there are many queries. But the host knows its size by a
-bound alone, the capacity of the block tables, which is often many times what is in use.
+By estimate, the keys and values of a tile of 128 cost each of the four warps some 350 instructions
+in float16 and 620 in bfloat16, while tensor cores need 2048 cycles for 128 rows of 128 columns. A
+decoded copy of all that is seen would cost less where there are many queries. But the host knows
+its size by a bound alone, the capacity of the block tables, often many times what is in use.
 """
 
 from typing import Any, NamedTuple

@@ -48,7 +48,7 @@ class Stream(NamedTuple):
         rest_desc: its other columns, or None.
         ring: buffers of the first columns.
         rest: buffers of the others, which come and go with those.
-        scales: of each row, float32 [stages, rows], which come and go with those too; or None.
+        scales: float32 [stages, rows], a scale of each row, under the ring's barriers; or None.
     """
 
     desc: Any

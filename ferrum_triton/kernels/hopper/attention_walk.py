@@ -24,10 +24,10 @@ class PagedVariant(Variant):
         block_size: keys of a page.
         few: queries up to which a sequence is another launch's.
         value_dim: columns of the result.
-        num_kv_heads: of the pool.
-        codes: of an 8-bit pool, ``"e4m3"`` or ``"int8"``; else "".
+        num_kv_heads: KV heads of the pool.
+        codes: the format of an 8-bit pool, ``"e4m3"`` or ``"int8"``; else "".
         asks: who widens codes asks for them too; else a warp of its own does.
-        k_scales, v_scales: strides of its scales; None where there are none.
+        k_scales, v_scales: strides of the pool's scales; None where it has none.
         token_step, head_step: strides of the result. Constants, as the pool's are to the plain
             kernel, take no registers.
     """
@@ -63,7 +63,7 @@ class Batch(NamedTuple):
         pos_offsets_ptr: position of each sequence's first query, [num_seqs].
         cu_seqlens_q_ptr: where each sequence's queries begin, [num_seqs + 1].
         capacity: keys a block table can hold.
-        num_blocks: of the pool.
+        num_blocks: blocks of the pool.
     """
 
     tables_ptr: Any
@@ -96,8 +96,8 @@ class Part(NamedTuple):
     Attributes:
         block: as flash attention takes it; its rows are queries of the sequence.
         token: the sequence's first query, among all.
-        num_queries: of the sequence.
-        keys: of the sequence.
+        num_queries: how many queries the sequence has.
+        keys: how many keys it has.
     """
 
     block: Any

@@ -52,9 +52,9 @@ class MmaConfig(NamedTuple):
     prefetch_distance: int = 0
 
 
-# Tokens of a tile up to which an SM holds three programs, or fewer by kind and tokens: of Q5_K they
-# take 77,872 bytes of shared memory each. K is split among as many, of at least so many weights of
-# a row each.
+# Tokens of a tile up to which an SM holds three programs, among which K is then split, and weights
+# of a row that each has at least. By kind and tokens an SM may hold fewer: of Q5_K a program takes
+# 77,872 bytes of shared memory (``pytest tests/test_quant_mma_config.py -k holds`` compiles it).
 FEW_TOKENS, PROGRAMS_OF_SM, LEAST_WEIGHTS = 32, 3, 512
 FEWER_PROGRAMS = {("Q5_K", 32): 2}
 # By larger tiles: programs enough for 132 SMs, of at least so many steps of the loop each.
@@ -239,7 +239,8 @@ def with_splits(
         while tiles * splits < PROGRAMS and steps // (2 * splits) >= STEPS:
             splits *= 2
     # Registers are bounded so that an SM holds one program more. Where there are not as many, some
-    # SMs would have that one and others none: 14336x4096 took 22.4 us so, and 18.2 without.
+    # SMs would have that one and others none: 14336x4096 took 22.4 us so, and 18.2 without, timed
+    # as the others.
     is_one_wave = config.warps == 4 and tiles * splits <= at_once(gpu, config, kind)
     maxnreg = 0 if is_one_wave else config.maxnreg
     return config._replace(splits=splits, maxnreg=maxnreg)

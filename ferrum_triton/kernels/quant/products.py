@@ -302,10 +302,11 @@ def fits(
     if path == "mma":
         tile, least = mma_config(config), least_tile(gpu, kind, num_tokens)
         # The nearest row to 17 tokens is that of 16, whose tile would take them in two. Where 16
-        # have none, it is that of 32: 4096x4096 of Q4_K takes 11.7 us by it, 9.7 by a tile of 16.
+        # have none, it is that of 32: 4096x4096 of Q4_K takes 11.7 us by it, 9.7 by a tile of 16
+        # (``device_us`` of ``gemm_quant`` as it was and under ``products.forced``, b80b7d9).
         if tile.tokens < least:
             return f"{num_tokens} tokens unpack all weights twice in tiles of {tile.tokens}"
-        if tile.tokens > least < MAX_TOKENS:
+        if least < MAX_TOKENS and tile.tokens > least:
             return f"tiles of {tile.tokens} are for more than {num_tokens} tokens"
         return mma_fits(gpu, tile, kind) or wave_refusal(gpu, tile, kind, num_tokens, num_rows)
     if path == "packed":
