@@ -15,7 +15,9 @@ from ferrum_triton.kernels.quant.products import (
     persistent,
     product,
     products,
+    small_m,
 )
+from ferrum_triton.kernels.quant.small_m import SmallM
 from ferrum_triton.models.linear import Linear, Norm, apply, apply_to_norm, gated_norm
 from ferrum_triton.quant import FusedTensor, QuantizedTensor
 from ferrum_triton.quant.kinds import quantize_rows
@@ -125,7 +127,7 @@ def test_wrong_calls_are_refused(backend):
 PATHS = {
     "gemv": (2, gemv(4, 2)),
     "persistent": (1, persistent(4, 1)),
-    "small_m": (5, {"path": "small_m", "warps": 1}),
+    "small_m": (5, small_m(SmallM(1))),
     "mma": (9, mma(MmaConfig(32, 16))),
     "split": (9, mma(MmaConfig(32, 16, splits=2))),
     "decode": (9, {"path": "decode"}),

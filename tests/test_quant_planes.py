@@ -19,9 +19,11 @@ from ferrum_triton.kernels.quant.products import (
     gemv_quant,
     mma,
     products,
+    small_m,
 )
 from ferrum_triton.kernels.quant.products import product as chosen_product
 from ferrum_triton.kernels.quant.rows import dequantize
+from ferrum_triton.kernels.quant.small_m import SmallM
 from ferrum_triton.quant import (
     FORMATS,
     BlockFormat,
@@ -39,7 +41,7 @@ from tests.compiling import compiled
 from tests.test_quant_formats import random_blocks
 from tests.test_quant_ops import packed, seeded
 
-SMALL_M = {"path": "small_m", "warps": 2}
+SMALL_M = small_m(SmallM(2))
 KINDS = pytest.mark.parametrize("kind", [fmt.file.name for fmt in PLANE_FORMATS.values()])
 
 

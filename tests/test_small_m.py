@@ -8,7 +8,15 @@ from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant import activations as arranging
 from ferrum_triton.kernels.quant.activations import Order, arrange
-from ferrum_triton.kernels.quant.products import bucket_of, heuristic, product, products
+from ferrum_triton.kernels.quant.products import (
+    bucket_of,
+    heuristic,
+    product,
+    products,
+    small_m_of,
+)
+from ferrum_triton.kernels.quant.products import small_m as choice
+from ferrum_triton.kernels.quant.small_m import SmallM
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -35,9 +43,9 @@ def activations(num_tokens, k, device, dtype=torch.bfloat16):
     return torch.randn(num_tokens, k, generator=seeded(num_tokens + k)).to(dtype).to(device)
 
 
-def small_m(a, planes, kind, warps=2, **options):
+def small_m(a, planes, kind, launch=SmallM(2), **options):
     """The product by this kernel, whatever would be chosen."""
-    with products.forced({"path": "small_m", "warps": warps}):
+    with products.forced(choice(launch)):
         return product(a, planes, f"{kind}:planes", **options)
 
 
@@ -48,7 +56,7 @@ def test_every_row_and_block_is_met_once(kind, num_tokens, warps, device):
     planes, weights = matrix(kind, 37, 768, device)
     a = activations(num_tokens, 768, device)
     out = torch.full((num_tokens, 37), torch.nan, dtype=a.dtype, device=device)
-    assert small_m(a, planes, kind, warps, out=out) is out
+    assert small_m(a, planes, kind, SmallM(warps), out=out) is out
     assert_near(out, a, weights)
 
 
@@ -115,6 +123,32 @@ def test_what_is_chosen_for_few_tokens():
     assert warps == [2, 4, 8, 1]
 
 
+def test_formats_without_integer_scales_are_launched_by_what_an_sm_holds():
+    hopper = gpu_of_capability((9, 0))
+
+    def chosen(kind, num_rows, blocks):
+        return small_m_of(heuristic(hopper, kind, "few", 8, num_rows, 8 * blocks))
+
+    for kind in ("Q4_0", "Q4_1"):
+        assert chosen(kind, 28672, 16) == SmallM(2, unrolled=True, late_tokens=True)
+    assert chosen("Q4_0", 4096, 56) == SmallM(8, unrolled=True)
+    assert chosen("Q4_1", 4096, 56) == SmallM(8)
+    assert chosen("Q8_0", 28672, 16) == chosen("Q4_K", 28672, 16) == SmallM(2)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q4_K"])
+@pytest.mark.parametrize(
+    "launch", [SmallM(2, unrolled=True), SmallM(1, late_tokens=True), SmallM(2, True, True)]
+)
+def test_every_launch_sums_in_one_order(kind, launch, device):
+    """The same bits, of an odd number of steps and an even one."""
+    for k in (768, 1024):
+        planes, _ = matrix(kind, 40, k, device)
+        a = activations(5, k, device, torch.bfloat16)
+        want = small_m(a, planes, kind, SmallM(launch.warps))
+        assert torch.equal(small_m(a, planes, kind, launch), want)
+
+
 @pytest.mark.parametrize(
     ("kinds", "num_tokens"), [(("Q4_K", "Q4_K", "Q6_K"), 3), (("Q5_0", "Q4_K", "Q2_K"), 8)]
 )
@@ -141,7 +175,7 @@ def test_matrices_side_by_side_and_gate_beside_up(kinds, num_tokens, device):
 # Every format for Hopper, and for Ampere one of each shape that codes and scales have.
 @pytest.mark.parametrize(
     ("kind", "target", "n", "k"),
-    [(form.file.name, "sm_90", 512, 768) for form in PLANE_FORMATS.values()]
+    [(form.file.name, "sm_90", 512, 1024) for form in PLANE_FORMATS.values()]
     + [(kind, "sm_80", 4096, 14336) for kind in ("Q4_0", "Q8_0", "Q2_K", "Q5_K", "Q6_K", "MXFP4")],
 )
 def test_what_is_launched_compiled(kind, target, n, k):
@@ -155,9 +189,11 @@ def test_what_is_launched_compiled(kind, target, n, k):
     code = [instruction.name for instruction in instructions(cubin)]
     loads = {"Q2_K": 1, "Q3_K": 1, "Q8_0": 4}.get(kind, 2) + (kind == "Q6_K")
     wide = [name for name in code if name.startswith("LDG") and ".EF" in name and ".128" in name]
-    assert len(wide) == 2 * 2 * loads  # of two rows, before the loop and in it
+    # Of two rows, before the loop and in each of its steps.
+    steps = 2 if launches[-1].meta["LAUNCH"].unrolled else 1
+    assert len(wide) == (1 + steps) * 2 * loads
     products = sum(name.startswith("HMMA.16816") for name in code)
-    assert products == 16 + 2 * (kind in ("Q2_K", "Q4_K", "Q5_K"))
+    assert products == steps * (16 + 2 * (kind in ("Q2_K", "Q4_K", "Q5_K")))
     assert not [name for name in code if name.startswith(("I2F", "LDL", "STL"))]
 
 

@@ -32,6 +32,7 @@ from ferrum_triton.kernels.quant.products import (
     mma_config,
     pick,
     product,
+    small_m_of,
     tiled_products,
 )
 from ferrum_triton.kernels.quant.small_m import ORDER, small_m_product, takes_small_m
@@ -243,7 +244,7 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
             matrices = [planes for planes, _ in parts]
             tiled_products(out, tokens, matrices, parts[0][1], config)
             return True
-        small_m_product(tokens.arranged(ORDER), parts, config.get("warps", 2), out)
+        small_m_product(tokens.arranged(ORDER), parts, small_m_of(config), out)
         return True
     if a.shape[0] <= FEW:
         a, opened = tokens.open()
@@ -283,8 +284,8 @@ def _gate_up(
     config = pick(a, kind, num_rows)
     is_tiled = config["path"] in TILED and kind == up_kind
     if takes_small_m(a, num_rows) and not is_tiled:
-        arranged, warps = tokens.arranged(ORDER), config.get("warps", 2)
-        small_m_product(arranged, parts, warps, out, activation=activation)
+        arranged, launch = tokens.arranged(ORDER), small_m_of(config)
+        small_m_product(arranged, parts, launch, out, activation=activation)
         return True
     if a.shape[0] <= FEW:
         a, opened = tokens.open()

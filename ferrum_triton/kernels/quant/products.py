@@ -48,6 +48,7 @@ from ferrum_triton.kernels.quant.small_m import (
     FEWEST_TOKENS,
     MOST_TOKENS,
     ORDER,
+    SmallM,
     small_m_product,
 )
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
@@ -72,6 +73,8 @@ MANY_ROWS, LONG_GROUPS = 16384, 256
 # three of four have, 4096x12288 of Q6_K takes 10.6 us for 11.8 by one token, but 14.1 for 12.5 by
 # two.
 LEAST_FULL = {1: 0.7, 2: 0.85}
+# Warps that an SM holds with the registers of small_m's early tokens.
+FULL_WARPS = 24
 # Threads of a persistent program at most: of 1024 each would have 64 registers.
 MOST_THREADS = 512
 
@@ -134,18 +137,40 @@ def warps_for(parts: int, most: int, idle: float) -> int:
     return warps
 
 
-def small_m_heuristic(gpu: Gpu, num_rows: int, num_blocks: int) -> Config:
+def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> SmallM:
     """Warps of a program: as many as share a row's blocks, if all programs run at once.
 
     At 128 registers a thread, an SM holds 16 warps. 12288x4096 by five tokens of Q4_K takes 11.4 us
     on 2 warps, 14.1 on 4 and 19.5 on 8; 5120x25600 29.6 on 4 and 34.5 on 8; 4096x14336 14.1 on 8
     and 16.9 on 4.
+
+    Formats that have no integer scales leave registers free. Where more warps share an SM than
+    those of early tokens leave room for, late tokens gain: 28672x4096 by eight tokens of Q4_0 takes
+    20.1 us so and 23.8 without, of Q4_1 22.3 and 24.7; of Q8_0 it would lose. Elsewhere unrolling
+    alone gains, but of formats with minimums: 4096x14336 of Q4_0 takes 13.5 us so and 17.5 without,
+    of Q4_1 15.2 and 13.3 (``device_us`` of ``gemm_quant`` under ``products.forced``, fb24a43).
     """
     programs = cdiv(num_rows, 16)
     warps = 8
     while warps > 2 and programs > gpu.num_sms * (16 // warps):
         warps //= 2
-    return {"path": "small_m", "warps": min(warps, previous_power_of_2(max(num_blocks // 4, 1)))}
+    launch = SmallM(min(warps, previous_power_of_2(max(num_blocks // 4, 1))))
+    fmt = FORMATS[kind]
+    if fmt.scale_code or gpu.capability[0] != 9:
+        return launch
+    if programs * launch.warps >= gpu.num_sms * FULL_WARPS:
+        gains = fmt.bits < 8
+        return launch._replace(unrolled=gains, late_tokens=gains)
+    return launch._replace(unrolled=not fmt.has_minimum)
+
+
+def small_m_candidates(kind: str) -> list[Config]:
+    """Launches worth timing."""
+    found = [SmallM(warps) for warps in (1, 2, 4, 8)]
+    if not FORMATS[kind].scale_code:
+        found += [SmallM(warps, unrolled=True) for warps in (1, 2, 4, 8)]
+        found += [SmallM(warps, True, True) for warps in (1, 2, 4, 8)]
+    return list(map(small_m, found))
 
 
 def heuristic(
@@ -154,8 +179,8 @@ def heuristic(
     """What to launch for 16-bit activations where nothing was measured; see :data:`products`."""
     shape = (kind, bucket, num_tokens, num_rows, num_groups)
     if bucket == "few":
-        if not fits(gpu, {"path": "small_m"}, *shape):
-            return small_m_heuristic(gpu, num_rows, num_groups // 8)
+        if not fits(gpu, small_m(SmallM(1)), *shape):
+            return small_m(small_m_heuristic(gpu, kind, num_rows, num_groups // 8))
         return gemv_heuristic(kind, num_tokens, num_rows, num_groups)
     if num_tokens <= FEW:
         config = persistent_heuristic(kind, num_tokens, num_rows)
@@ -176,7 +201,7 @@ def candidates(
         shape = (kind, num_tokens, num_rows, 32 * num_groups)
         on_hopper = list(map(packed, packed_candidates(gpu, *shape)))
         if bucket == "few":
-            return [{"path": "small_m", "warps": warps} for warps in (1, 2, 4, 8)] + on_hopper
+            return small_m_candidates(kind) + on_hopper
         return [*map(mma, mma_candidates(gpu, *shape)), {"path": "decode"}, *on_hopper]
     late, is_long = num_rows < MANY_ROWS, num_groups > LONG_GROUPS
     if num_tokens == 1 and is_long:
@@ -224,6 +249,18 @@ def candidates(
         ]
     shape = (kind, bucket, num_tokens, num_rows, num_groups)
     return [config for config in found if not fits(gpu, config, *shape)]
+
+
+def small_m(config: SmallM) -> Config:
+    """A launch of tensor cores that tokens fill."""
+    return {"path": "small_m", **config._asdict()}
+
+
+def small_m_of(config: Config) -> SmallM:
+    """The launch of a choice of path ``"small_m"``, and of another that one of two warps."""
+    if config["path"] != "small_m":
+        return SmallM(2)
+    return SmallM(**{name: config[name] for name in SmallM._fields})
 
 
 def mma(config: MmaConfig) -> Config:
@@ -329,6 +366,8 @@ PARAMETERS = {
     "warps": power_of_two(1, 16),
     "prefetch": FLAG,
     "late_trigger": FLAG,
+    "unrolled": FLAG,
+    "late_tokens": FLAG,
     "prepared": FLAG,
     "ctas_per_sm": integer(1, 16),
     "deferred": FLAG,
@@ -422,7 +461,7 @@ def product(
     config = pick(a, kind, planes.shape[0])
     if config["path"] == "small_m":
         parts, x = [(planes, kind)], arrange(a, ORDER)
-        return small_m_product(x, parts, config["warps"], y, bias=bias, residual=residual)
+        return small_m_product(x, parts, small_m_of(config), y, bias=bias, residual=residual)
     if config["path"] in ("gemv", "persistent"):
         x = int16_activations(a) if config.get("prepared") else a
         return launch_gemv(x, planes, kind, config, y, bias=bias, residual=residual, opened=opened)

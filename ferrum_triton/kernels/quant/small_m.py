@@ -10,13 +10,16 @@ two rows: eight apart, as the instruction wants them, or a row of gate and the s
 Blocks of a row are shared out to warps. Weights become pairs of float16 in registers
 (:mod:`ferrum_triton.kernels.quant.quad_weights`), and activations come in their order
 (:func:`ferrum_triton.kernels.quant.activations.arrange`), so that threads exchange nothing before
-the sums of warps are added. What a step needs is loaded during the step before.
+the sums of warps are added. Weights of a step are loaded during the step before. So are its
+activations where few warps share an SM; where many do, each takes its own as it multiplies, with
+fewer registers (:class:`SmallM`).
 
 Scales times codes are exact in a float16 but for Q6_K's large ones, and d is taken in float32 after
 the sum; formats without integer scales are rounded to float16 once, like dequantised ones.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -61,6 +64,20 @@ _MMA = tl.constexpr(
     "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
 _MMA_CONSTRAINTS = tl.constexpr("=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+
+
+class SmallM(NamedTuple):
+    """How a product is launched.
+
+    Attributes:
+        warps: warps of a program, a power of two.
+        unrolled: two steps are one turn of the loop, so that no register is copied at its end.
+        late_tokens: a step's activations are loaded in it, not in the one before.
+    """
+
+    warps: int
+    unrolled: bool = False
+    late_tokens: bool = False
 
 
 @triton.jit
@@ -171,7 +188,7 @@ def _sums_of_rows(
     row,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
-    WARPS: tl.constexpr,
+    LAUNCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The products of 16 rows with all tokens, float32 [128].
@@ -185,7 +202,11 @@ def _sums_of_rows(
         first, second: Matrix; the second is not read where SECOND is None.
         row: first row, int32.
         FIRST, SECOND: layouts.
+        LAUNCH: SmallM.
     """
+    WARPS: tl.constexpr = LAUNCH.warps
+    LATE: tl.constexpr = LAUNCH.late_tokens
+    FACTOR: tl.constexpr = 2 if LAUNCH.unrolled else 1
     BOTH: tl.constexpr = FIRST if SECOND is None else SECOND
     BLOCKS: tl.constexpr = FIRST.groups // 8
     i = tl.arange(0, 32 * WARPS)
@@ -201,17 +222,23 @@ def _sums_of_rows(
     acc = (none, none, none, none)
     pdl_wait(PDL)
     pdl_trigger(PDL)
-    activations = _activations(x_ptr, tl.minimum(warp, BLOCKS - 1), FIRST.asm != "")
-    for step in range((BLOCKS + WARPS - 1) // WARPS):
+    activations = ()
+    if not LATE:
+        activations = _activations(x_ptr, tl.minimum(warp, BLOCKS - 1), FIRST.asm != "")
+    for step in tl.range((BLOCKS + WARPS - 1) // WARPS, loop_unroll_factor=FACTOR):
         block = tl.minimum(step * WARPS + warp, BLOCKS - 1)
         sums = None
         if sums_minimums(FIRST.format) or sums_minimums(BOTH.format):
             sums = load_words(sums_ptr + block * PIECE, None, 4, FIRST.asm != "", "")
         ahead = (step + 1) * WARPS + warp
-        later_activations = _activations(x_ptr, tl.minimum(ahead, BLOCKS - 1), FIRST.asm != "")
+        if LATE:
+            now = _activations(x_ptr, block, FIRST.asm != "")
+        else:
+            now = activations
+            activations = _activations(x_ptr, tl.minimum(ahead, BLOCKS - 1), FIRST.asm != "")
         later = _two_rows(first, second, row, thread, ahead, ahead < BLOCKS, FIRST, SECOND)
-        acc = _add_block(acc, rows, activations, sums, FIRST, BOTH)
-        rows, activations = later, later_activations
+        acc = _add_block(acc, rows, now, sums, FIRST, BOTH)
+        rows = later
     return summed_over_warps(acc, 4)
 
 
@@ -222,13 +249,13 @@ def _sixteen_rows(
     num_tokens,
     part,
     LAYOUT: tl.constexpr,
-    WARPS: tl.constexpr,
+    LAUNCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """16 rows of one matrix."""
     # The last program starts early enough to have all its rows; some are done twice.
     first = tl.minimum(part.block * 16, part.matrix.num_rows - 16)
-    y = _sums_of_rows(x, num_tokens, part.matrix, part.matrix, first, LAYOUT, None, WARPS, PDL)
+    y = _sums_of_rows(x, num_tokens, part.matrix, part.matrix, first, LAYOUT, None, LAUNCH, PDL)
     i = tl.arange(0, 128)
     token = i // 4 % 4 * 2 + i % 2
     mask = token < num_tokens
@@ -247,12 +274,12 @@ def _gate_and_up(
     GATE: tl.constexpr,
     UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    WARPS: tl.constexpr,
+    LAUNCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Eight rows of gate and the same of up: act(gate) · up."""
     first = tl.minimum(tl.program_id(0) * 8, gate.num_rows - 8)
-    sums = _sums_of_rows(x, num_tokens, gate, up, first, GATE, UP, WARPS, PDL)
+    sums = _sums_of_rows(x, num_tokens, gate, up, first, GATE, UP, LAUNCH, PDL)
     # [row, pair of tokens, gate or up, token of the pair]
     sums = tl.permute(tl.reshape(sums, [8, 4, 2, 2]), (0, 1, 3, 2))
     gate_sums, up_sums = tl.split(tl.reshape(sums, [64, 2]))
@@ -285,7 +312,7 @@ def _small_m_kernel(
     LAYOUT_2: tl.constexpr,  # None where there is one matrix
     LAYOUT_3: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of gate, the first matrix; "" for matrices side by side
-    WARPS: tl.constexpr,
+    LAUNCH: tl.constexpr,  # SmallM
     PDL: tl.constexpr,
 ):
     no_norm, no_opening = OpenNorm(None, 0, 0.0), Opening(None, 0, None, 0, None)
@@ -296,20 +323,20 @@ def _small_m_kernel(
     matrix = Matrix(planes_ptr, num_rows)
     if ACTIVATION != "":
         up = Matrix(planes_2_ptr, num_rows)
-        _gate_and_up(out, x, num_tokens, matrix, up, LAYOUT, LAYOUT_2, ACTIVATION, WARPS, PDL)
+        _gate_and_up(out, x, num_tokens, matrix, up, LAYOUT, LAYOUT_2, ACTIVATION, LAUNCH, PDL)
     elif LAYOUT_2 is None:
         part = Part(matrix, tl.program_id(0), 0, 0)
-        _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
+        _sixteen_rows(out, x, num_tokens, part, LAYOUT, LAUNCH, PDL)
     else:
         matrices = (matrix, Matrix(planes_2_ptr, num_rows_2), Matrix(planes_3_ptr, num_rows_3))
         part = part_of_grid(matrices, 16)
         # Matrices of one layout share one copy of the code, which then compiles once.
         if (LAYOUT == LAYOUT_2 and LAYOUT_2 == LAYOUT_3) or part.number == 0:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT, LAUNCH, PDL)
         elif LAYOUT_2 == LAYOUT_3 or part.number == 1:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, LAUNCH, PDL)
         else:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT_3, WARPS, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_3, LAUNCH, PDL)
 
 
 def takes_small_m(a: Tensor, num_rows: int) -> bool:
@@ -327,7 +354,7 @@ def takes_small_m(a: Tensor, num_rows: int) -> bool:
 def small_m_product(
     arranged: Arranged,
     parts: Sequence[tuple[Tensor, str]],
-    warps: int,
+    launch: SmallM,
     out: Tensor,
     *,
     activation: str = "",
@@ -340,7 +367,7 @@ def small_m_product(
         arranged: a, float16 or bfloat16 [m, k], in ORDER.
         parts: one to three matrices side by side, or gate and up: uint8 [rows, row_bytes] in
             planes, at least 16 rows or none, and a kind such as ``"Q4_K:planes"``.
-        warps: warps of a program, a power of two.
+        launch: the launch's configuration.
         out: products, [m, n].
         activation: what gate passes through, ``"silu"`` or ``"gelu_tanh"``.
         bias: [n], unit stride.
@@ -366,7 +393,7 @@ def small_m_product(
         num_tokens=num_tokens,
         **launch_matrices(parts, layouts, bool(activation)),
         ACTIVATION=activation,
-        WARPS=warps,
-        num_warps=warps,
+        LAUNCH=launch,
+        num_warps=launch.warps,
     )
     return out
