@@ -349,3 +349,40 @@ def copy_by_turns(y_ptr, x_ptr, count, BLOCK: gl.constexpr):
         [4],
         [64],
     )
+
+
+@gluon.jit
+def ask_for_blocks(x_desc, buf, landed, free, num_blocks):
+    for i in range(num_blocks):
+        mbarrier.wait(free.index(0), (i & 1) ^ 1)
+        fetch(x_desc, i * ROWS, 0, landed.index(0), buf)
+
+
+@gluon.jit
+def add_up_blocks(y_ptr, buf, landed, free, num_blocks, FENCED: gl.constexpr):
+    total = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    for i in range(num_blocks):
+        mbarrier.wait(landed.index(0), i & 1)
+        x = buf.load(LAYOUT)
+        if FENCED:
+            fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(0), count=1)
+        total += x
+    gl.store(y_ptr + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.sum(total, 1))
+
+
+@gluon.jit
+def sums_of_rows(y_ptr, x_desc, num_blocks, FENCED: gl.constexpr):
+    """Sums of rows over blocks of 64 rows, one buffer for all; its loads may be overtaken."""
+    buf = gl.allocate_shared_memory(gl.float32, [ROWS, ROWS], x_desc.layout)
+    landed, free = make_barriers(1, 1), make_barriers(1, 1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (add_up_blocks, (y_ptr, buf, landed, free, num_blocks, FENCED)),
+            (ask_for_blocks, (x_desc, buf, landed, free, num_blocks)),
+        ],
+        [1],
+        [24],
+    )

@@ -219,3 +219,14 @@ def test_programs_that_write_the_same_or_add_do_not_race():
     y = torch.zeros(64, 64)
     run(kernels.in_memory, 3, (y, describe(y, [64, 64])), {"FAULT": "none"}, seed=1, concurrent=2)
     assert torch.equal(y[32:34].flatten(), torch.full((128,), 6.0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_copies_may_overtake_loads_that_an_arrival_lets_go_of(seed):
+    """An arrival is one thread's: other warps' loads may be in flight, fence or product aside."""
+    x, y = torch.randn(192, 64), torch.full((64,), torch.nan)
+    args, options = (y, describe(x, [64, 64]), 3), {"seed": seed}
+    run(kernels.sums_of_rows, 1, args, {"FENCED": True}, **options)
+    torch.testing.assert_close(y, x.view(3, 64, 64).sum((0, 2)), rtol=1e-4, atol=1e-4)
+    with pytest.raises(Race, match="may overtake load"):
+        run(kernels.sums_of_rows, 1, args, {"FENCED": False}, **options)

@@ -70,14 +70,16 @@ class Access:
     """A read or write of a buffer: whose, in which epoch, and by what.
 
     ``bit`` is that of the asynchronous operation, or 0 of what is done once it is executed.
-    ``generic`` accesses go through the generic proxy, as ordinary loads and stores do.
+    ``generic`` accesses go through the generic proxy, as ordinary loads and stores do. ``let_go``
+    is where the partition first arrived at a barrier while the load may have been in flight.
     """
 
-    __slots__ = ("atomic", "bit", "epoch", "generic", "place", "what", "who", "writes")
+    __slots__ = ("atomic", "bit", "epoch", "generic", "let_go", "place", "what", "who", "writes")
 
     def __init__(self, who: Any, what: str, writes: bool, bit: int, generic: bool) -> None:
         self.who, self.what, self.writes, self.bit, self.generic = who, what, writes, bit, generic
         self.epoch, self.place, self.atomic = who.clock.of(who), here(), False
+        self.let_go: Place | None = None
 
     def known_to(self, clock: Clock) -> bool:
         if self.bit:

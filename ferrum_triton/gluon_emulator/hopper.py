@@ -35,6 +35,7 @@ def arrive(mbarrier: View, *, count: Any = 1, pred: Any = True) -> None:
     me = current()
     me.program.checkpoint()
     if bool(pred):
+        me.let_go()
         barriers.barrier_of(mbarrier).arrive(me, int(count))
 
 
@@ -238,6 +239,8 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
     done, me.products = _but_last(me.products, int(num_outstanding))
     for each in done:
         me.clock.done |= each.bit
+    if done:
+        me.loads = []
     results = tuple(_handed_back(me, each) for each in deps)
     return results[0] if len(results) == 1 else results
 

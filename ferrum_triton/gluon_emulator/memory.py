@@ -181,7 +181,7 @@ class View:
     def load(self, layout: Any = None) -> Value:
         me = current()
         me.program.checkpoint()
-        self.access("load", writes=False)
+        me.loads.append(self.access("load", writes=False))
         return Value(self.tensor.clone(), self.dtype, layout)
 
     def store(self, value: Any) -> None:
@@ -201,7 +201,7 @@ class View:
         writes: bool,
         operation: Operation | None = None,
         generic: bool = False,
-    ) -> None:
+    ) -> Access:
         """Note an access by the current partition, and raise if another one is not ordered with it.
 
         Raises:
@@ -225,10 +225,15 @@ class View:
                 for read in region.reads:
                     if not read.known_to(clock):
                         raise Race(self._conflict(access, read))
+                    if read.let_go is not None and not generic:
+                        raise Race(self._overtaken(access, read))
                 region.write, region.reads = access, []
             else:
-                region.reads = [read for read in region.reads if not read.known_to(clock)]
+                region.reads = [
+                    read for read in region.reads if read.let_go or not read.known_to(clock)
+                ]
                 region.reads.append(access)
+        return access
 
     def _need_fence(self, access: Access, write: Access, clock: Clock) -> None:
         who = write.who
@@ -244,6 +249,14 @@ class View:
                 "missing between them"
             )
         raise Race(f"{self}: {access}, of what was written by {write}; {lacking}")
+
+    def _overtaken(self, access: Access, read: Access) -> str:
+        return (
+            f"{self}: {access}, which may overtake {read}, of which the arrival at {read.let_go} "
+            "let go: neither a barrier of threads nor an arrival waits for loads in flight. A "
+            "warpgroup_mma_wait for a product of what was loaded is missing between the two, or "
+            "fence_async_shared"
+        )
 
     def _conflict(self, access: Access, other: Access) -> str:
         me = access.who

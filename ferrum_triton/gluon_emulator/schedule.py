@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ferrum_triton.gluon_emulator.clocks import Clock, Place, here
+from ferrum_triton.gluon_emulator.clocks import Access, Clock, Place, here
 from ferrum_triton.gluon_emulator.errors import Deadlock, EmulationError, Misuse
 
 _running = threading.local()
@@ -61,6 +61,7 @@ class Partition:
         # What a fence or a wait for stores did for one thread, until a barrier of all of them.
         self.fenced: dict[Partition, int] = {}
         self.half_done = 0
+        self.loads: list[Access] = []  # from shared memory, that may be in flight
         self.waits_until: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] | None = None
         self.waits_at: Place | None = None
@@ -84,8 +85,16 @@ class Partition:
         self.half_done = 0
         self.clock.join(Clock({("fence", who): epoch for who, epoch in self.fenced.items()}))
 
+    def let_go(self) -> None:
+        """An arrival: what may still be in flight is let go of."""
+        if self.num_warps > 1:  # the loads of one warp are done in the order of its arrival
+            for load in self.loads:
+                load.let_go = here()
+        self.loads = []
+
     def fence(self) -> None:
         """Writes known so far get visible to asynchronous operations, after a threads' barrier."""
+        self.loads = []
         known = self.clock.seen.items()
         self.fenced = {who: epoch for who, epoch in known if isinstance(who, Partition)}
         self.publish()
