@@ -17,7 +17,7 @@ from ferrum_triton.kernels.quant.products import (
     products,
     small_m,
 )
-from ferrum_triton.kernels.quant.small_m import SmallM
+from ferrum_triton.kernels.quant.small_m_config import SmallM
 from ferrum_triton.models.linear import Linear, Norm, apply, apply_to_norm, gated_norm
 from ferrum_triton.quant import FusedTensor, QuantizedTensor
 from ferrum_triton.quant.kinds import quantize_rows

@@ -23,7 +23,7 @@ from ferrum_triton.kernels.quant.products import (
 )
 from ferrum_triton.kernels.quant.products import product as chosen_product
 from ferrum_triton.kernels.quant.rows import dequantize
-from ferrum_triton.kernels.quant.small_m import SmallM
+from ferrum_triton.kernels.quant.small_m_config import SmallM
 from ferrum_triton.quant import (
     FORMATS,
     BlockFormat,

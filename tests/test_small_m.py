@@ -16,7 +16,7 @@ from ferrum_triton.kernels.quant.products import (
     small_m_of,
 )
 from ferrum_triton.kernels.quant.products import small_m as choice
-from ferrum_triton.kernels.quant.small_m import SmallM
+from ferrum_triton.kernels.quant.small_m_config import SmallM
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.planes import PLANE_FORMATS

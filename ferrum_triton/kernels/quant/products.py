@@ -48,8 +48,12 @@ from ferrum_triton.kernels.quant.small_m import (
     FEWEST_TOKENS,
     MOST_TOKENS,
     ORDER,
-    SmallM,
     small_m_product,
+)
+from ferrum_triton.kernels.quant.small_m_config import (
+    SmallM,
+    small_m_candidates,
+    small_m_heuristic,
 )
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 from ferrum_triton.kernels.tuning import Tunable
@@ -73,8 +77,6 @@ MANY_ROWS, LONG_GROUPS = 16384, 256
 # three of four have, 4096x12288 of Q6_K takes 10.6 us for 11.8 by one token, but 14.1 for 12.5 by
 # two.
 LEAST_FULL = {1: 0.7, 2: 0.85}
-# Warps that an SM holds with the registers of small_m's early tokens.
-FULL_WARPS = 24
 # Threads of a persistent program at most: of 1024 each would have 64 registers.
 MOST_THREADS = 512
 
@@ -137,42 +139,6 @@ def warps_for(parts: int, most: int, idle: float) -> int:
     return warps
 
 
-def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> SmallM:
-    """Warps of a program: as many as share a row's blocks, if all programs run at once.
-
-    At 128 registers a thread, an SM holds 16 warps. 12288x4096 by five tokens of Q4_K takes 11.4 us
-    on 2 warps, 14.1 on 4 and 19.5 on 8; 5120x25600 29.6 on 4 and 34.5 on 8; 4096x14336 14.1 on 8
-    and 16.9 on 4.
-
-    Formats that have no integer scales leave registers free. Where more warps share an SM than
-    those of early tokens leave room for, late tokens gain: 28672x4096 by eight tokens of Q4_0 takes
-    20.1 us so and 23.8 without, of Q4_1 22.3 and 24.7; of Q8_0 it would lose. Elsewhere unrolling
-    alone gains, but of formats with minimums: 4096x14336 of Q4_0 takes 13.5 us so and 17.5 without,
-    of Q4_1 15.2 and 13.3 (``device_us`` of ``gemm_quant`` under ``products.forced``, fb24a43).
-    """
-    programs = cdiv(num_rows, 16)
-    warps = 8
-    while warps > 2 and programs > gpu.num_sms * (16 // warps):
-        warps //= 2
-    launch = SmallM(min(warps, previous_power_of_2(max(num_blocks // 4, 1))))
-    fmt = FORMATS[kind]
-    if fmt.scale_code or gpu.capability[0] != 9:
-        return launch
-    if programs * launch.warps >= gpu.num_sms * FULL_WARPS:
-        gains = fmt.bits < 8
-        return launch._replace(unrolled=gains, late_tokens=gains)
-    return launch._replace(unrolled=not fmt.has_minimum)
-
-
-def small_m_candidates(kind: str) -> list[Config]:
-    """Launches worth timing."""
-    found = [SmallM(warps) for warps in (1, 2, 4, 8)]
-    if not FORMATS[kind].scale_code:
-        found += [SmallM(warps, unrolled=True) for warps in (1, 2, 4, 8)]
-        found += [SmallM(warps, True, True) for warps in (1, 2, 4, 8)]
-    return list(map(small_m, found))
-
-
 def heuristic(
     gpu: Gpu, kind: str, bucket: str, num_tokens: int, num_rows: int, num_groups: int
 ) -> Config:
@@ -201,7 +167,7 @@ def candidates(
         shape = (kind, num_tokens, num_rows, 32 * num_groups)
         on_hopper = list(map(packed, packed_candidates(gpu, *shape)))
         if bucket == "few":
-            return small_m_candidates(kind) + on_hopper
+            return [*map(small_m, small_m_candidates(kind)), *on_hopper]
         return [*map(mma, mma_candidates(gpu, *shape)), {"path": "decode"}, *on_hopper]
     late, is_long = num_rows < MANY_ROWS, num_groups > LONG_GROUPS
     if num_tokens == 1 and is_long:

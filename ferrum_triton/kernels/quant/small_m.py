@@ -19,7 +19,6 @@ the sum; formats without integer scales are rounded to float16 once, like dequan
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -42,6 +41,7 @@ from ferrum_triton.kernels.quant.quad_weights import (
     sums_minimums,
     weights,
 )
+from ferrum_triton.kernels.quant.small_m_config import SmallM
 from ferrum_triton.kernels.quant.thread_sums import (
     Opening,
     OpenNorm,
@@ -64,20 +64,6 @@ _MMA = tl.constexpr(
     "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
 _MMA_CONSTRAINTS = tl.constexpr("=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
-
-
-class SmallM(NamedTuple):
-    """How a product is launched.
-
-    Attributes:
-        warps: warps of a program, a power of two.
-        unrolled: two steps are one turn of the loop, so that no register is copied at its end.
-        late_tokens: a step's activations are loaded in it, not in the one before.
-    """
-
-    warps: int
-    unrolled: bool = False
-    late_tokens: bool = False
 
 
 @triton.jit
