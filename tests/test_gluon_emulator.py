@@ -223,7 +223,7 @@ def test_programs_that_write_the_same_or_add_do_not_race():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_copies_may_overtake_loads_that_an_arrival_lets_go_of(seed):
-    """An arrival is one thread's: other warps' loads may be in flight, fence or product aside."""
+    """One thread arrives, while other warps' loads may be in flight unless they have fenced."""
     x, y = torch.randn(192, 64), torch.full((64,), torch.nan)
     args, options = (y, describe(x, [64, 64]), 3), {"seed": seed}
     run(kernels.sums_of_rows, 1, args, {"FENCED": True}, **options)

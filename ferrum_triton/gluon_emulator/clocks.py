@@ -71,7 +71,7 @@ class Access:
 
     ``bit`` is that of the asynchronous operation, or 0 of what is done once it is executed.
     ``generic`` accesses go through the generic proxy, as ordinary loads and stores do. ``let_go``
-    is where the partition first arrived at a barrier while the load may have been in flight.
+    is where the partition arrived at a barrier while this, a load, may still have been in flight.
     """
 
     __slots__ = ("atomic", "bit", "epoch", "generic", "let_go", "place", "what", "who", "writes")

@@ -252,9 +252,9 @@ class View:
 
     def _overtaken(self, access: Access, read: Access) -> str:
         return (
-            f"{self}: {access}, which may overtake {read}, of which the arrival at {read.let_go} "
-            "let go: neither a barrier of threads nor an arrival waits for loads in flight. A "
-            "warpgroup_mma_wait for a product of what was loaded is missing between the two, or "
+            f"{self}: {access}, which may overtake {read}: the arrival at {read.let_go} let go of "
+            "these bytes, and neither it nor a barrier of threads waits for loads in flight. "
+            "Before it a warpgroup_mma_wait for a product of what was loaded is missing, or a "
             "fence_async_shared"
         )
 

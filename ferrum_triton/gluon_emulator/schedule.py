@@ -61,7 +61,7 @@ class Partition:
         # What a fence or a wait for stores did for one thread, until a barrier of all of them.
         self.fenced: dict[Partition, int] = {}
         self.half_done = 0
-        self.loads: list[Access] = []  # from shared memory, that may be in flight
+        self.loads: list[Access] = []  # from shared memory, which may still be in flight
         self.waits_until: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] | None = None
         self.waits_at: Place | None = None
@@ -86,10 +86,11 @@ class Partition:
         self.clock.join(Clock({("fence", who): epoch for who, epoch in self.fenced.items()}))
 
     def let_go(self) -> None:
-        """An arrival: what may still be in flight is let go of."""
-        if self.num_warps > 1:  # the loads of one warp are done in the order of its arrival
+        """An arrival, which does not wait for the other warps' loads."""
+        if self.num_warps > 1:  # a warp's own loads come before its arrival
+            place = here()
             for load in self.loads:
-                load.let_go = here()
+                load.let_go = place
         self.loads = []
 
     def fence(self) -> None:

@@ -110,10 +110,10 @@ def wait_for_products(acc, a):
 def add_in_turns(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
     """acc plus the products of a segment's blocks, a row of steps after the other.
 
-    A block of weights is let go of behind its products, which prove that every warp has its words:
-    neither a barrier nor an arrival waits for loads in flight. Let go of right behind them, one of
-    ten thousand launches beside other work had rows of the block after (``tests.soak --minutes 8``
-    on an H200, a2d8e4f).
+    A block of weights is let go of behind its products, which prove that every warp has its words.
+    Neither a barrier nor an arrival waits for loads in flight: let go of right behind its loads, a
+    block was overwritten by the next one's copy (``python -m tests.soak --minutes 8 --seed 1``
+    beside other processes on an H200, a2d8e4f).
 
     Args:
         w, x: the rings.

@@ -62,10 +62,10 @@ PROGRAMS, STEPS = 200, 4
 # Tokens in a tile of more than 256 tokens.
 MAX_TOKENS = 128
 
-# The fastest of those timed at n 28672 and k 4096, or nearly, by the most tokens they are for. Few
-# tokens wait for instructions more than for memory, and lines asked for ahead take both: by 16 of
-# Q4_K, 4096x14336 takes 17.6 us with one line of each row, 17.8 with two, 18.5 with four and 21.4
-# with sixteen (``device_us`` of ``gemm_quant`` under ``products.forced``, fb24a43).
+# The fastest of those timed at n 28672 and k 4096, or nearly, by the most tokens they are for. More
+# lines asked for ahead cost more than they hide: 4096x14336 by 16 tokens of Q4_K takes 17.6 us with
+# one line of each row, 17.8 with two, 18.5 with four and 21.4 with sixteen (``device_us`` of
+# ``gemm_quant`` under ``products.forced``, H200, fb24a43).
 _WIDE = MmaConfig(
     128,
     64,
@@ -86,7 +86,7 @@ HOPPER_TILES = {
     256: MmaConfig(128, 256, words=16, scale_after=False, warps=8, stages=3, use_tma=True),
 }
 HOPPER_TILES_OF = {
-    # 28672x4096 takes 24.8 us so, and 25.5 as the others.
+    # 28672x4096 takes 24.8 us so, and 25.5 as the others (timed as those above).
     "Q4_0": {16: MmaConfig(64, 16, stages=3, maxnreg=128, prefetch_lines=1, use_tma=True)},
     "Q6_K": {8: MmaConfig(64, 8, stages=3, prefetch_lines=4, use_tma=True)},
     # Those above would spill.

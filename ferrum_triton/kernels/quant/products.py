@@ -223,7 +223,7 @@ def small_m(config: SmallM) -> Config:
 
 
 def small_m_of(config: Config) -> SmallM:
-    """The launch of a choice of path ``"small_m"``, and of another that one of two warps."""
+    """The launch of a choice of path ``"small_m"``; by two warps where another path was chosen."""
     if config["path"] != "small_m":
         return SmallM(2)
     return SmallM(**{name: config[name] for name in SmallM._fields})

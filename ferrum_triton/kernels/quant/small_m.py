@@ -11,8 +11,8 @@ Blocks of a row are shared out to warps. Weights become pairs of float16 in regi
 (:mod:`ferrum_triton.kernels.quant.quad_weights`), and activations come in their order
 (:func:`ferrum_triton.kernels.quant.activations.arrange`), so that threads exchange nothing before
 the sums of warps are added. Weights of a step are loaded during the step before. So are its
-activations where few warps share an SM; where many do, each takes its own as it multiplies, with
-fewer registers (:class:`SmallM`).
+activations, or they are loaded late, in the step itself, which takes fewer registers and so leaves
+room for more warps (:class:`SmallM`).
 
 Scales times codes are exact in a float16 but for Q6_K's large ones, and d is taken in float32 after
 the sum; formats without integer scales are rounded to float16 once, like dequantised ones.

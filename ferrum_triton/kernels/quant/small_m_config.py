@@ -11,7 +11,9 @@ from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 from ferrum_triton.quant.formats import FORMATS
 
-# Warps that an SM holds with the registers of small_m's early tokens.
+# Warps for an SM from which on they are more than run at once where activations are loaded early:
+# an SM holds 23 of Q4_0, whose threads have 81 registers then, which count as 88
+# (``compile_launch`` of ``gemm_quant`` for sm_90, 9b9811a).
 FULL_WARPS = 24
 
 
@@ -36,11 +38,12 @@ def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> Sm
     on 2 warps, 14.1 on 4 and 19.5 on 8; 5120x25600 29.6 on 4 and 34.5 on 8; 4096x14336 14.1 on 8
     and 16.9 on 4.
 
-    Formats that have no integer scales leave registers free. Where more warps share an SM than
-    those of early tokens leave room for, late tokens gain: 28672x4096 by eight tokens of Q4_0 takes
-    20.1 us so and 23.8 without, of Q4_1 22.3 and 24.7. Q8_0 would lose. Elsewhere unrolling alone
-    gains, except where there are minimums: 4096x14336 of Q4_0 takes 13.5 us so and 17.5 without, of
-    Q4_1 15.2 and 13.3 (``device_us`` of ``gemm_quant`` under ``products.forced``, fb24a43).
+    On Hopper, formats without integer scales have more choices. Where the grid has FULL_WARPS for
+    an SM, unrolled loops with late tokens gain, except Q8_0's: 28672x4096 by eight tokens of Q4_0
+    takes 20.1 us so and 23.8 without, of Q4_1 22.3 and 24.7. Elsewhere unrolling alone gains,
+    except where there are minimums: 4096x14336 of Q4_0 takes 13.5 us so and 17.5 without, of Q4_1
+    15.2 and 13.3 (``device_us`` of ``gemm_quant`` under ``products.forced``, H200, what became
+    a2d8e4f).
     """
     programs = cdiv(num_rows, 16)
     warps = 8
@@ -61,5 +64,5 @@ def small_m_candidates(kind: str) -> list[SmallM]:
     found = [SmallM(warps) for warps in (1, 2, 4, 8)]
     if not FORMATS[kind].scale_code:
         found += [SmallM(warps, unrolled=True) for warps in (1, 2, 4, 8)]
-        found += [SmallM(warps, True, True) for warps in (1, 2, 4, 8)]
+        found += [launch._replace(late_tokens=True) for launch in found[-4:]]
     return found
