@@ -344,7 +344,7 @@ def packed_kernel(
         [
             (multiply_tiles, (out, w, x, sizes, 0, TILE, PDL)),
             (multiply_tiles, (out, w, x, sizes, 1, TILE, PDL)),
-            (fetch_weights, (matrices, w, out, sizes, TILE)),
+            (fetch_weights, (matrices, w, out, sizes, TILE, PDL)),
             (fetch_tokens, (x_desc, x, sizes, TILE, PDL)),
         ],
         [4, 1, 1],

@@ -1,7 +1,8 @@
 """The two warps of a packed product that ask for what others multiply: weights, and activations.
 
-Weights are asked for before the kernel that arranges the activations has ended (PDL). Tokens past
-the last one are zeros by the tensor map, and so are rows past a matrix's last one.
+A quarter of a ring of weights is asked for before the kernel that arranges the activations has ended (PDL).
+The rest would be in TMA's queue before the first activations, which are waited for. Tokens
+past the last one are zeros by the tensor map, and so are rows past a matrix's last one.
 """
 
 from typing import Any, NamedTuple
@@ -97,9 +98,10 @@ def copy_tokens(x_desc, row, k, ring, step, TILE: gl.constexpr):
 
 
 @gluon.jit
-def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
+def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for weights."""
     share = share_of_program(sizes, TILE.streamed)
+    AHEAD: gl.constexpr = TILE.stages // 4
     BYTES: gl.constexpr = TILE.block_bytes
     MATRICES: gl.constexpr = TILE.matrices
     to = ring.buffers
@@ -109,6 +111,8 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr):
         place = place_of(part.tile // sizes.tiles_m, out.num_rows, TILE)
         rows = Source(0, place.row)
         for k in range(part.begin, part.end):
+            if step == AHEAD:
+                pdl_wait(PDL)
             stage = acquire(ring, step, BYTES)
             full = ring.full.index(stage)
             if TILE.activation != "" or MATRICES == 1:
