@@ -14,7 +14,7 @@ from ferrum_triton.gluon_emulator import EmulationError, run
 from ferrum_triton.gluon_emulator.mutants import mutants
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper.packed import packed_kernel
-from ferrum_triton.kernels.hopper.packed_products import packed_products
+from ferrum_triton.kernels.hopper.packed_products import packed_products, streamed_programs
 from ferrum_triton.kernels.jit import note_launches, record_launches
 from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
@@ -137,6 +137,16 @@ def test_gate_and_up(config, kind, activation):
     gate, up = wanted(a, blocks, kind).chunk(2, 1)
     want = (gelu_tanh(gate) if activation == "gelu_tanh" else gate * gate.sigmoid()) * up
     assert error(y, want) < 2 * LIMITS[a.dtype]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "blocks", "programs"),
+    [(32, 56, 128), (56, 12, 112), (130, 16, 130), (224, 16, 132), (40, 100, 132), (1, 3, 3)],
+)
+def test_tiles_are_shared_evenly_where_no_program_has_more_to_do(tiles, blocks, programs):
+    assert streamed_programs(tiles, blocks, 132) == programs
+    longest = -(-tiles * blocks // programs)
+    assert longest == -(-tiles * blocks // min(132, tiles * blocks))
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL._replace(overlapped=True)])

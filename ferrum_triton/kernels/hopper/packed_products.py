@@ -135,10 +135,9 @@ def _descriptors(
 def streamed_programs(tiles: int, blocks: int, most: int) -> int:
     """Programs that share ``tiles`` of ``blocks`` each, up to ``most``.
 
-    Where as many for every tile have no more to do, no program has parts of two tiles to add up,
-    and fewer sums are read back: on an H200 Q4_K 4096 x 14336 by 128 tokens took 35.5 us by 128
-    programs and 38.4 by 132, Q4_0 by 64 24.1 and 25.1 (``do_bench`` of gemm_quant under
-    ``products.forced`` of a packed choice, two steps in a row).
+    Where as many for every tile have no more to do, no program hands on sums of two tiles, and
+    fewer sums are read back: Q4_K 4096 x 14336 by 128 tokens took 35.5 us by 128 programs, and 38.4
+    by 132 (graphs of gemm_quant under ``products.forced`` of overlapped spans of two, 9ac249c).
     """
     units = tiles * blocks
     most = min(most, units)
