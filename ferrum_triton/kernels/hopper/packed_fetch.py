@@ -1,8 +1,9 @@
 """The two warps of a packed product that ask for what others multiply: weights, and activations.
 
-A quarter of a ring of weights is asked for before the kernel that arranges the activations has
-ended (PDL). The rest would be in TMA's queue before the first activations, which are waited for.
-Tokens past the last one are zeros by the tensor map, and so are rows past a matrix's last one.
+A quarter of a ring of weights, no more, is asked for before the kernel that arranges the
+activations has ended (PDL): the rest would stand in TMA's queue before the first activations, which
+are waited for. Tokens past the last one are zeros by the tensor map, and so are rows past a
+matrix's last one.
 """
 
 from typing import Any, NamedTuple
@@ -103,7 +104,7 @@ def copy_tokens(x_desc, row, k, ring, step, TILE: gl.constexpr):
 def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for weights."""
     share = share_of_program(sizes, TILE.streamed)
-    AHEAD: gl.constexpr = TILE.stages // 4
+    AHEAD: gl.constexpr = TILE.stages // 4  # none of fewer than four
     BYTES: gl.constexpr = TILE.block_bytes
     MATRICES: gl.constexpr = TILE.matrices
     to = ring.buffers
