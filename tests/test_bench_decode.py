@@ -98,7 +98,7 @@ def published():
             yield f"decode/{model.lower()}/{form}/b{batch}/ctx1024", int(numbers[0]), int(count)
 
 
-@pytest.mark.parametrize(("row", "layers", "count"), published())
+@pytest.mark.parametrize(("row", "layers", "count"), [*published()])
 def test_a_step_launches_what_is_published(row, layers, count):
     found = record(decode.meta_call(row), "sm_90")
     products = [n for n in found.operations if "matmul" in n or "linear" in n]

@@ -119,7 +119,8 @@ def test_what_is_added():
 
 
 @pytest.mark.parametrize(
-    ("config", "counts"), zip(CONFIGS[:3], [(200, 70, 136), (0, 150, 20), (30, 140)], strict=True)
+    ("config", "counts"),
+    [*zip(CONFIGS[:3], [(200, 70, 136), (0, 150, 20), (30, 140)], strict=True)],
 )
 def test_matrices_side_by_side(config, counts):
     a, blocks = tokens(20, 512), [matrix("Q6_K", n, 512, seed=i) for i, n in enumerate(counts)]
