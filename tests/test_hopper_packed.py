@@ -27,6 +27,7 @@ from ferrum_triton.kernels.quant.packed_config import (
     shared_bytes,
 )
 from ferrum_triton.kernels.quant.products import candidates, heuristic, packed, product, products
+from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FORMATS, dequantize_blocks, to_planes
@@ -146,8 +147,8 @@ def test_gate_and_up(config, kind, activation):
 )
 def test_tiles_are_shared_evenly_where_no_program_has_more_to_do(tiles, blocks, programs):
     assert streamed_programs(tiles, blocks, 132) == programs
-    longest = -(-tiles * blocks // programs)
-    assert longest == -(-tiles * blocks // min(132, tiles * blocks))
+    units = tiles * blocks
+    assert cdiv(units, programs) == cdiv(units, min(132, units))
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL._replace(overlapped=True)])

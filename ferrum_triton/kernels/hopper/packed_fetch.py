@@ -1,9 +1,8 @@
 """The two warps of a packed product that ask for what others multiply: weights, and activations.
 
-A quarter of a ring of weights, no more, is asked for before the kernel that arranges the
-activations has ended (PDL): the rest would stand in TMA's queue before the first activations, which
-are waited for. Tokens past the last one are zeros by the tensor map, and so are rows past a
-matrix's last one.
+Weights are asked for before the kernel that arranges the activations has ended (PDL), but only a
+quarter of a ring of them: the rest would stand in TMA's queue before the first activations. Tokens
+past the last one are zeros by the tensor map, and so are rows past a matrix's last one.
 """
 
 from typing import Any, NamedTuple
@@ -56,8 +55,9 @@ def copy_block(planes, source, block, full, to, first, APART: gl.constexpr, TILE
     """Ask for a block of K of a matrix's rows, every plane of it.
 
     TMA reads from multiples of 16 bytes, so that d of a whole block comes with its neighbours'.
-    Scales of four blocks at once, in a ring of their own, took longer: by 64 tokens of Q4_K 25.8
-    for 24.7 us of 4096 x 14336, and 41.2 for 40.0 of 28672 x 4096 (graphs of gemm_quant, 186cdb5).
+    Copying the scales of four blocks at once, to a ring of their own, is slower. With it Q4_K by 64
+    tokens takes 25.8 us for 4096x14336 and 41.2 for 28672x4096, without it 24.7 and 40.0
+    (``bench.timing.Replay`` of ``gemm_quant``, H200, 186cdb5 with and without that change).
 
     Args:
         source: :class:`Source`.
@@ -104,7 +104,10 @@ def copy_tokens(x_desc, row, k, ring, step, TILE: gl.constexpr):
 def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for weights."""
     share = share_of_program(sizes, TILE.streamed)
-    AHEAD: gl.constexpr = TILE.stages // 4  # none of fewer than four
+    # Q4_K 4096x14336 by 64 tokens takes 24.7 us with all of a ring asked for ahead, 24.4 with half
+    # and 24.1 with a quarter, which is none of fewer than four stages (``bench.timing.Replay`` of
+    # ``gemm_quant``, H200, 186cdb5, that with half, and af67162).
+    AHEAD: gl.constexpr = TILE.stages // 4
     BYTES: gl.constexpr = TILE.block_bytes
     MATRICES: gl.constexpr = TILE.matrices
     to = ring.buffers

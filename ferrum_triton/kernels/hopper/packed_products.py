@@ -133,11 +133,13 @@ def _descriptors(
 
 
 def streamed_programs(tiles: int, blocks: int, most: int) -> int:
-    """Programs that share ``tiles`` of ``blocks`` each, up to ``most``.
+    """How many programs, up to ``most``, share ``tiles`` of ``blocks`` each.
 
-    Where as many for every tile have no more to do, no program hands on sums of two tiles, and
-    fewer sums are read back: Q4_K 4096 x 14336 by 128 tokens took 35.5 us by 128 programs, and 38.4
-    by 132 (graphs of gemm_quant under ``products.forced`` of overlapped spans of two, 9ac249c).
+    Every tile has the same number of programs if none of them then has more blocks than it would
+    have among ``most``. No program adds to two tiles then, and fewer sums are written and read
+    back: Q4_K 4096x14336 by 128 tokens takes 35.5 us on 128 programs and 38.4 on 132
+    (``bench.timing.Replay`` of ``gemm_quant`` under ``products.forced`` of overlapped spans of two,
+    H200, what became 186cdb5).
     """
     units = tiles * blocks
     most = min(most, units)
