@@ -50,6 +50,9 @@ CONFIGS = [
     SMALL._replace(span=1, overlapped=True),
     SMALL._replace(overlapped=True, streamed=False),
     SMALL._replace(tokens=32, span=4, overlapped=True, stages=3, x_stages=3),
+    SMALL._replace(x_stages=0),
+    SMALL._replace(span=4, x_stages=0, streamed=False),
+    SMALL._replace(span=1, overlapped=True, x_stages=0, stages=3),
 ]
 
 
@@ -199,7 +202,8 @@ def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
     assert "spill" in packed_fits(HOPPER, SMALL._replace(ctas_per_sm=2), "Q5_K", 16, 4096, 4096)
     many = SMALL._replace(stages=8, ctas_per_sm=2)
     assert "shared memory" in packed_fits(HOPPER, many, "Q4_K", 16, 4096, 4096)
-    assert "stages" in packed_fits(HOPPER, SMALL._replace(stages=1), "Q4_K", 16, 4096, 4096)
+    for ring in ({"stages": 1}, {"x_stages": 1}):
+        assert "stages" in packed_fits(HOPPER, SMALL._replace(**ring), "Q4_K", 16, 4096, 4096)
     assert "tiles of 16" in packed_fits(HOPPER, SMALL._replace(tokens=16), "Q4_K", 17, 4096, 4096)
     assert not packed_fits(HOPPER, PackedConfig(128, stages=2), "Q4_0", 300, 4096, 4096)
 
@@ -277,6 +281,7 @@ def unpacking_in_flight(code):
 TRIED = [
     ("Q4_K", 16, PackedConfig(16, 2, False, True, 2, 4, 6), {"matrices": 3}),
     ("Q4_0", 64, PackedConfig(64, 4, True, False, 1, 6, 2), {}),
+    ("Q4_K", 64, PackedConfig(64, 2, False, False, 1, 3, 0), {}),
     ("Q4_K", 256, PackedConfig(256, 1, True, False, 1, 3, 4), {}),
     ("Q4_Z", 32, PackedConfig(32, 4, True, True, 1, 8, 2), {"matrices": 2, "activation": "silu"}),
 ]

@@ -304,6 +304,8 @@ def _(make, kind, m, n, num_blocks):
     + [product_case(kind, 2, 4096, 14336) for kind in PLANE_FORMATS]
     + [product_case("Q6_K:planes", m, 28672, 4096) for m in (8, 64, 4096)]
     + [product_case("Q4_K:planes", m, 4096, k) for m in (8, 32) for k in (4096, 12288)]
+    + [product_case("Q4_K:planes", m, n, 4096) for m in (64, 256) for n in (4096, 6144)]
+    + [product_case("Q6_K:planes", m, 4096, 14336) for m in (32, 64, 256)]
     + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)]
     + [_gptq_case(m, 28672, 4096) for m in (8, 16, 64, 256, 4096)]
     + [_gptq_case(m, 4096, 14336) for m in (16, 64)],

@@ -13,6 +13,10 @@ multiplies it and waits, and other warpgroups fill the time: with few tokens, tw
 Overlapped, it has the next row's codes ready before it waits for the products, and only scales them
 afterwards: a fragment that is written while a product is in flight would have the assembler wait
 for each product (C7513). Unpacking takes four instructions for a pair of weights either way.
+
+A stage of weights may come with its block's activations: *joined*, a warpgroup waits once for a
+block, and not three times or five for stages of two rings. 256 tokens have no room for that: their
+activations of a block are 128 KiB.
 """
 
 from typing import Any, NamedTuple
@@ -87,14 +91,40 @@ def fragments(steps, TILE: gl.constexpr):
 
 
 @gluon.jit
-def multiply(acc, a, x, stage, TILE: gl.constexpr):
-    """Start the products of a row of steps; ``a`` must be left alone until they are done."""
+def multiply(acc, a, x, first, TILE: gl.constexpr):
+    """Start the products of a row of steps; ``a`` must be left alone until they are done.
+
+    Args:
+        first: number of the buffer of the row's first activations.
+    """
     SPAN: gl.constexpr = TILE.span
     TOKENS: gl.constexpr = TILE.tokens  # of a stage the first
     for j in gl.static_range(SPAN):
-        tokens = x.buffers.index(stage * SPAN + j).slice(0, TOKENS)
+        tokens = x.buffers.index(first + j).slice(0, TOKENS)
         acc = warpgroup_mma(a[j], tokens.permute((1, 0)), acc, is_async=True)
     return acc
+
+
+@gluon.jit
+def wait_tokens(x, x_at, stage, FIRST: gl.constexpr, TILE: gl.constexpr):
+    """Wait for the activations of a row of steps; the number of the row's first buffer.
+
+    Args:
+        stage: of the block of weights, which has its activations too where they are joined.
+        FIRST: the first of the row's steps in its block.
+    """
+    if TILE.joined:
+        first = stage * 4 + FIRST
+    else:
+        first = wait_full(x, x_at) * TILE.span
+    return first
+
+
+@gluon.jit
+def release_tokens(x, x_at, TILE: gl.constexpr):
+    """Let go of the activations of a row of steps, but of those that go with their weights."""
+    if not TILE.joined:
+        release(x, x_at)
 
 
 @gluon.jit
@@ -121,12 +151,13 @@ def add_in_turns(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.co
     """
     SPAN: gl.constexpr = TILE.span
     for k in range(part.begin, part.end):
-        block = load_block(w.buffers, wait_full(w, at), k, WARPGROUP, TILE)
+        stage = wait_full(w, at)
+        block = load_block(w.buffers, stage, k, WARPGROUP, TILE)
         for first in gl.static_range(0, 4, SPAN):
             a = fragments(steps_of(block, first, TILE), TILE)
-            acc = multiply(acc, a, x, wait_full(x, x_at), TILE)
+            acc = multiply(acc, a, x, wait_tokens(x, x_at, stage, first, TILE), TILE)
             acc = wait_for_products(acc, a)
-            release(x, x_at)
+            release_tokens(x, x_at, TILE)
             x_at += 1
         release(w, at)
         at += 1
@@ -143,25 +174,26 @@ def add_overlapped(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.
     one, which touches no register that anything before it does, in its place.
     """
     SPAN: gl.constexpr = TILE.span
-    block = load_block(w.buffers, wait_full(w, at), part.begin, WARPGROUP, TILE)
+    stage = wait_full(w, at)
+    block = load_block(w.buffers, stage, part.begin, WARPGROUP, TILE)
     steps = steps_of(block, 0, TILE)
-    stage = wait_full(x, x_at)
+    tokens = wait_tokens(x, x_at, stage, 0, TILE)
     for k in range(part.begin, part.end):
         for first in gl.static_range(0, 4, SPAN):
             a = fragments(steps, TILE)
-            acc = multiply(acc, a, x, stage, TILE)
+            acc = multiply(acc, a, x, tokens, TILE)
             more = 1
             if first + SPAN < 4:
                 steps = steps_of(block, first + SPAN, TILE)
             else:
                 # After the last step this reads what is at hand once more, and nobody uses it.
                 more = (k + 1 < part.end).to(gl.int32)
-                next_block = wait_full(w, at + more)
-                block = load_block(w.buffers, next_block, k + more, WARPGROUP, TILE)
+                stage = wait_full(w, at + more)
+                block = load_block(w.buffers, stage, k + more, WARPGROUP, TILE)
                 steps = steps_of(block, 0, TILE)
-            stage = wait_full(x, x_at + more)
+            tokens = wait_tokens(x, x_at + more, stage, (first + SPAN) % 4, TILE)
             acc = wait_for_products(acc, a)
-            release(x, x_at)
+            release_tokens(x, x_at, TILE)
             x_at += 1
         release(w, at)
         at += 1
@@ -265,13 +297,17 @@ def buffers_of(desc, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def token_ring(x_desc, TILE: gl.constexpr):
-    """The ring of activations."""
-    return Ring(
-        buffers_of(x_desc, TILE.x_stages * TILE.span),
-        make_barriers(TILE.x_stages, 1),
-        make_barriers(TILE.x_stages, WARPGROUPS),
-    )
+def token_ring(x_desc, w, TILE: gl.constexpr):
+    """The ring of activations; where they come with weights, by the barriers of that ring."""
+    if TILE.joined:
+        x = Ring(buffers_of(x_desc, TILE.stages * TILE.x_steps), w.full, w.empty)
+    else:
+        x = Ring(
+            buffers_of(x_desc, TILE.x_stages * TILE.x_steps),
+            make_barriers(TILE.x_stages, 1),
+            make_barriers(TILE.x_stages, WARPGROUPS),
+        )
+    return x
 
 
 @gluon_kernel(dynamic=("tiles", "tiles_m", "num_tokens"))
@@ -322,8 +358,9 @@ def packed_kernel(
         buffers_of(s_desc, TILES),
         buffers_of(d_desc, TILES),
     )
-    w = Ring(buffers, make_barriers(TILE.stages, 1), make_barriers(TILE.stages, WARPGROUPS))
-    x = token_ring(x_desc, TILE)
+    full = make_barriers(TILE.stages, TILE.producers)
+    w = Ring(buffers, full, make_barriers(TILE.stages, WARPGROUPS))
+    x = token_ring(x_desc, w, TILE)
     fence_async_shared()
     matrices = (first, second, third)
     sizes = Sizes(tiles, tiles_m, blocks)

@@ -129,13 +129,13 @@ def fetch_experts(matrices, ring, tiles, TILE: gl.constexpr, PDL: gl.constexpr):
 @gluon.jit
 def fetch_pairs(x_desc, ring, tiles, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for activations."""
-    SPAN: gl.constexpr = TILE.span
+    STEPS: gl.constexpr = TILE.x_steps
     pdl_wait(PDL)
     pdl_trigger(PDL)
     step = 0
     for tile in range(gl.program_id(0), tiles.total, gl.num_programs(0)):
         row = of_tile(tiles, tile).row
-        for k in range(tiles.blocks * 4 // SPAN):
+        for k in range(tiles.blocks * 4 // STEPS):
             copy_tokens(x_desc, row, k, ring, step, TILE)
             step += 1
 
@@ -290,8 +290,9 @@ def packed_experts_kernel(
         buffers_of(s_desc, TILES),
         buffers_of(d_desc, TILES),
     )
-    w = Ring(buffers, make_barriers(TILE.stages, 1), make_barriers(TILE.stages, WARPGROUPS))
-    x = token_ring(x_desc, TILE)
+    full = make_barriers(TILE.stages, TILE.producers)
+    w = Ring(buffers, full, make_barriers(TILE.stages, WARPGROUPS))
+    x = token_ring(x_desc, w, TILE)
     fence_async_shared()
     pdl_wait(PDL)
     tiles = Tiles(table_ptr, gl.load(total_ptr) * row_tiles, row_tiles, blocks)

@@ -1,8 +1,9 @@
 """The two warps of a packed product that ask for what others multiply: weights, and activations.
 
 Weights are asked for before the kernel that arranges the activations has ended (PDL), but only a
-quarter of a ring of them: the rest would stand in TMA's queue before the first activations. Tokens
-past the last one are zeros by the tensor map, and so are rows past a matrix's last one.
+quarter of a ring of them, one stage at least: the rest would stand in TMA's queue before the first
+activations. Tokens past the last one are zeros by the tensor map, and so are rows past a matrix's
+last one.
 """
 
 from typing import Any, NamedTuple
@@ -90,14 +91,14 @@ def copy_stage(matrices, source, block, full, to, stage, TILE: gl.constexpr):
 
 @gluon.jit
 def copy_tokens(x_desc, row, k, ring, step, TILE: gl.constexpr):
-    """Ask for the k-th span of steps of K of a tile of tokens, from a row on."""
-    SPAN: gl.constexpr = TILE.span
-    BYTES: gl.constexpr = TILE.span * x_desc.block_type.nbytes
+    """Ask for the k-th stage of steps of K of a tile of tokens, from a row on."""
+    STEPS: gl.constexpr = TILE.x_steps
+    BYTES: gl.constexpr = TILE.x_steps * x_desc.block_type.nbytes
     stage = acquire(ring, step, BYTES)
     full = ring.full.index(stage)
-    for j in gl.static_range(SPAN):
-        to = ring.buffers.index(stage * SPAN + j)
-        tma.async_copy_global_to_shared(x_desc, [row, (k * SPAN + j) * 64], full, to)
+    for j in gl.static_range(STEPS):
+        to = ring.buffers.index(stage * STEPS + j)
+        tma.async_copy_global_to_shared(x_desc, [row, (k * STEPS + j) * 64], full, to)
 
 
 @gluon.jit
@@ -105,9 +106,10 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.conste
     """The warp that asks for weights."""
     share = share_of_program(sizes, TILE.streamed)
     # Q4_K 4096x14336 by 64 tokens takes 24.7 us with all of a ring asked for ahead, 24.4 with half
-    # and 24.1 with a quarter, which is none of fewer than four stages (``bench.timing.Replay`` of
-    # ``gemm_quant``, H200, 186cdb5, that with half, and af67162).
-    AHEAD: gl.constexpr = TILE.stages // 4
+    # and 24.1 with a quarter (``bench.timing.Replay`` of ``gemm_quant``, H200, 186cdb5, that with
+    # half, and af67162). One of three stages is better than none: 4096x4096 takes 13.4 us and not
+    # 13.6, 28672x4096 37.9 and not 38.2 (in turns in one run, both with another copy before these).
+    AHEAD: gl.constexpr = TILE.stages // 4 if TILE.stages >= 4 else 1
     BYTES: gl.constexpr = TILE.block_bytes
     MATRICES: gl.constexpr = TILE.matrices
     to = ring.buffers
@@ -136,13 +138,13 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.conste
 def fetch_tokens(x_desc, ring, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for activations."""
     share = share_of_program(sizes, TILE.streamed)
-    SPAN: gl.constexpr = TILE.span
+    STEPS: gl.constexpr = TILE.x_steps
     pdl_wait(PDL)
     pdl_trigger(PDL)
     step = 0
     for i in range(share.count):
         part = segment(share, i, sizes)
         token = part.tile % sizes.tiles_m * TILE.tokens
-        for k in range(part.begin * 4 // SPAN, part.end * 4 // SPAN):
+        for k in range(part.begin * 4 // STEPS, part.end * 4 // STEPS):
             copy_tokens(x_desc, token, k, ring, step, TILE)
             step += 1

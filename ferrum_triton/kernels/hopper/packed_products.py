@@ -40,11 +40,11 @@ class Tile:
         activation: y = activation(gate) * up, "silu" or "gelu_tanh"; or "".
         matrices: how many there are.
         tokens: tokens of a tile.
-        span: steps of 64 of K that are multiplied in a row, and a stage of activations.
+        span: steps of 64 of K that are multiplied in a row, before a wait for them.
         overlapped: steps are unpacked while those before them are multiplied.
         streamed: programs share tiles' K.
         stages: blocks of 256 weights in the ring of weights.
-        x_stages: stages in the ring of activations.
+        x_stages: stages in the ring of activations; 0 where they come with weights.
         block_bytes: bytes of a stage of weights.
         registers: of a thread that multiplies.
     """
@@ -61,6 +61,21 @@ class Tile:
     x_stages: int
     block_bytes: int
     registers: int
+
+    @property
+    def joined(self) -> bool:
+        """Whether a stage of weights comes with its block's activations."""
+        return self.x_stages == 0
+
+    @property
+    def producers(self) -> int:
+        """Warps that fill a stage of weights."""
+        return 2 if self.joined else 1
+
+    @property
+    def x_steps(self) -> int:
+        """Steps of K whose activations are a stage."""
+        return BLOCK // STEP if self.joined else self.span
 
     def part(self, parts: int) -> "Tile":
         """A tile of fewer tokens."""

@@ -35,7 +35,8 @@ class PackedConfig(NamedTuple):
         streamed: programs share tiles' K, so that all have as much to do.
         ctas_per_sm: programs for each SM.
         stages: blocks of 256 weights in the ring of weights.
-        x_stages: stages in the ring of activations, a span each.
+        x_stages: stages in the ring of activations, a span each; or 0, *joined*: a stage of weights
+            comes with its block's activations, and is waited for and let go of with them.
     """
 
     tokens: int
@@ -66,14 +67,15 @@ _STEPS = {8: 16, 16: 12, 32: 8, 64: 8, 128: 6, 256: 4}
 MOST_STAGES = 8
 # Tokens of a tile from which on several tiles of tokens are worth unpacking the weights for each.
 LARGE = 128
-# How tiles of so many tokens are tried: span, overlapped, programs for an SM. Others would spill.
+# How tiles of so many tokens are tried: span, overlapped, joined, programs for an SM. Others would
+# spill, or two stages of theirs have no room.
 _TRIED = {
-    8: [(2, False, 2), (2, False, 1), (4, True, 1)],
-    16: [(1, False, 2), (2, False, 2), (2, False, 1), (4, True, 1)],
-    32: [(1, False, 2), (2, False, 2), (2, False, 1), (4, True, 1)],
-    64: [(2, False, 1), (2, True, 1), (4, True, 1)],
-    128: [(1, False, 1), (2, False, 1), (2, True, 1)],
-    256: [(1, False, 1), (1, True, 1)],
+    8: [(2, False, True, 2), (2, False, True, 1)],
+    16: [(2, False, True, 2), (4, False, True, 2), (2, False, True, 1)],
+    32: [(2, False, True, 2), (2, False, True, 1), (4, False, True, 1)],
+    64: [(2, False, True, 1), (4, False, True, 1), (2, True, True, 1)],
+    128: [(2, False, True, 1), (2, False, False, 1), (2, True, False, 1)],
+    256: [(1, False, False, 1), (1, True, False, 1)],
 }
 
 
@@ -89,10 +91,15 @@ def block_bytes(fmt: BlockFormat) -> int:
     return ROWS * (4 * words + d)
 
 
+def x_steps(config: PackedConfig) -> int:
+    """Steps of K whose activations there is room for."""
+    return config.x_stages * config.span or config.stages * BLOCK // STEP
+
+
 def shared_bytes(config: PackedConfig, fmt: BlockFormat) -> int:
     """Shared memory of a program: its rings, and what turns a tile round to be stored."""
     weights = config.stages * WARPGROUPS * block_bytes(fmt)
-    tokens = config.x_stages * config.span * config.tokens * STEP * 2
+    tokens = x_steps(config) * config.tokens * STEP * 2
     turned = WARPGROUPS * min(ROWS * config.tokens * 4, 1 << 14)
     barriers = 16 * (config.stages + config.x_stages) + 128
     return weights + tokens + turned + barriers
@@ -104,13 +111,15 @@ def most_shared(gpu: Gpu, ctas_per_sm: int) -> int:
     return (gpu.shared_limit + reserved) // ctas_per_sm - reserved
 
 
-def with_rings(gpu: Gpu, config: PackedConfig, fmt: BlockFormat) -> PackedConfig:
-    """``config`` with as many stages of weights as there is room for beside the tokens'."""
-    x_stages = max(_STEPS[config.tokens] // config.span, 2)
+def with_rings(
+    gpu: Gpu, config: PackedConfig, fmt: BlockFormat, *, joined: bool = False
+) -> PackedConfig:
+    """``config`` with as many stages as there is room for."""
+    x_stages = 0 if joined else max(_STEPS[config.tokens] // config.span, 2)
     config = config._replace(x_stages=x_stages, stages=0)
     room = most_shared(gpu, config.ctas_per_sm) - shared_bytes(config, fmt)
-    stages = room // (WARPGROUPS * block_bytes(fmt) + 16)
-    return config._replace(stages=min(stages, MOST_STAGES))
+    one = shared_bytes(config._replace(stages=1), fmt) - shared_bytes(config, fmt)
+    return config._replace(stages=min(room // one, MOST_STAGES))
 
 
 def fewest_tokens(num_tokens: int) -> int:
@@ -128,10 +137,10 @@ def packed_candidates(
     tiles = (128, 256) if num_tokens > 128 else (fewest_tokens(num_tokens),)
     found = []
     for tokens in tiles:
-        for span, overlapped, ctas_per_sm in _TRIED[tokens]:
+        for span, overlapped, joined, ctas_per_sm in _TRIED[tokens]:
             for streamed in (True, False):
                 config = PackedConfig(tokens, span, overlapped, streamed, ctas_per_sm)
-                found.append(with_rings(gpu, config, fmt))
+                found.append(with_rings(gpu, config, fmt, joined=joined))
     shape = kind, num_tokens, num_rows, num_weights
     return [config for config in found if not packed_fits(gpu, config, *shape)]
 
@@ -145,9 +154,9 @@ def experts_candidates(gpu: Gpu, kind: str, num_pairs: int) -> list[PackedConfig
     average = next_power_of_2(num_pairs)
     sizes = {min(max(tokens, 16), 256) for tokens in (average // 2, average, 2 * average)}
     found = [
-        with_rings(gpu, PackedConfig(tokens, span, overlapped, False, ctas_per_sm), fmt)
+        with_rings(gpu, PackedConfig(tokens, span, overlapped, False, ctas), fmt, joined=joined)
         for tokens in sorted(sizes)
-        for span, overlapped, ctas_per_sm in _TRIED[tokens]
+        for span, overlapped, joined, ctas in _TRIED[tokens]
     ]
     return [config for config in found if not experts_refusal(gpu, config, kind)]
 
@@ -181,7 +190,7 @@ def packed_fits(
     tiles = cdiv(num_rows, TILE_ROWS) * cdiv(num_tokens, config.tokens)
     if config.streamed and tiles > TICKETS.value:
         return f"{tiles} tiles are more than there are tickets for, {TICKETS.value}"
-    if config.stages < 2:
+    if config.stages < 2 or config.x_stages == 1:
         return "a ring has two stages at least"
     limit, taken = most_shared(gpu, config.ctas_per_sm), shared_bytes(config, fmt)
     if taken > limit:

@@ -349,7 +349,7 @@ PARAMETERS = {
     "prefetch_distance": integer(0, 8),
     "warpgroups": one_of(1, 2),
     "streamed": FLAG,
-    "x_stages": integer(2, 16),
+    "x_stages": integer(0, 16),
     "span": one_of(1, 2, 4),
     "overlapped": FLAG,
 }
