@@ -71,8 +71,8 @@ LARGE = 128
 # spill, or two stages of theirs have no room.
 _TRIED = {
     8: [(2, False, True, 2), (2, False, True, 1)],
-    16: [(2, False, True, 2), (4, False, True, 2), (2, False, True, 1)],
-    32: [(2, False, True, 2), (2, False, True, 1), (4, False, True, 1)],
+    16: [(1, False, True, 2), (2, False, True, 2), (4, False, True, 2), (2, False, True, 1)],
+    32: [(1, False, True, 2), (2, False, True, 2), (2, False, True, 1), (4, False, True, 1)],
     64: [(2, False, True, 1), (4, False, True, 1), (2, True, True, 1)],
     128: [(2, False, True, 1), (2, False, False, 1), (2, True, False, 1)],
     256: [(1, False, False, 1), (1, True, False, 1)],
