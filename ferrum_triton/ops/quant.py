@@ -305,7 +305,10 @@ def _(make, kind, m, n, num_blocks):
     + [product_case("Q6_K:planes", m, 28672, 4096) for m in (8, 64, 4096)]
     + [product_case("Q4_K:planes", m, 4096, k) for m in (8, 32) for k in (4096, 12288)]
     + [product_case("Q4_K:planes", m, n, 4096) for m in (64, 256) for n in (4096, 6144)]
-    + [product_case("Q6_K:planes", m, 4096, 14336) for m in (32, 64, 256)]
+    + [product_case("Q6_K:planes", m, 4096, 14336) for m in (32, 64, 256, 1024)]
+    + [product_case("Q4_K:planes", 1024, n, k) for n, k in (*SHAPES, (6144, 4096))]
+    + [product_case("Q4_K:planes", 2048, n, k) for n, k in SHAPES[1:]]
+    + [product_case("Q4_0:planes", 1024, n, k) for n, k in SHAPES[1:]]
     + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)]
     + [_gptq_case(m, 28672, 4096) for m in (8, 16, 64, 256, 4096)]
     + [_gptq_case(m, 4096, 14336) for m in (16, 64)],
