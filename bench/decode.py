@@ -158,13 +158,19 @@ def attempt(what: str, make: Callable[[], T]) -> T | None:
 
 
 def measure(model: Decoder, name: str, batch: int, context: int, steps: int = STEPS) -> list[Row]:
-    """Rows of one batch; prints them. The first round compiles and captures."""
+    """Rows of one batch; prints them. The first round compiles and captures.
+
+    What comes after it is a server's: calls of an op are replayed without Python from the third on.
+    """
     work = work_of(batch, context, steps)
     engine = Engine(model, max_seqs=batch, capacity=max(map(sum, work)))
     start = time.perf_counter()
     # Kernels are chosen by what a step takes of a prompt, so that prompts of two steps are enough.
-    _answer(engine, [Work(min(w.prompt, 2 * PREFILL_CHUNK), w.tokens) for w in work])
+    short = [Work(min(w.prompt, 2 * PREFILL_CHUNK), w.tokens) for w in work]
+    _answer(engine, short)
     first = time.perf_counter() - start
+    for _ in range(2):
+        _answer(engine, short)
     prefill, decode = _answer(engine, work)
     roof = bytes_of_step(model, batch, context) / COPY_BYTES_PER_US / 1e6
     share = roof / (batch / decode)
