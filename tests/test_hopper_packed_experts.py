@@ -20,7 +20,7 @@ from ferrum_triton.kernels.moe.plane_config import (
     mix_candidates,
 )
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
-from ferrum_triton.kernels.moe.prepare import prepare_sorted
+from ferrum_triton.kernels.moe.prepare import pairs_in, prepare_sorted
 from ferrum_triton.kernels.moe.tile_table import tile_table
 from ferrum_triton.kernels.quant.packed_config import (
     ORDER,
@@ -70,7 +70,8 @@ def emulate(a, stacks, ids, kind, config, num_rows, seed=0, mutant=None):
     top_k, k = ids.shape[1], a.shape[-1]
     y = a.new_full((len(a), top_k, num_rows), torch.nan)
     found, tpe = buckets(ids, len(stacks[0]))
-    arranged, pairs = prepare_sorted(a, found, tpe, top_k, ORDER, y)
+    pairs = pairs_in(found, tpe, ids.numel())
+    arranged = prepare_sorted(a, pairs, ORDER, y)
     table = tile_table(pairs, config.tokens)
     planes, options = in_planes(stacks, kind), {"seed": seed, "mutant": mutant}
     multiply(y, arranged, table, planes, kind, config, k, **options)
@@ -141,9 +142,7 @@ def test_experts_any_number_of_bytes_apart(kind, k):
 def test_short_tiles_come_last():
     """Tiles of 32: of experts of 70, 0, 16, 32 and 17 pairs two end with at most half of one."""
     ids = torch.arange(5).repeat_interleave(torch.tensor([70, 0, 16, 32, 17]))[:, None]
-    a, (found, tpe) = tokens(len(ids), 256), buckets(ids, 5)
-    _, pairs = prepare_sorted(a, found, tpe, 1, ORDER, a.new_empty(len(ids), 1, 8))
-    table = tile_table(pairs, 32)
+    table = tile_table(pairs_in(*buckets(ids, 5), len(ids)), 32)
     want = [(0, 0, 70), (0, 32, 38), (3, 86, 32), (4, 118, 17), (0, 64, 6), (2, 70, 16)]
     assert [tuple(row) for row in table.tiles[: int(table.total)].tolist()] == want
     assert table.pairs.tolist() == [*range(len(ids))]
@@ -152,9 +151,7 @@ def test_short_tiles_come_last():
 def test_a_table_has_room_for_its_tiles_alone():
     """Whole tiles of one expert are as many as there can be: nothing is written behind them."""
     ids = torch.zeros(96, 1, dtype=torch.int32)
-    a, (found, tpe) = tokens(96, 256), buckets(ids, 1)
-    _, pairs = prepare_sorted(a, found, tpe, 1, ORDER, a.new_empty(96, 1, 8))
-    table = tile_table(pairs, 32)
+    table = tile_table(pairs_in(*buckets(ids, 1), 96), 32)
     assert table.tiles.tolist() == [[0, 0, 96], [0, 32, 64], [0, 64, 32]]
     assert table.total.tolist() == [3]
 
@@ -165,7 +162,8 @@ def test_a_pair_in_two_places_is_multiplied_by_one_of_its_experts():
     y = a.new_full((4, 1, 192), torch.nan)
     found = torch.tensor([[0, 1, 2, 9], [2, 1, -3, 3]], dtype=torch.int32)
     tpe = torch.tensor([4, 4], dtype=torch.int32)
-    arranged, pairs = prepare_sorted(a, found, tpe, 1, ORDER, y)
+    pairs = pairs_in(found, tpe, 4)
+    arranged = prepare_sorted(a, pairs, ORDER, y)
     table = tile_table(pairs, SMALL.tokens)
     assert table.total.tolist() == [2] and table.tiles[:2, 2].sum() <= 4
     multiply(y, arranged, table, in_planes([stack], "Q4_K"), "Q4_K", SMALL, 512)

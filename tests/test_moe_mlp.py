@@ -5,9 +5,11 @@ import torch
 
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.moe import mlp, prepare_ids
+from ferrum_triton.kernels.moe import mlp, pairs, prepare_ids
 from ferrum_triton.kernels.moe.mlp import tiles_of
 from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Mix
+from ferrum_triton.kernels.moe.prepare import pairs_in
+from ferrum_triton.kernels.moe.tile_table import Found
 from ferrum_triton.kernels.quant.mma_config import OTHER_TILES
 from ferrum_triton.quant.kinds import format_of, quantize_rows
 from ferrum_triton.registry import OPS
@@ -75,6 +77,34 @@ def test_the_numbers_are_those_of_products_by_buckets(backend, kinds, num_tokens
         got = backend.mlp_quant_moe_id(a, *stacks, rows, *kinds)
         assert torch.equal(got, by_buckets(backend, a, stacks, rows, kinds))
         assert not got[0].any() and not got[1, 1].any()
+
+
+@pytest.mark.parametrize("stale", [0, -1, (2 << 32) + 1])
+def test_more_pairs_are_sorted_once_for_both_products(backend, stale, monkeypatch):
+    """Entries behind an expert's last and places of pairs that have no expert are any."""
+    room_for_pairs = pairs.room_for_pairs
+
+    def stale_pairs(*sizes):
+        table = room_for_pairs(*sizes)
+        table.pairs.fill_(stale % 7)
+        table.places.fill_(stale)
+        return table
+
+    stacks, kinds = layer("Q4_K:planes", "Q6_K:planes", backend.device)
+    generator = torch.Generator().manual_seed(3)
+    a = torch.randn(40, HIDDEN, generator=generator).to(backend.device, torch.float16)
+    ids = torch.randint(-1, NUM_EXPERTS + 1, (40, 3), generator=generator).to(backend.device)
+    monkeypatch.setattr(mlp, "FEW_PAIRS", 0)
+    monkeypatch.setattr(pairs, "room_for_pairs", stale_pairs)
+    got = backend.mlp_quant_moe_id(a, *stacks, ids, *kinds)
+    assert torch.equal(got, by_buckets(backend, a, stacks, ids, kinds))
+    assert not got[(ids < 0) | (ids >= NUM_EXPERTS)].any()
+    found, buckets = Found.by_ids(ids, NUM_EXPERTS), pairs.sorted_pairs(ids, NUM_EXPERTS)
+    table, want = found.pairs, pairs_in(*buckets, ids.numel(), absent=stale)
+    assert torch.equal(table.counts, want.counts) and torch.equal(table.places, want.places)
+    for expert, count in enumerate(want.counts.tolist()):
+        assert torch.equal(table.pairs[expert, :count], want.pairs[expert, :count])
+    assert found.tiles(16) is found.tiles(16) is not found.tiles(32)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 30])

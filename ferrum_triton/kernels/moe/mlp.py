@@ -3,8 +3,8 @@
 Between gate and up and down their activations are arranged once more, by a row's largest magnitude,
 which no program of a part of the row knows. The programs of a tile of pairs draw tickets, and the
 last of them arranges what all have written. By tiles that gather activations, of pairs that few
-programs can sort: else the products of buckets (:mod:`ferrum_triton.kernels.moe.plane_gemm`) are
-called as they are.
+programs can sort. Of more, these are the products of buckets
+(:mod:`ferrum_triton.kernels.moe.plane_gemm`), and pairs are sorted once for both.
 """
 
 from dataclasses import dataclass
@@ -32,12 +32,14 @@ from ferrum_triton.kernels.moe.plane_gemm import (
     Activations,
     Buckets,
     Work,
+    gemm_plane_pairs,
     launch_tiles,
     multiply_pairs,
 )
 from ferrum_triton.kernels.moe.plane_gemv import Stacks
 from ferrum_triton.kernels.moe.prepare import PairTable, Result
 from ferrum_triton.kernels.moe.prepare_ids import prepare_ids
+from ferrum_triton.kernels.moe.tile_table import Found
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import (
     STEP,
@@ -228,8 +230,14 @@ def mlp_quant_moe_id(
 ) -> Tensor:
     num_experts, inner = gate_blocks.shape[:2]
     top_k, k = ids.shape[1], a.shape[1]
-    found = tiles_of(a, gate_blocks, ids, gate_kind, up_kind, down_kind)
-    if found is None:
+    mixes = tiles_of(a, gate_blocks, ids, gate_kind, up_kind, down_kind)
+    if mixes is None:
+        if gate_kind == up_kind and {gate_kind, down_kind} <= PLANE_FORMATS.keys():
+            found = Found.by_ids(ids, num_experts)
+            once = {"top_k": top_k, "found": found}
+            buckets = found.bucket_ids, found.tpe
+            middle = gemm_plane_pairs(a, gate_blocks, *buckets, gate_kind, up=up_blocks, **once)
+            return gemm_plane_pairs(middle, down_blocks, *buckets, down_kind, out=out, **once)
         buckets = sorted_pairs(ids, num_experts)
         middle = gemm_quant_moe_id_gate_up_silu(
             a, gate_blocks, up_blocks, *buckets, gate_kind, up_kind, top_k
@@ -238,7 +246,7 @@ def mlp_quant_moe_id(
     y = a.new_empty(*ids.shape, down_blocks.shape[1]) if out is None else out
     if y.numel() == 0:
         return y
-    mix, down = found
+    mix, down = mixes
     gate_up = mix.config
     order = Order(gate_up.words, halves_of(gate_kind))
     x, table, tickets = prepare_ids(a, ids, num_experts, order)

@@ -25,6 +25,7 @@ from ferrum_triton.kernels.moe.lanes import (
     load_experts,
     lowest_bit,
 )
+from ferrum_triton.kernels.moe.prepare import PairTable, room_for_pairs
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.ops.moe import pairs as ops
@@ -145,6 +146,7 @@ def _grid_args_kernel(
 def _ids_tpe_kernel(
     buckets_ptr,  # [num_experts, num_pairs] int32
     tpe_ptr,  # [num_experts] int32
+    places_ptr,  # int64 [num_pairs], see PairTable; or None, and buckets end in -1
     grid_ptr,  # [2, 3] int32, which one more program writes; or None
     ids_ptr,  # [num_tokens, top_k]
     stride_buckets_expert,
@@ -173,11 +175,16 @@ def _ids_tpe_kernel(
             bits = found.bits
             for i in range(tl.max(found.matches, axis=0)):
                 pair = found.lane + lowest_bit(bits)
-                tl.store(bucket_ptr + found.place + i, pair, mask=i < found.matches)
+                entry = found.place + i
+                tl.store(bucket_ptr + entry, pair, mask=i < found.matches)
+                if places_ptr is not None:
+                    place = (program.to(tl.int64) << 32) | entry.to(tl.int64)
+                    tl.store(places_ptr + pair, place, mask=i < found.matches)
                 bits &= bits - 1
             total += tl.sum(found.matches, axis=0)
         tl.store(tpe_ptr + program, total)
-        fill(bucket_ptr, total, num_pairs, -1, LANES)
+        if places_ptr is None:
+            fill(bucket_ptr, total, num_pairs, -1, LANES)
     elif grid_ptr is not None:
         counts = counts_of(ids, None, TOP_K, BLOCK_E, LANES, WIDTH)
         args = GridArgs(grid_ptr, stride_grid_part, gate_up_tiles, down_tiles, token_tile)
@@ -345,6 +352,7 @@ def compute_ids_tpe(
         num_experts,
         buckets_ptr=buckets,
         tpe_ptr=tpe,
+        places_ptr=None,
         grid_ptr=grid_args if is_few else None,
         stride_buckets_expert=buckets.stride(0),
         **sizes,
@@ -360,6 +368,28 @@ def sorted_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Buckets of pairs and their sizes, of which only the products' own tiles are asked."""
     buckets, tpe, _ = compute_ids_tpe(ids, num_experts, 1, 1)
     return buckets, tpe
+
+
+def pairs_by_expert(ids: Tensor, num_experts: int) -> PairTable:
+    """The table of all pairs by expert, of which only the products' own tiles are asked."""
+    table = room_for_pairs(num_experts, ids.numel(), ids.numel(), ids.device)
+    _launch(
+        _ids_tpe_kernel,
+        num_experts,
+        ids,
+        num_experts,
+        buckets_ptr=table.pairs,
+        tpe_ptr=table.counts,
+        places_ptr=table.places,
+        grid_ptr=None,
+        stride_buckets_expert=table.pairs.stride(0),
+        stride_grid_part=0,
+        gate_up_tiles=0,
+        down_tiles=0,
+        token_tile=0,
+        BLOCK_E=next_power_of_2(num_experts),
+    )
+    return table
 
 
 def aligned_pairs(

@@ -28,7 +28,7 @@ from ferrum_triton.kernels.moe.prepare import (
     prepare,
     prepare_sorted,
 )
-from ferrum_triton.kernels.moe.tile_table import tile_table
+from ferrum_triton.kernels.moe.tile_table import Found
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged, Order
 from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
@@ -304,6 +304,7 @@ def gemm_plane_pairs(
     *,
     out: Tensor | None = None,
     mix: Mix | None = None,
+    found: Found | None = None,
 ) -> Tensor:
     """y[p // top_k, p mod top_k] = W[e] · a[p] for p in the first tpe[e] of bucket_ids[e].
 
@@ -316,6 +317,7 @@ def gemm_plane_pairs(
         up: a stack of planes' shape: y is silu(W[e] · a[p]) * (up[e] · a[p]).
         out: [num_tokens, top_k, n] to write to.
         mix: tiles to launch.
+        found: what is known of these buckets already.
     """
     (num_experts, num_rows), k = planes.shape[:2], a.shape[-1]
     num_pairs = a.shape[0] * top_k
@@ -327,16 +329,20 @@ def gemm_plane_pairs(
         return gemv_plane_pairs(a, planes, ids, kind, up, "" if up is None else kind, out=y)
     if k == 0:
         return y.zero_()
+    found = found or Found(bucket_ids, tpe, num_pairs)
     if mix is None:
         tiles, shape = TILES if up is None else GATE_UP_TILES, (num_pairs, num_experts, kind)
         choice = tiles.pick(a.device, *shape)
         if choice.get("path") == "packed":
-            if _packed(y, a, planes, up, bucket_ids, tpe, kind, packed_tile(choice)):
+            if _packed(y, a, planes, up, found, kind, packed_tile(choice)):
                 return y
             choice = tiles.heuristic(gpu_of(a.device), *shape)
         mix = Mix.of(choice)
-    arguments = a, bucket_ids, tpe, top_k, Order(mix.config.words, halves_of(kind))
-    prepared = prepare_sorted(*arguments, y) if mix.config.use_tma else prepare(*arguments)
+    order = Order(mix.config.words, halves_of(kind))
+    if mix.config.use_tma:
+        prepared = prepare_sorted(a, found.pairs, order, y), found.pairs
+    else:
+        prepared = prepare(a, bucket_ids, tpe, top_k, order)
     is_per_pair = a.dim() == 3
     launch_tiles(y, *prepared, planes, up, kind, k, is_per_pair, mix, 0)
     if mix.rest is not None:
@@ -350,8 +356,7 @@ def _packed(
     a: Tensor,
     planes: Tensor,
     up: Tensor | None,
-    bucket_ids: Tensor,
-    tpe: Tensor,
+    found: Found,
     kind: str,
     tile: PackedConfig,
 ) -> bool:
@@ -362,9 +367,8 @@ def _packed(
     stacks, k = [planes] if up is None else [planes, up], a.shape[-1]
     if not all(has_maps(stack) for stack in stacks):
         return False
-    arranged, pairs = prepare_sorted(a, bucket_ids, tpe, y.shape[1], ORDER, y)
-    table = tile_table(pairs, tile.tokens)
-    packed_pairs(y, arranged, table, stacks, kind, k, tile)
+    arranged = prepare_sorted(a, found.pairs, ORDER, y)
+    packed_pairs(y, arranged, found.tiles(tile.tokens), stacks, kind, k, tile)
     return True
 
 

@@ -1,8 +1,9 @@
 """What products of tiles of pairs start from: arranged activations, and buckets of pairs alone.
 
-:func:`prepare` is one launch, for products that gather activations by token. :func:`prepare_sorted`
-is two, for products that take them by TMA: a row of activations for each pair, those of an expert
-one after the other, so that a tile of pairs is a tile of memory.
+:func:`prepare` is one launch, for products that gather activations by token. :func:`pairs_in` and
+:func:`prepare_sorted` are two, for products that take them by TMA: a row of activations for each
+pair, those of an expert one after the other, so that a tile of pairs is a tile of memory. The first
+does not depend on activations, and serves all products of the same buckets.
 
 A pair in no bucket gets zeros. Nobody wrote its place, which is any number, and what the place
 names is then another pair: so is a lost pair known.
@@ -262,8 +263,17 @@ def room_for_pairs(
     )
 
 
-def _find_pairs(table: PairTable, bucket_ids: Tensor, tpe: Tensor) -> None:
-    """Write a table of the pairs in buckets."""
+def pairs_in(
+    bucket_ids: Tensor, tpe: Tensor, num_pairs: int, *, absent: int | None = None
+) -> PairTable:
+    """The table of the pairs in buckets.
+
+    Args:
+        absent: the place of pairs in no bucket; it is any without.
+    """
+    table = room_for_pairs(*bucket_ids.shape, num_pairs, bucket_ids.device)
+    if absent is not None:
+        table.places.fill_(absent)
     _find_pairs_kernel.launch(
         (len(bucket_ids),),
         pairs_ptr=table.pairs,
@@ -277,14 +287,12 @@ def _find_pairs(table: PairTable, bucket_ids: Tensor, tpe: Tensor) -> None:
         BLOCK_C=ENTRIES,
         num_warps=4,
     )
+    return table
 
 
 def experts_of_pairs(bucket_ids: Tensor, tpe: Tensor, num_pairs: int) -> Tensor:
     """int64 [num_pairs], the expert of each pair in a bucket, -1 of the others."""
-    table = room_for_pairs(*bucket_ids.shape, num_pairs, bucket_ids.device)
-    table.places.fill_(-1)
-    _find_pairs(table, bucket_ids, tpe)
-    return table.places >> 32
+    return pairs_in(bucket_ids, tpe, num_pairs, absent=-1).places >> 32
 
 
 def prepare(
@@ -337,19 +345,21 @@ def prepare(
     return to, table
 
 
-def prepare_sorted(
-    a: Tensor, bucket_ids: Tensor, tpe: Tensor, top_k: int, order: Order, y: Tensor
-) -> tuple[Arranged, PairTable]:
+def prepare_sorted(a: Tensor, table: PairTable, order: Order, y: Tensor) -> Arranged:
     """As :func:`prepare`, but x, sums and factor have a row for each pair, by expert.
 
     Rows of an expert begin where those of the experts before it end. Pairs in no bucket have none,
     and their rows of y [num_tokens, top_k, n] are filled with zeros here.
+
+    Args:
+        a: [num_tokens, k] or [num_tokens, top_k, k].
+        table: of :func:`pairs_in`.
+        order: how the products take activations.
     """
-    num_experts, slots = len(bucket_ids), top_k if a.dim() == 3 else 1
+    num_experts, top_k = len(table.counts), y.shape[1]
+    slots = top_k if a.dim() == 3 else 1
     num_rows, num_weights, copies = a.shape[0] * slots, a.shape[-1], top_k // slots
-    table = room_for_pairs(*bucket_ids.shape, a.shape[0] * top_k, a.device)
     to = room_for(table.num_pairs, num_weights, a.device, order)
-    _find_pairs(table, bucket_ids, tpe)
     block_k, warps = block_and_warps(to.x.shape[1])
     each = next_power_of_2(copies) if num_rows >= MANY_ROWS else 1
     _arrange_pairs_kernel.launch(
@@ -382,4 +392,4 @@ def prepare_sorted(
         BLOCK_N=CLEARED_COLUMNS,
         num_warps=warps,
     )
-    return to, table
+    return to

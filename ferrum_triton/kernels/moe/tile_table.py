@@ -1,5 +1,6 @@
 """Which pairs each tile has, written down for programs that take many tiles in turn."""
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, tile_bound
-from ferrum_triton.kernels.moe.prepare import PairTable, expert_and_entry
+from ferrum_triton.kernels.moe.pairs import pairs_by_expert
+from ferrum_triton.kernels.moe.prepare import PairTable, expert_and_entry, pairs_in
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
@@ -114,3 +116,35 @@ def tile_table(pairs: PairTable, block_m: int) -> TileTable:
         num_warps=8,
     )
     return table
+
+
+class Found:
+    """What products of the same buckets need to know of them, each found once.
+
+    Args:
+        bucket_ids, tpe: the buckets of ``compute_ids_tpe``.
+        num_pairs: how many pairs there are.
+    """
+
+    def __init__(self, bucket_ids: Tensor, tpe: Tensor, num_pairs: int) -> None:
+        self.bucket_ids, self.tpe, self.num_pairs = bucket_ids, tpe, num_pairs
+        self._tiles: dict[int, TileTable] = {}
+
+    @classmethod
+    def by_ids(cls, ids: Tensor, num_experts: int) -> "Found":
+        """Of pairs that name their experts, [num_tokens, top_k]."""
+        pairs = pairs_by_expert(ids, num_experts)
+        found = cls(pairs.pairs, pairs.counts, ids.numel())
+        found.pairs = pairs
+        return found
+
+    @cached_property
+    def pairs(self) -> PairTable:
+        """The pairs in the buckets."""
+        return pairs_in(self.bucket_ids, self.tpe, self.num_pairs)
+
+    def tiles(self, block_m: int) -> TileTable:
+        """Their tiles of ``block_m``."""
+        if block_m not in self._tiles:
+            self._tiles[block_m] = tile_table(self.pairs, block_m)
+        return self._tiles[block_m]
