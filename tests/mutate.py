@@ -120,6 +120,7 @@ FAMILIES = {
     K + "moe/plane_config": ("", "test_moe_planes test_hopper_packed_experts"),
     K + "moe/expert_sum": ("interpret and moe_id_sum", "test_expert_sum"),
     K + "moe/tile_table": ("", "test_hopper_packed_experts"),
+    K + "moe/prepare_sorted": ("", "test_hopper_packed_experts"),
     K + "moe/buckets": ("interpret and moe", "test_moe_buckets test_moe_planes"),
     K + "moe/routing": ("interpret and topk", "test_moe"),
     K + "moe/activation": ("interpret and clamped_swiglu", "test_gpt_oss"),

@@ -20,8 +20,8 @@ from ferrum_triton.kernels.moe.plane_config import (
     mix_candidates,
 )
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
-from ferrum_triton.kernels.moe.prepare import pairs_in, prepare_sorted
-from ferrum_triton.kernels.moe.tile_table import tile_table
+from ferrum_triton.kernels.moe.prepare_sorted import prepare_sorted
+from ferrum_triton.kernels.moe.tile_table import Found
 from ferrum_triton.kernels.quant.packed_config import (
     ORDER,
     PackedConfig,
@@ -69,10 +69,9 @@ def emulate(a, stacks, ids, kind, config, num_rows, seed=0, mutant=None):
     """Products of pairs with their experts' rows; of gate and up."""
     top_k, k = ids.shape[1], a.shape[-1]
     y = a.new_full((len(a), top_k, num_rows), torch.nan)
-    found, tpe = buckets(ids, len(stacks[0]))
-    pairs = pairs_in(found, tpe, ids.numel())
-    arranged = prepare_sorted(a, pairs, ORDER, y)
-    table = tile_table(pairs, config.tokens)
+    found = Found(*buckets(ids, len(stacks[0])), ids.numel())
+    arranged = prepare_sorted(a, found, ORDER, y, config.tokens)
+    table = found.tiles[config.tokens]
     planes, options = in_planes(stacks, kind), {"seed": seed, "mutant": mutant}
     multiply(y, arranged, table, planes, kind, config, k, **options)
     return y
@@ -139,10 +138,17 @@ def test_experts_any_number_of_bytes_apart(kind, k):
     assert error(y, wanted(a, stack, ids, kind)) < LIMITS[a.dtype]
 
 
+def tiles_of(ids, num_experts):
+    """The table of tiles of 32."""
+    found, a = Found(*buckets(ids, num_experts), len(ids)), tokens(len(ids), 256)
+    prepare_sorted(a, found, ORDER, a.new_empty(len(ids), 1, 8), 32)
+    return found.tiles[32]
+
+
 def test_short_tiles_come_last():
     """Tiles of 32: of experts of 70, 0, 16, 32 and 17 pairs two end with at most half of one."""
     ids = torch.arange(5).repeat_interleave(torch.tensor([70, 0, 16, 32, 17]))[:, None]
-    table = tile_table(pairs_in(*buckets(ids, 5), len(ids)), 32)
+    table = tiles_of(ids, 5)
     want = [(0, 0, 70), (0, 32, 38), (3, 86, 32), (4, 118, 17), (0, 64, 6), (2, 70, 16)]
     assert [tuple(row) for row in table.tiles[: int(table.total)].tolist()] == want
     assert table.pairs.tolist() == [*range(len(ids))]
@@ -151,7 +157,7 @@ def test_short_tiles_come_last():
 def test_a_table_has_room_for_its_tiles_alone():
     """Whole tiles of one expert are as many as there can be: nothing is written behind them."""
     ids = torch.zeros(96, 1, dtype=torch.int32)
-    table = tile_table(pairs_in(*buckets(ids, 1), 96), 32)
+    table = tiles_of(ids, 1)
     assert table.tiles.tolist() == [[0, 0, 96], [0, 32, 64], [0, 64, 32]]
     assert table.total.tolist() == [3]
 
@@ -160,11 +166,10 @@ def test_a_pair_in_two_places_is_multiplied_by_one_of_its_experts():
     """Buckets that are wrong write each pair's row once, and nothing else."""
     a, stack = tokens(4, 512), [matrix("Q4_K", 192, 512, seed=e) for e in range(2)]
     y = a.new_full((4, 1, 192), torch.nan)
-    found = torch.tensor([[0, 1, 2, 9], [2, 1, -3, 3]], dtype=torch.int32)
-    tpe = torch.tensor([4, 4], dtype=torch.int32)
-    pairs = pairs_in(found, tpe, 4)
-    arranged = prepare_sorted(a, pairs, ORDER, y)
-    table = tile_table(pairs, SMALL.tokens)
+    bucket_ids = torch.tensor([[0, 1, 2, 9], [2, 1, -3, 3]], dtype=torch.int32)
+    found = Found(bucket_ids, torch.tensor([4, 4], dtype=torch.int32), 4)
+    arranged = prepare_sorted(a, found, ORDER, y, SMALL.tokens)
+    table = found.tiles[SMALL.tokens]
     assert table.total.tolist() == [2] and table.tiles[:2, 2].sum() <= 4
     multiply(y, arranged, table, in_planes([stack], "Q4_K"), "Q4_K", SMALL, 512)
     either = [wanted(a, stack, torch.full((4, 1), e), "Q4_K") for e in range(2)]
@@ -217,7 +222,7 @@ def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
     assert TILES.fits(HOPPER, packed(SMALL._replace(streamed=True)), *asked)
     assert not experts_candidates(HOPPER, "Q3_K", 256)
     names = [launch.kernel.name for launch in launches_of("Q4_K", SMALL, False)]
-    assert names[-2:] == ["_tile_table_kernel", "packed_experts_kernel"]
+    assert names[-2:] == ["_arrange_pairs_kernel", "packed_experts_kernel"]
     one = torch.empty(1, 768, 1184, dtype=torch.uint8, device="meta").expand(128, -1, -1)
     names = [launch.kernel.name for launch in launches_of("Q4_K", SMALL, False, stack=one)]
     assert names[-1] == "_plane_tiles_kernel"

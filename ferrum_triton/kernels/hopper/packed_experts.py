@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
     """Tiles of pairs, and of rows by which each is multiplied.
 
     Attributes:
-        table: what :func:`~ferrum_triton.kernels.moe.tile_table.tile_table` wrote.
+        table: what :func:`~ferrum_triton.kernels.moe.tile_table.write_tiles` wrote.
         total: tiles of both.
         rows: tiles of rows of a matrix.
         blocks: blocks of K.

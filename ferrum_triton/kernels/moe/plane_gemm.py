@@ -26,8 +26,8 @@ from ferrum_triton.kernels.moe.prepare import (
     clear_lost,
     experts_of_pairs,
     prepare,
-    prepare_sorted,
 )
+from ferrum_triton.kernels.moe.prepare_sorted import prepare_sorted
 from ferrum_triton.kernels.moe.tile_table import Found
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged, Order
@@ -340,7 +340,7 @@ def gemm_plane_pairs(
         mix = Mix.of(choice)
     order = Order(mix.config.words, halves_of(kind))
     if mix.config.use_tma:
-        prepared = prepare_sorted(a, found.pairs, order, y), found.pairs
+        prepared = prepare_sorted(a, found, order, y), found.pairs
     else:
         prepared = prepare(a, bucket_ids, tpe, top_k, order)
     is_per_pair = a.dim() == 3
@@ -367,8 +367,8 @@ def _packed(
     stacks, k = [planes] if up is None else [planes, up], a.shape[-1]
     if not all(has_maps(stack) for stack in stacks):
         return False
-    arranged = prepare_sorted(a, found.pairs, ORDER, y)
-    packed_pairs(y, arranged, found.tiles(tile.tokens), stacks, kind, k, tile)
+    arranged = prepare_sorted(a, found, ORDER, y, tile.tokens)
+    packed_pairs(y, arranged, found.tiles[tile.tokens], stacks, kind, k, tile)
     return True
 
 

@@ -1,9 +1,9 @@
 """What products of tiles of pairs start from: arranged activations, and buckets of pairs alone.
 
 :func:`prepare` is one launch, for products that gather activations by token. :func:`pairs_in` and
-:func:`prepare_sorted` are two, for products that take them by TMA: a row of activations for each
-pair, those of an expert one after the other, so that a tile of pairs is a tile of memory. The first
-does not depend on activations, and serves all products of the same buckets.
+``prepare_sorted`` (:mod:`.prepare_sorted`) are two, for products that take them by TMA: a row of
+activations for each pair, those of an expert one after the other, so that a tile of pairs is a tile
+of memory. The first does not depend on activations, and serves all products of the same buckets.
 
 A pair in no bucket gets zeros. Nobody wrote its place, which is any number, and what the place
 names is then another pair: so is a lost pair known.
@@ -24,23 +24,12 @@ from ferrum_triton.kernels.quant.activations import (
     Arranged,
     Order,
     arrange_token,
-    arranged,
     block_and_warps,
-    factor_of,
-    first_block,
-    load_block,
     room_for,
-    store_arranged,
 )
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 # Entries of a bucket at a time.
 ENTRIES = 512
-# Columns of the result that are cleared at a time.
-CLEARED_COLUMNS = 128
-# Rows of activations from which on a program writes all copies of its row: before, programs are
-# too few to hide what each waits for.
-MANY_ROWS = 1024
 
 
 class PairTable(NamedTuple):
@@ -184,72 +173,6 @@ def _find_pairs_kernel(
     find_pairs(table, tl.program_id(0), buckets_ptr, tpe_ptr, stride_buckets_expert, BLOCK_C)
 
 
-@kernel(dynamic=("num_pairs", "capacity"))
-def _arrange_pairs_kernel(
-    x_ptr,  # [num_pairs, padded k], float16
-    sums_ptr,  # [num_pairs, padded k / 8], float16; or None
-    factor_ptr,  # [num_pairs], float32
-    y_ptr,  # [num_tokens, top_k, n], written for pairs in no bucket
-    a_ptr,  # [num_tokens, k], or [num_tokens, top_k, k]
-    pairs_ptr,  # int32 [num_experts, capacity]
-    counts_ptr,  # int32 [num_experts]
-    places_ptr,  # int64 [num_pairs]
-    stride_y_token,
-    stride_y_slot,
-    stride_a_token,
-    stride_a_slot,
-    num_experts,
-    num_rows,  # of the result
-    num_weights,
-    num_padded,
-    num_pairs,
-    capacity,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,  # rows of a that a token has
-    COLUMNS: tl.constexpr,  # words of a part of a step
-    HALVES: tl.constexpr,  # parts of a step
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,  # power of two >= num_experts
-    BLOCK_C: tl.constexpr,  # rows of x that a program writes
-    BLOCK_N: tl.constexpr,  # columns of the result at a time
-    PDL: tl.constexpr,
-):
-    """A program arranges a row of a and writes it to BLOCK_C of its TOP_K / SLOTS pairs' places."""
-    pdl_wait(PDL)
-    pdl_trigger(PDL)
-    COPIES: tl.constexpr = TOP_K // SLOTS
-    row = tl.program_id(0).to(tl.int64)
-    # Where each copy goes, all found at once.
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    e = tl.arange(0, BLOCK_E)
-    pair = row * COPIES + c
-    place = tl.load(places_ptr + pair, mask=c < COPIES, other=-1)
-    counts = tl.load(counts_ptr + e, mask=e < num_experts, other=0)
-    a_row = a_ptr + row // SLOTS * stride_a_token + row % SLOTS * stride_a_slot
-    a, inverse = first_block(a_row, num_weights, num_padded, BLOCK_K)
-    expert, entry = expert_and_entry(place)
-    count = tl.sum(tl.where(e[None, :] == expert[:, None], counts[None, :], 0), axis=1)
-    at = pairs_ptr + expert.to(tl.int64) * capacity + entry
-    found = tl.load(at, mask=(entry >= 0) & (entry < count), other=-1) == pair
-    before = tl.sum(tl.where(e[None, :] < expert[:, None], counts[None, :], 0), axis=1)
-    target = before.to(tl.int64) + entry
-    # Not beyond, should pairs be in two places.
-    target = tl.where(found & (target < num_pairs), target, -1)
-    to = Arranged(x_ptr, sums_ptr, factor_ptr)
-    for first in range(0, num_padded, BLOCK_K):
-        x, sums = arranged(a, inverse, COLUMNS, HALVES)
-        for copy in tl.static_range(BLOCK_C):
-            to_row = tl.sum(tl.where(tl.arange(0, BLOCK_C) == copy, target, 0), axis=0)
-            if to_row >= 0:
-                store_arranged(to, to_row, first, x, sums, num_padded)
-        if first + BLOCK_K < num_padded:
-            a = load_block(a_row, first + BLOCK_K, num_weights, BLOCK_K)
-    factor = tl.zeros([BLOCK_C], tl.float32) + factor_of(inverse)
-    tl.store(factor_ptr + target, factor, mask=target >= 0)
-    result = Result(y_ptr, stride_y_token, stride_y_slot, num_rows)
-    clear_rows(result, pair, (target < 0) & (c < COPIES), TOP_K, BLOCK_N)
-
-
 def room_for_pairs(
     num_experts: int, capacity: int, num_pairs: int, device: torch.device
 ) -> PairTable:
@@ -343,53 +266,3 @@ def prepare(
         num_warps=warps,
     )
     return to, table
-
-
-def prepare_sorted(a: Tensor, table: PairTable, order: Order, y: Tensor) -> Arranged:
-    """As :func:`prepare`, but x, sums and factor have a row for each pair, by expert.
-
-    Rows of an expert begin where those of the experts before it end. Pairs in no bucket have none,
-    and their rows of y [num_tokens, top_k, n] are filled with zeros here.
-
-    Args:
-        a: [num_tokens, k] or [num_tokens, top_k, k].
-        table: of :func:`pairs_in`.
-        order: how the products take activations.
-    """
-    num_experts, top_k = len(table.counts), y.shape[1]
-    slots = top_k if a.dim() == 3 else 1
-    num_rows, num_weights, copies = a.shape[0] * slots, a.shape[-1], top_k // slots
-    to = room_for(table.num_pairs, num_weights, a.device, order)
-    block_k, warps = block_and_warps(to.x.shape[1])
-    each = next_power_of_2(copies) if num_rows >= MANY_ROWS else 1
-    _arrange_pairs_kernel.launch(
-        (num_rows, cdiv(copies, each)),
-        x_ptr=to.x,
-        sums_ptr=to.sums,
-        factor_ptr=to.factor,
-        y_ptr=y,
-        a_ptr=a,
-        pairs_ptr=table.pairs,
-        counts_ptr=table.counts,
-        places_ptr=table.places,
-        stride_y_token=y.stride(0),
-        stride_y_slot=y.stride(1),
-        stride_a_token=a.stride(0),
-        stride_a_slot=slot_stride(a),
-        num_experts=num_experts,
-        num_rows=y.shape[2],
-        num_weights=num_weights,
-        num_padded=to.x.shape[1],
-        num_pairs=table.num_pairs,
-        capacity=table.capacity,
-        TOP_K=top_k,
-        SLOTS=slots,
-        COLUMNS=order.words // order.halves,
-        HALVES=order.halves,
-        BLOCK_K=block_k,
-        BLOCK_E=next_power_of_2(num_experts),
-        BLOCK_C=each,
-        BLOCK_N=CLEARED_COLUMNS,
-        num_warps=warps,
-    )
-    return to

@@ -1,28 +1,24 @@
 """Which pairs each tile has, written down for programs that take many tiles in turn."""
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import bucket_tiles, tile_bound
 from ferrum_triton.kernels.moe.pairs import pairs_by_expert
 from ferrum_triton.kernels.moe.prepare import PairTable, expert_and_entry, pairs_in
-from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 # Numbers of a tile: its expert, the first of its pairs among all by expert, and how many the expert
 # has from there.
 FIELDS = tl.constexpr(3)
-# Tiles by experts, or by their pairs, that a program looks at.
-CELLS = 4096
 
 
 class TileTable(NamedTuple):
-    """Tiles of pairs in device memory.
+    """Tiles of pairs of one expert each; those of at most half as many as a tile has come last.
 
     Attributes:
         tiles: int32 [bound, FIELDS].
@@ -31,31 +27,41 @@ class TileTable(NamedTuple):
             from there.
     """
 
-    tiles: Tensor
-    total: Tensor
-    pairs: Tensor
+    tiles: Any
+    total: Any
+    pairs: Any
 
 
-@kernel(dynamic=("num_pairs", "capacity"))
-def _tile_table_kernel(
-    tiles_ptr,  # int32 [bound, FIELDS]
-    total_ptr,  # int32 [1]
-    by_expert_ptr,  # int32 [num_pairs]
-    pairs_ptr,  # int32 [num_experts, capacity]
-    counts_ptr,  # [num_experts]
-    places_ptr,  # int64 [num_pairs]
+@triton.constexpr_function
+def tiles_at_once(cells: int, block_e: int, block_m: int) -> int:
+    """Tiles that a program writes, a power of two."""
+    return max(cells // max(block_e, block_m), 1)
+
+
+@triton.jit
+def write_tiles(
+    to,
+    table,
     num_experts,
-    num_pairs,
-    capacity,
-    BLOCK_E: tl.constexpr,  # power of two >= num_experts
-    BLOCK_M: tl.constexpr,  # pairs of a tile
-    BLOCK_T: tl.constexpr,  # tiles of a program
-    PDL: tl.constexpr,
+    program,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CELLS: tl.constexpr,
 ):
-    pdl_wait(PDL)
-    pdl_trigger(PDL)
-    buckets = bucket_tiles(counts_ptr, num_experts, capacity, BLOCK_E, BLOCK_M)
-    tile = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    """A program's part of a tile table.
+
+    Args:
+        to: :class:`TileTable` pointers.
+        table: :class:`PairTable`.
+        program: its number among those that write the table.
+        BLOCK_E: power of two >= num_experts.
+        BLOCK_M: pairs of a tile.
+        CELLS: tiles by experts, or by their pairs, that a program looks at.
+    """
+    BLOCK_T: tl.constexpr = tiles_at_once(CELLS, BLOCK_E, BLOCK_M)
+    capacity, num_pairs = table.capacity, table.num_pairs
+    buckets = bucket_tiles(table.counts, num_experts, capacity, BLOCK_E, BLOCK_M)
+    tile = program * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)[None, :]
     expert = tl.sum((buckets.end[None, :] <= tile[:, None]).to(tl.int32), axis=1)
     is_own, is_before = e == expert[:, None], e < expert[:, None]
@@ -72,50 +78,30 @@ def _tile_table_kernel(
     short_before = tl.sum(tl.where(is_before, short[None, :], 0), axis=1)
     is_short = 2 * (count - first) <= BLOCK_M
     behind = buckets.total - tl.sum(short, axis=0) + short_before
-    at = tiles_ptr + tl.where(is_short, behind, tile - short_before) * FIELDS
+    at = to.tiles + tl.where(is_short, behind, tile - short_before) * FIELDS
     tl.store(at, expert, mask=known)
     tl.store(at + 1, row, mask=known)
     tl.store(at + 2, left, mask=known)
-    if tl.program_id(0) == 0:
-        tl.store(total_ptr, buckets.total)
+    if program == 0:
+        tl.store(to.total, buckets.total)
     m = tl.arange(0, BLOCK_M)[None, :]
     is_pair = known[:, None] & (m < left[:, None])
     entry = first[:, None] + m
-    at = pairs_ptr + expert.to(tl.int64)[:, None] * capacity + entry
+    at = table.pairs + expert.to(tl.int64)[:, None] * capacity + entry
     pair = tl.load(at, mask=is_pair, other=0)
-    home, place = expert_and_entry(tl.load(places_ptr + pair, mask=is_pair, other=-1))
+    home, place = expert_and_entry(tl.load(table.places + pair, mask=is_pair, other=-1))
     pair = tl.where((home == expert[:, None]) & (place == entry), pair, -1)
-    tl.store(by_expert_ptr + row[:, None] + m, pair, mask=is_pair)
+    tl.store(to.pairs + row[:, None] + m, pair, mask=is_pair)
 
 
-def tile_table(pairs: PairTable, block_m: int) -> TileTable:
-    """Tiles of ``block_m`` pairs of one expert each; those of at most half as many come last."""
-    num_experts, device = len(pairs.counts), pairs.counts.device
-    bound = tile_bound(pairs.num_pairs, num_experts, pairs.capacity, block_m)
-    table = TileTable(
-        torch.empty(bound, FIELDS.value, dtype=torch.int32, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
-        torch.empty(pairs.num_pairs, dtype=torch.int32, device=device),
-    )
-    block_e = next_power_of_2(num_experts)
-    block_t = max(min(CELLS // max(block_e, block_m), next_power_of_2(bound)), 1)
-    _tile_table_kernel.launch(
-        (cdiv(bound, block_t),),
-        tiles_ptr=table.tiles,
-        total_ptr=table.total,
-        by_expert_ptr=table.pairs,
-        pairs_ptr=pairs.pairs,
-        counts_ptr=pairs.counts,
-        places_ptr=pairs.places,
-        num_experts=num_experts,
-        num_pairs=pairs.num_pairs,
-        capacity=pairs.capacity,
-        BLOCK_E=block_e,
-        BLOCK_M=block_m,
-        BLOCK_T=block_t,
-        num_warps=8,
-    )
-    return table
+def room_for_tiles(pairs: PairTable, block_m: int) -> TileTable:
+    """Memory for the tiles of ``block_m`` pairs."""
+    bound = tile_bound(pairs.num_pairs, len(pairs.counts), pairs.capacity, block_m)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=pairs.counts.device)
+
+    return TileTable(ints(bound, FIELDS.value), ints(1), ints(pairs.num_pairs))
 
 
 class Found:
@@ -128,7 +114,7 @@ class Found:
 
     def __init__(self, bucket_ids: Tensor, tpe: Tensor, num_pairs: int) -> None:
         self.bucket_ids, self.tpe, self.num_pairs = bucket_ids, tpe, num_pairs
-        self._tiles: dict[int, TileTable] = {}
+        self.tiles: dict[int, TileTable] = {}  # those written, by their pairs
 
     @classmethod
     def by_ids(cls, ids: Tensor, num_experts: int) -> "Found":
@@ -142,9 +128,3 @@ class Found:
     def pairs(self) -> PairTable:
         """The pairs in the buckets."""
         return pairs_in(self.bucket_ids, self.tpe, self.num_pairs)
-
-    def tiles(self, block_m: int) -> TileTable:
-        """Their tiles of ``block_m``."""
-        if block_m not in self._tiles:
-            self._tiles[block_m] = tile_table(self.pairs, block_m)
-        return self._tiles[block_m]
