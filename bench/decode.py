@@ -160,17 +160,17 @@ def attempt(what: str, make: Callable[[], T]) -> T | None:
 def measure(model: Decoder, name: str, batch: int, context: int, steps: int = STEPS) -> list[Row]:
     """Rows of one batch; prints them. The first round compiles and captures.
 
-    What comes after it is a server's: calls of an op are replayed without Python from the third on.
+    What is timed comes after two more rounds, as in a server that has answered before: calls of an op
+    are replayed without Python from the third on.
     """
     work = work_of(batch, context, steps)
     engine = Engine(model, max_seqs=batch, capacity=max(map(sum, work)))
     start = time.perf_counter()
-    # Kernels are chosen by what a step takes of a prompt, so that prompts of two steps are enough.
-    short = [Work(min(w.prompt, 2 * PREFILL_CHUNK), w.tokens) for w in work]
-    _answer(engine, short)
+    # Few kernels are chosen by more than what a step takes of a prompt.
+    _answer(engine, [Work(min(w.prompt, 2 * PREFILL_CHUNK), w.tokens) for w in work])
     first = time.perf_counter() - start
     for _ in range(2):
-        _answer(engine, short)
+        _answer(engine, work)
     prefill, decode = _answer(engine, work)
     roof = bytes_of_step(model, batch, context) / COPY_BYTES_PER_US / 1e6
     share = roof / (batch / decode)

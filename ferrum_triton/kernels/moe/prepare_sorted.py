@@ -32,8 +32,9 @@ CLEARED_COLUMNS = 128
 # Rows of activations from which on a program writes all copies of its row: before, programs are
 # too few to hide what each waits for.
 MANY_ROWS = 1024
-# Tiles by experts, or by their pairs, that each warp of a program looks at: of 512 a thread has 173
-# registers and more (``compile_launch`` for sm_90), of 64 it has 39 to 64, and 31 to 58 without a table.
+# Tiles by experts, or by their pairs, that each warp of a program looks at. Of 512 a thread has 173
+# registers and more, of 64 it has 39 to 64, and without a table 31 to 58 (``compile_launch`` for
+# sm_90 of the launches of ``bench.moe_layer`` by 256 and 1,024 tokens).
 CELLS = 64
 
 
