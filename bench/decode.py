@@ -160,8 +160,8 @@ def attempt(what: str, make: Callable[[], T]) -> T | None:
 def measure(model: Decoder, name: str, batch: int, context: int, steps: int = STEPS) -> list[Row]:
     """Rows of one batch; prints them. The first round compiles and captures.
 
-    What is timed comes after two more rounds, as in a server that has answered before: calls of an op
-    are replayed without Python from the third on.
+    What is timed comes after two more rounds, as in a server that has answered before: calls of an
+    op are replayed without Python from the third on.
     """
     work = work_of(batch, context, steps)
     engine = Engine(model, max_seqs=batch, capacity=max(map(sum, work)))
