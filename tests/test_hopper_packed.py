@@ -187,7 +187,7 @@ def test_every_synchronisation_is_needed():
 
 
 def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
-    for kind, m in itertools.product(KINDS, (5, 16, 64, 4096)):
+    for kind, m in itertools.product(KINDS, (5, 16, 64, 1024)):
         bucket = "few" if m < 9 else "many"
         shape = (kind, bucket, m, 4096, 128)
         assert heuristic(HOPPER, *shape)["path"] != "packed"
@@ -205,7 +205,10 @@ def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
     for ring in ({"stages": 1}, {"x_stages": 1}):
         assert "stages" in packed_fits(HOPPER, SMALL._replace(**ring), "Q4_K", 16, 4096, 4096)
     assert "tiles of 16" in packed_fits(HOPPER, SMALL._replace(tokens=16), "Q4_K", 17, 4096, 4096)
-    assert not packed_fits(HOPPER, PackedConfig(128, stages=2), "Q4_0", 300, 4096, 4096)
+    large = PackedConfig(128, stages=2)
+    for m in (300, 1024):
+        assert not packed_fits(HOPPER, large, "Q4_0", m, 4096, 4096)
+    assert "1024 tokens" in packed_fits(HOPPER, large, "Q4_0", 1025, 4096, 4096)
 
 
 def empty(*shape, dtype=torch.bfloat16):

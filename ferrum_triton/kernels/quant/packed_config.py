@@ -67,6 +67,10 @@ _STEPS = {8: 16, 16: 12, 32: 8, 64: 8, 128: 6, 256: 4}
 MOST_STAGES = 8
 # Tokens of a tile from which on several tiles of tokens are worth unpacking the weights for each.
 LARGE = 128
+# Tokens up to which tiles of LARGE were timed. 6144 x 4096 of Q4_K by 1,024 tokens takes 85.1 us in
+# them and 96.5 in tiles of 256; by 2,048 these take 150 us, and decoding and cuBLAS 163
+# (``bench.timing.Replay`` of ``gemm_quant`` under ``products.forced``, H200, 5373db1).
+MOST_BY_LARGE = 1024
 # How tiles of so many tokens are tried: span, overlapped, joined, programs for an SM. Others would
 # spill, or two stages of theirs have no room.
 _TRIED = {
@@ -185,6 +189,8 @@ def packed_fits(
         # 28672 x 4096 by 40 tokens took 59.0 us in tiles of 32, and 56.0 by the plain kernel
         # (``do_bench`` of gemm_quant under ``products.forced`` of each, 1137d98).
         return f"{num_tokens} tokens unpack all weights twice in tiles of {config.tokens}"
+    if config.tokens == LARGE and num_tokens > MOST_BY_LARGE:
+        return f"tiles of {LARGE} are for {MOST_BY_LARGE} tokens at most"
     if config.tokens > fewest_tokens(num_tokens) and num_tokens <= LARGE:
         return f"tiles of {config.tokens} are for more than {num_tokens} tokens"
     tiles = cdiv(num_rows, TILE_ROWS) * cdiv(num_tokens, config.tokens)
