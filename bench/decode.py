@@ -166,7 +166,7 @@ def measure(model: Decoder, name: str, batch: int, context: int, steps: int = ST
     work = work_of(batch, context, steps)
     engine = Engine(model, max_seqs=batch, capacity=max(map(sum, work)))
     start = time.perf_counter()
-    # Few kernels are chosen by more than what a step takes of a prompt.
+    # Most kernels are chosen by what a step takes of a prompt: two steps compile them.
     _answer(engine, [Work(min(w.prompt, 2 * PREFILL_CHUNK), w.tokens) for w in work])
     first = time.perf_counter() - start
     for _ in range(2):

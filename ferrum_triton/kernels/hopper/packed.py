@@ -14,9 +14,9 @@ Overlapped, it has the next row's codes ready before it waits for the products, 
 afterwards: a fragment that is written while a product is in flight would have the assembler wait
 for each product (C7513). Unpacking takes four instructions for a pair of weights either way.
 
-A stage of weights may come with its block's activations: *joined*, a warpgroup waits once for a
-block, and not three times or five for stages of two rings. 256 tokens have no room for that: their
-activations of a block are 128 KiB.
+A stage of weights may come with its block's activations. *Joined*, a warpgroup waits once for a
+block; with two rings it waits for the weights, and for the activations of every row of steps. 256
+tokens have no room for joined stages: their activations of a block are 128 KiB.
 """
 
 from typing import Any, NamedTuple
@@ -110,13 +110,13 @@ def wait_tokens(x, x_at, stage, FIRST: gl.constexpr, TILE: gl.constexpr):
     """Wait for the activations of a row of steps; the number of the row's first buffer.
 
     Args:
-        stage: of the block of weights, which has its activations too where they are joined.
+        stage: the stage that holds the block of weights, and its activations where they are joined.
         FIRST: the first of the row's steps in its block.
     """
     if TILE.joined:
-        first = stage * 4 + FIRST
+        first = stage * TILE.x_steps + FIRST
     else:
-        first = wait_full(x, x_at) * TILE.span
+        first = wait_full(x, x_at) * TILE.x_steps
     return first
 
 

@@ -108,7 +108,8 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.conste
     # Q4_K 4096x14336 by 64 tokens takes 24.7 us with all of a ring asked for ahead, 24.4 with half
     # and 24.1 with a quarter (``bench.timing.Replay`` of ``gemm_quant``, H200, 186cdb5, that with
     # half, and af67162). One of three stages is better than none: 4096x4096 takes 13.4 us and not
-    # 13.6, 28672x4096 37.9 and not 38.2 (in turns in one run, both with another copy before these).
+    # 13.6, 28672x4096 37.9 and not 38.2 (``Replay`` of ``gemm_quant`` under ``products.forced``,
+    # H200, copies of what became 3be7f18 that read the activations' map once more ahead of these).
     AHEAD: gl.constexpr = TILE.stages // 4 if TILE.stages >= 4 else 1
     BYTES: gl.constexpr = TILE.block_bytes
     MATRICES: gl.constexpr = TILE.matrices

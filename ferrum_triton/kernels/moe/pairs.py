@@ -371,7 +371,7 @@ def sorted_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def pairs_by_expert(ids: Tensor, num_experts: int) -> PairTable:
-    """The table of all pairs by expert, of which only the products' own tiles are asked."""
+    """The table of pairs that name their experts; entries behind an expert's last are any."""
     table = room_for_pairs(num_experts, ids.numel(), ids.numel(), ids.device)
     _launch(
         _ids_tpe_kernel,

@@ -71,8 +71,8 @@ LARGE = 128
 # them and 96.5 in tiles of 256; by 2,048 these take 150 us, and decoding and cuBLAS 163
 # (``bench.timing.Replay`` of ``gemm_quant`` under ``products.forced``, H200, 5373db1).
 MOST_BY_LARGE = 1024
-# How tiles of so many tokens are tried: span, overlapped, joined, programs for an SM. Others would
-# spill, or two stages of theirs have no room.
+# What is tried for tiles of so many tokens: span, overlapped, joined, programs for an SM. Others
+# spill, have no room for two stages, or took longer: two rings by up to 64 tokens (docs/hopper.md).
 _TRIED = {
     8: [(2, False, True, 2), (2, False, True, 1)],
     16: [(1, False, True, 2), (2, False, True, 2), (4, False, True, 2), (2, False, True, 1)],
@@ -95,7 +95,7 @@ def block_bytes(fmt: BlockFormat) -> int:
     return ROWS * (4 * words + d)
 
 
-def x_steps(config: PackedConfig) -> int:
+def steps_held(config: PackedConfig) -> int:
     """Steps of K whose activations there is room for."""
     return config.x_stages * config.span or config.stages * BLOCK // STEP
 
@@ -103,7 +103,7 @@ def x_steps(config: PackedConfig) -> int:
 def shared_bytes(config: PackedConfig, fmt: BlockFormat) -> int:
     """Shared memory of a program: its rings, and what turns a tile round to be stored."""
     weights = config.stages * WARPGROUPS * block_bytes(fmt)
-    tokens = x_steps(config) * config.tokens * STEP * 2
+    tokens = steps_held(config) * config.tokens * STEP * 2
     turned = WARPGROUPS * min(ROWS * config.tokens * 4, 1 << 14)
     barriers = 16 * (config.stages + config.x_stages) + 128
     return weights + tokens + turned + barriers
