@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ferrum_triton.backends import Backend
 from ferrum_triton.ops.linear import MOST_TOKENS
-from ferrum_triton.ops.quant_fused import MAX_ROWS
 from ferrum_triton.quant import Fp8Blocks, FusedTensor, QuantizedTensor, Reordered
 from ferrum_triton.quant.fp8 import KIND as FP8
 from ferrum_triton.quant.planes import PLANE_FORMATS
 from ferrum_triton.quant.reordered import in_one_order, take_rows
+
+# Tokens up to which a product by dense weights has a kernel of the project's own before a norm.
+FEW_ROWS = 64
 
 Table: TypeAlias = Tensor | QuantizedTensor
 Matrix: TypeAlias = Table | Fp8Blocks
@@ -84,7 +86,7 @@ def matmul(
         [m, n] in x's dtype, which is also a dense W's.
     """
     if isinstance(weight, FusedTensor):
-        packed = _few_in_planes(x, weight)
+        packed = _in_planes(weight)
         if len(packed) in (2, 3):
             q, *between, v = packed
             k_blocks, k_kind = (between[0].blocks, between[0].kind) if between else (None, "")
@@ -252,8 +254,8 @@ def norm_after(
     if then is not None and then.order is not None:
         then = None  # columns of an open norm are in its own order
     if linear.bias is None and then is not None:
-        packed = _few_in_planes(x, linear.weight)
-        if len(packed) == 1 and _shares_a_norm(backend, x, _few_in_planes(x, then.weight)):
+        packed = _in_planes(linear.weight)
+        if len(packed) == 1 and _shares_a_norm(backend, x, _in_planes(then.weight)):
             opened = backend.linear_quant_open_norm(
                 x, packed[0].blocks, packed[0].kind, residual, weight
             )
@@ -281,7 +283,7 @@ def _is_one(backend: Backend, x: Tensor, op: str) -> bool:
 
 def _are_few(backend: Backend, x: Tensor, op: str) -> bool:
     """Whether a product of x by dense weights has a kernel of the project's own."""
-    return x.shape[0] <= MAX_ROWS and x.dtype != torch.float32 and backend.has_kernel(op)
+    return x.shape[0] <= FEW_ROWS and x.dtype != torch.float32 and backend.has_kernel(op)
 
 
 def _is_dense(linear: Linear) -> bool:
@@ -293,7 +295,7 @@ def apply_to_norm(backend: Backend, norm: AnyNorm, linear: Linear) -> Tensor:
     """h Wᵀ + bias, [m, n]."""
     if isinstance(norm, OpenNorm) and isinstance(linear.weight, Tensor):
         return backend.open_norm_linear(norm.like, norm.squares, norm.eps, linear.weight)
-    packed = _few_in_planes(norm.like, linear.weight) if linear.order is None else ()
+    packed = _in_planes(linear.weight) if linear.order is None else ()
     is_packed = len(packed) in (1, 2, 3)
     if isinstance(norm, ReadyNorm) or (not isinstance(norm, OpenNorm) and not is_packed):
         return apply(backend, norm.values(backend), linear)
@@ -309,7 +311,7 @@ def apply_to_norm(backend: Backend, norm: AnyNorm, linear: Linear) -> Tensor:
 def gated_norm(backend: Backend, norm: AnyNorm, linear: Linear) -> Tensor:
     """silu(gate) · up, [m, n / 2], which are the halves of h Wᵀ + bias."""
     weight, few = linear.weight, norm.like.shape[0] <= MOST_TOKENS
-    packed = _few_in_planes(norm.like, weight) if linear.bias is None else ()
+    packed = _in_planes(weight) if linear.bias is None else ()
     is_pair = len(packed) == 2 and packed[0].shape == packed[1].shape
     if is_pair and linear.order is not None and not isinstance(norm, OpenNorm):
         h, (gate, up) = in_order(norm.values(backend), linear), packed
@@ -331,8 +333,8 @@ def gated_norm(backend: Backend, norm: AnyNorm, linear: Linear) -> Tensor:
     return backend.fused_silu_mul_split(apply_to_norm(backend, norm, linear))
 
 
-def _few_in_planes(x: Tensor, weight: Matrix | FusedTensor) -> tuple[QuantizedTensor, ...]:
-    """The parts of a weight if all are packed in planes and x has few rows, else none."""
+def _in_planes(weight: Matrix | FusedTensor) -> tuple[QuantizedTensor, ...]:
+    """The parts of a weight if all are packed in planes, else none."""
     parts = weight.parts if isinstance(weight, FusedTensor) else (weight,)
     packed = [p for p in parts if isinstance(p, QuantizedTensor) and p.kind in PLANE_FORMATS]
-    return tuple(packed) if len(packed) == len(parts) and x.shape[0] <= MAX_ROWS else ()
+    return tuple(packed) if len(packed) == len(parts) else ()

@@ -21,9 +21,6 @@ from ferrum_triton.ops.quant import (
 from ferrum_triton.quant.kinds import KINDS, format_of
 from ferrum_triton.registry import Case, Op, op
 
-# Rows of a that the ops take: more fill the tensor cores by one matrix at a time.
-MAX_ROWS = 64
-
 SIZES = {"m": (0, 1, 2, 3, 8), "num_blocks": (1, 3)}
 GATE_UP_TENSORS = {
     "gate_blocks": "uint8[n, gate_row_bytes]",
@@ -39,7 +36,7 @@ QKV_TENSORS = {
 def check_products(
     op: Op, a: Tensor, parts: Sequence[tuple[str, Tensor | None, str]], a_name: str = "a"
 ) -> None:
-    """Reject matrices that are none of their kind, activations of another K, and too many rows.
+    """Reject matrices that are none of their kind, and activations of another K.
 
     Args:
         op: the op.
@@ -50,9 +47,6 @@ def check_products(
     for prefix, blocks, kind in parts:
         if blocks is not None:
             check_product(op, a, blocks, kind, prefix, a_name)
-    if a.shape[0] > MAX_ROWS:
-        advice = "Call gemm_quant for each matrix."
-        op.reject(a_name, f"of shape {list(a.shape)}", f"at most {MAX_ROWS} rows", advice)
 
 
 def packed_units(make, kind: str | None, num_rows: int, num_units: int) -> Tensor | None:
@@ -102,13 +96,14 @@ def gemv_quant_gate_up_silu(
     up_kind: str,
     activation: str = "silu",
 ) -> Tensor:
-    """y = silu(a · Gᵀ) · (a · Uᵀ) for up to 64 rows of a.
+    """y = silu(a · Gᵀ) · (a · Uᵀ) for any number of rows of a.
 
-    Both products are those of :func:`gemv_quant`, in float32 until the one rounding at the end. By
-    weights in planes they are one launch, if more than 8 rows meet one format.
+    Both products are those of :func:`gemm_quant`, in float32 until the one rounding at the end. By
+    weights in planes they are one launch, if more than 8 rows meet one format. Where two products
+    take more than 64 rows, gate and up are rounded to a's dtype in between.
 
     Args:
-        a: [m, K] with m <= 64, finite.
+        a: [m, K], finite.
         gate_blocks: uint8 [n, row_bytes], G's packed rows.
         up_blocks: uint8 [n, row_bytes], U's, of a format that may be another.
         gate_kind, up_kind: the formats.
@@ -184,13 +179,13 @@ def gemv_quant_qkv(
     k_kind: str,
     v_kind: str,
 ) -> Tensor:
-    """y = a · [Q; K; V]ᵀ for up to 64 rows of a and three matrices over one K, of any formats.
+    """y = a · [Q; K; V]ᵀ for any number of rows of a, three matrices over one K, of any formats.
 
-    The products are those of :func:`gemv_quant`. By weights in planes they are one launch, if
+    The products are those of :func:`gemm_quant`. By weights in planes they are one launch, if
     more than 8 rows meet one format, or two: both of 3 or 5 bits, or both of others.
 
     Args:
-        a: [m, K] with m <= 64, finite.
+        a: [m, K], finite.
         q_blocks: uint8 [nq, row_bytes], packed rows.
         k_blocks: uint8 [nk, row_bytes], or None for two matrices: rows of one format lie in one.
         v_blocks: uint8 [nv, row_bytes].
@@ -262,7 +257,10 @@ def _norm_gate_up_case(kind: str, m: int, n: int, k: int) -> Case:
         "activation": GATES,
     },
     bench=[
-        *(_norm_gate_up_case("Q4_K:planes", m, 12288, 4096) for m in (8, 32, 1)),
+        *(
+            _norm_gate_up_case("Q4_K:planes", m, 12288, 4096)
+            for m in (8, 32, 1, 64, 128, 256, 384, 512, 1024, 2048)
+        ),
         *(_norm_gate_up_case("Q4_K:planes", m, 25600, 5120) for m in (8, 32)),
     ],
     mutates=("residual",),
@@ -286,7 +284,7 @@ def add_rms_norm_quant_gate_up_silu(
 
     Args:
         residual: [m, K], updated in place; of x's dtype, or float32.
-        x: [m, K] with m <= 64.
+        x: [m, K].
         norm_weight: [K], any float dtype.
         eps: added to the mean square.
         gate_blocks: uint8 [n, row_bytes], G's packed rows.
@@ -376,7 +374,7 @@ def add_rms_norm_quant_qkv(
 
     Args:
         residual: [m, K], updated in place; of x's dtype, or float32.
-        x: [m, K] with m <= 64.
+        x: [m, K].
         norm_weight: [K], any float dtype.
         eps: added to the mean square.
         q_blocks: uint8 [nq, row_bytes], packed rows.

@@ -15,7 +15,6 @@ from ferrum_triton.ops.open_norm import (
 from ferrum_triton.ops.quant import check_product, pack_sample, product_case, wide_product
 from ferrum_triton.ops.quant_fused import (
     GATE_UP_TENSORS,
-    MAX_ROWS,
     QKV_TENSORS,
     SIZES,
     check_products,
@@ -64,7 +63,7 @@ def linear_quant_open_norm(
     For one or two rows of a over planes it is one launch where W's rows fill whole programs.
 
     Args:
-        a: [m, K] with m <= 64.
+        a: [m, K].
         blocks: uint8 [n, row_bytes], W's packed rows.
         kind: W's format.
         residual: [m, n], of a's dtype or float32.
@@ -82,9 +81,6 @@ def _(a, blocks, kind, residual, norm_weight):
     this = linear_quant_open_norm
     check_product(this, a, blocks, kind)
     check_residual(this, residual, a)
-    if a.shape[0] > MAX_ROWS:
-        advice = "Call linear_quant and fused_add_rms_norm."
-        this.reject("a", f"of shape {list(a.shape)}", f"at most {MAX_ROWS} rows", advice)
 
 
 @linear_quant_open_norm.sample
@@ -142,7 +138,7 @@ def open_norm_quant_qkv(
     launch; for more h is divided and rounded to its dtype first.
 
     Args:
-        h: [m, K] with m <= 64, of ``linear_quant_open_norm``; finite.
+        h: [m, K], of ``linear_quant_open_norm``; finite.
         squares: float32 [m, ceil(K / 8)], of the same.
         eps: added to the mean square.
         q_blocks: uint8 [nq, row_bytes], packed rows.
@@ -214,7 +210,7 @@ def open_norm_quant_gate_up_silu(
     planes one or two rows are one launch; for more h is divided and rounded to its dtype first.
 
     Args:
-        h: [m, K] with m <= 64, of ``linear_quant_open_norm``; finite.
+        h: [m, K], of ``linear_quant_open_norm``; finite.
         squares: float32 [m, ceil(K / 8)], of the same.
         eps: added to the mean square.
         gate_blocks: uint8 [n, row_bytes], G's packed rows.

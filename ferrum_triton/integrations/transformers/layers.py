@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ferrum_triton.backends import get_backend
 from ferrum_triton.ops.moe.expert_sum import FEW_TOKENS
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS
-from ferrum_triton.ops.quant_fused import MAX_ROWS
 from ferrum_triton.quant import QuantizedTensor
 from ferrum_triton.quant.kinds import format_of
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -195,7 +194,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = (getattr(self, name) for name in self.names)
         backend = backend_of(x)
-        if _are_one_launch(gate, up) and x.numel() <= MAX_ROWS * x.shape[-1]:
+        if _are_one_launch(gate, up):
             rows, kinds = x.reshape(-1, x.shape[-1]), (gate.kind, up.kind)
             middle = backend.gemv_quant_gate_up_silu(
                 rows, gate.weight, up.weight, *kinds, self.activation

@@ -50,6 +50,10 @@ from ferrum_triton.ops import quant_fused as ops
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
+# Tokens up to which gate and up of two products stay float32 until they are multiplied: of more
+# they are twice the memory to write and to read.
+FEW_SUMS = 64
+
 
 @triton.jit
 def _store_gate_up(totals, out, first, ACTIVATION: tl.constexpr, PLAN: tl.constexpr):
@@ -225,7 +229,8 @@ def gate_up(
     if all(kind in PLANE_FORMATS for _, kind in parts) and _gate_up(tokens, parts, activation, out):
         return
     a, (num_tokens, n) = tokens.values(), out.shape
-    both = torch.empty((num_tokens, 2 * n), dtype=torch.float32, device=a.device)
+    dtype = torch.float32 if num_tokens <= FEW_SUMS else a.dtype
+    both = torch.empty((num_tokens, 2 * n), dtype=dtype, device=a.device)
     for (blocks, kind), columns in zip(parts, both.split(n, dim=1), strict=True):
         gemm_quant(a, blocks, kind, out=columns)
     gated_split(both, activation, out)

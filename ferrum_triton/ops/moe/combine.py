@@ -230,7 +230,7 @@ def weighted_sum_norm_quant_qkv(
 
     Args:
         residual: [m, K], updated in place; of slots' dtype, or float32.
-        slots: [m, top_k, K] with m <= 64, what a token's experts return.
+        slots: [m, top_k, K], what a token's experts return.
         weights: [m, top_k], any float dtype.
         norm_weight: [K], any float dtype.
         eps: added to the mean square.
