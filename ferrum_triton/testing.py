@@ -28,6 +28,10 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 # additions: 3e-5, which is 12 times the bound of float32.
 UNROUNDED = 12.0
 
+# The scale of those bounds for gate and up, whose errors each count as often as the other is large.
+# By so many rows that weights are decoded for cuBLAS they are rounded to 16 bits as sums are.
+TWO_PRODUCTS = 2.0
+
 # Elements from which on a draw on the CPU would be what a test on a GPU waits for.
 DRAWN_THERE = 1 << 16
 

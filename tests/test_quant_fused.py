@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ferrum_triton import InputError, get_backend
+from ferrum_triton import OPS, InputError, get_backend
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.partials import add_partials
@@ -21,7 +21,7 @@ from ferrum_triton.kernels.quant.small_m_config import SmallM
 from ferrum_triton.models.linear import Linear, Norm, apply, apply_to_norm, gated_norm
 from ferrum_triton.quant import FusedTensor, QuantizedTensor
 from ferrum_triton.quant.kinds import quantize_rows
-from ferrum_triton.testing import assert_close
+from ferrum_triton.testing import TWO_PRODUCTS, assert_close
 from tests.harness import BACKENDS
 from tests.test_quant_ops import seeded
 
@@ -75,7 +75,24 @@ def test_products_are_those_of_gemv_quant(backend, m, dtype):
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("m", [1, 2, 3])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("Q4_K:planes", "Q4_K:planes"),
+        ("Q4_K:planes", "Q6_K:planes"),
+        ("Q4_K", "Q4_K"),
+    ],
+)
+def test_gate_and_up_take_many_rows(backend, kinds):
+    """In one launch or by two products, whose sums are 16 bits by so many rows."""
+    gate, up = (weight(kind, 40, i, backend.device) for i, kind in enumerate(kinds))
+    a = activations(70, backend.device, torch.float16)
+    got = backend.gemv_quant_gate_up_silu(a, gate.blocks, up.blocks, *kinds)
+    wide = a.double(), gate.blocks, up.blocks, *kinds
+    assert_close(got, OPS["gemv_quant_gate_up_silu"].reference(*wide), scale=TWO_PRODUCTS)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 70])
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("Q4_K", "Q5_0", "Q6_K")])
 def test_layers_take_packed_parts_in_planes_or_not(backend, kinds, m):
     sizes = {2: (8, 8), 3: (8, 4, 4)}[len(kinds)]
