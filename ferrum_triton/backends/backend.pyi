@@ -640,13 +640,14 @@ class Backend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """y = silu(a · Gᵀ) · (a · Uᵀ) for up to 64 rows of a.
+        """y = silu(a · Gᵀ) · (a · Uᵀ) for any number of rows of a.
 
-        Both products are those of :func:`gemv_quant`, in float32 until the one rounding at the end. By
-        weights in planes they are one launch, if more than 8 rows meet one format.
+        Both products are those of :func:`gemm_quant`, in float32 until the one rounding at the end. By
+        weights in planes they are one launch, if more than 8 rows meet one format. Where two products
+        take more than 64 rows, gate and up are rounded to a's dtype in between.
 
         Args:
-            a: [m, K] with m <= 64, finite.
+            a: [m, K], finite.
             gate_blocks: uint8 [n, row_bytes], G's packed rows.
             up_blocks: uint8 [n, row_bytes], U's, of a format that may be another.
             gate_kind, up_kind: the formats.
@@ -669,13 +670,13 @@ class Backend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """y = a · [Q; K; V]ᵀ for up to 64 rows of a and three matrices over one K, of any formats.
+        """y = a · [Q; K; V]ᵀ for any number of rows of a, three matrices over one K, of any formats.
 
-        The products are those of :func:`gemv_quant`. By weights in planes they are one launch, if
+        The products are those of :func:`gemm_quant`. By weights in planes they are one launch, if
         more than 8 rows meet one format, or two: both of 3 or 5 bits, or both of others.
 
         Args:
-            a: [m, K] with m <= 64, finite.
+            a: [m, K], finite.
             q_blocks: uint8 [nq, row_bytes], packed rows.
             k_blocks: uint8 [nk, row_bytes], or None for two matrices: rows of one format lie in one.
             v_blocks: uint8 [nv, row_bytes].
@@ -706,7 +707,7 @@ class Backend:
 
         Args:
             residual: [m, K], updated in place; of x's dtype, or float32.
-            x: [m, K] with m <= 64.
+            x: [m, K].
             norm_weight: [K], any float dtype.
             eps: added to the mean square.
             gate_blocks: uint8 [n, row_bytes], G's packed rows.
@@ -739,7 +740,7 @@ class Backend:
 
         Args:
             residual: [m, K], updated in place; of x's dtype, or float32.
-            x: [m, K] with m <= 64.
+            x: [m, K].
             norm_weight: [K], any float dtype.
             eps: added to the mean square.
             q_blocks: uint8 [nq, row_bytes], packed rows.
@@ -767,7 +768,7 @@ class Backend:
         For one or two rows of a over planes it is one launch where W's rows fill whole programs.
 
         Args:
-            a: [m, K] with m <= 64.
+            a: [m, K].
             blocks: uint8 [n, row_bytes], W's packed rows.
             kind: W's format.
             residual: [m, n], of a's dtype or float32.
@@ -797,7 +798,7 @@ class Backend:
         launch; for more h is divided and rounded to its dtype first.
 
         Args:
-            h: [m, K] with m <= 64, of ``linear_quant_open_norm``; finite.
+            h: [m, K], of ``linear_quant_open_norm``; finite.
             squares: float32 [m, ceil(K / 8)], of the same.
             eps: added to the mean square.
             q_blocks: uint8 [nq, row_bytes], packed rows.
@@ -827,7 +828,7 @@ class Backend:
         planes one or two rows are one launch; for more h is divided and rounded to its dtype first.
 
         Args:
-            h: [m, K] with m <= 64, of ``linear_quant_open_norm``; finite.
+            h: [m, K], of ``linear_quant_open_norm``; finite.
             squares: float32 [m, ceil(K / 8)], of the same.
             eps: added to the mean square.
             gate_blocks: uint8 [n, row_bytes], G's packed rows.
@@ -1644,7 +1645,7 @@ class Backend:
 
         Args:
             residual: [m, K], updated in place; of slots' dtype, or float32.
-            slots: [m, top_k, K] with m <= 64, what a token's experts return.
+            slots: [m, top_k, K], what a token's experts return.
             weights: [m, top_k], any float dtype.
             norm_weight: [K], any float dtype.
             eps: added to the mean square.

@@ -350,7 +350,7 @@ def _norm_qkv_case(v_kind: str | None, m: int, k: int) -> Case:
         "nkv": (1, 0, 16),
     },
     bench=[
-        *(_norm_qkv_case("Q6_K:planes", m, 4096) for m in (8, 32, 1)),
+        *(_norm_qkv_case("Q6_K:planes", m, 4096) for m in (8, 32, 1, 64, 128, 256)),
         *(_norm_qkv_case(None, m, k) for m in (8, 32) for k in (4096, 5120)),
     ],
     mutates=("residual",),
