@@ -259,7 +259,7 @@ def _norm_gate_up_case(kind: str, m: int, n: int, k: int) -> Case:
     bench=[
         *(
             _norm_gate_up_case("Q4_K:planes", m, 12288, 4096)
-            for m in (8, 32, 1, 64, 128, 256, 384, 512, 1024, 2048)
+            for m in (8, 32, 1, 64, 128, 256, 384, 512, 1024, 2048, 4096)
         ),
         *(_norm_gate_up_case("Q4_K:planes", m, 25600, 5120) for m in (8, 32)),
     ],
