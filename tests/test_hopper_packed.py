@@ -234,6 +234,17 @@ def test_whoever_asks_for_products_gets_it(m):
             assert [x.kernel.name for x in launches] == ["_arrange_kernel", "packed_kernel"]
 
 
+@pytest.mark.parametrize("m", [33, 64, 128, 129, 256, 400])
+def test_two_kinds_share_a_launch_of_the_plain_kernel_up_to_its_largest_tile(m):
+    """Where Hopper's would multiply one of them alone, and a launch of its own the other."""
+    q, v = packed_rows("Q4_K", 5120, 4096), packed_rows("Q6_K", 1024, 4096)
+    config = packed(PackedConfig(128 if m > 64 else 64, 2))
+    with products.forced(config), record_launches((9, 0)) as launches:
+        gemv_quant_qkv(empty(m, 4096), q, None, v, "Q4_K:planes", "", "Q6_K:planes")
+    names = [x.kernel.name for x in launches]
+    assert names[1:] == (["_mma_quant_kernel"] if m <= 128 else ["packed_kernel"] * 2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [5, 16, 33, 64, 128, 300])
 @pytest.mark.parametrize("kind", KINDS)
