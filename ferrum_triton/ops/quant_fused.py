@@ -1,7 +1,8 @@
 """Products with several packed matrices at once: a layer's gate and up, and its Q, K and V.
 
 For a token or two what a layer's products take is the time to read its weights and to launch them.
-The norm before them is an op with them, for kernels that leave its result in no memory.
+By many tokens, gate and up apart are written, and read again for the activation between them. The
+norm before them is an op with them, for kernels that leave its result in no memory.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
-"""Products of a few tokens with several matrices: one launch, or other kernels where it cannot be.
+"""Products with several matrices: one launch, or other kernels where it cannot be.
 
 Gate and up are multiplied with the activation between them; Q, K and V lie side by side in y.
 Chosen for whatever calls ``gemv_quant_gate_up_silu`` and ``gemv_quant_qkv``. One or two tokens, or
-float32 ones, take blocks of rows as :mod:`ferrum_triton.kernels.quant.gemv_repacked` does.
+float32 ones, take blocks of rows as :mod:`ferrum_triton.kernels.quant.gemv_repacked` does, more of
+them the kernels of :mod:`ferrum_triton.kernels.quant.products`.
 """
 
 from collections.abc import Sequence
