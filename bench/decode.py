@@ -162,9 +162,9 @@ def measure(model: Decoder, name: str, batch: int, context: int, steps: int = ST
     """Rows of one batch; prints them. The first round compiles and captures.
 
     What is timed comes after two more rounds, as in a server that has answered before: calls of an
-    op are replayed without Python from the third on. It is the middle one of three rounds: a prompt
-    of 1024 tokens is over in 25 ms, and one round's figure was 30,360 to 38,220 tokens a second
-    (``python -m bench.decode qwen3-8b --batches 1``, H200, 879cf4a and e7b4576).
+    op are replayed without Python from the third on. A figure is the middle one of three rounds: a
+    prompt of 1024 tokens is over in 25 ms, and single rounds gave 30,360 to 38,220 tokens a second
+    (``python -m bench.decode qwen3-8b --batches 1 --contexts 1024``, H200, 879cf4a and e7b4576).
     """
     work = work_of(batch, context, steps)
     engine = Engine(model, max_seqs=batch, capacity=max(map(sum, work)))

@@ -26,14 +26,14 @@ from bench.llama_cpp import Timed, ours, timed_products
 from bench.load_speed import gb_per_second, load, write_random
 from bench.precompile import different
 from bench.results import Row, read_rows, save_rows
-from bench.run import without_fresh_row
+from bench.run import scale_of, without_fresh_row
 from bench.timing import COLD_BYTES, copies_of
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.ahead import compile_key
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.quant import FORMATS, load_quant
 from ferrum_triton.registry import OPS
-from ferrum_triton.testing import TensorFactory, assert_close
+from ferrum_triton.testing import TWO_PRODUCTS, TensorFactory, assert_close
 
 US = {"id": "a/x", "metric": "us", "floor": 10, "goal": 8}
 TFLOPS = {"id": "b/y", "metric": "tflops", "floor": 300, "goal": 400}
@@ -409,3 +409,15 @@ def test_what_is_timed_to_load_is_the_file_in_planes(tmp_path):
     stored = load_quant("Q4_K", file.read_bytes(), 6, 512)
     assert torch.equal(loaded.as_in_file().blocks, stored.blocks)
     assert gb_per_second(file, "Q4_K", 6, 512, "cpu", times=1) > 0
+
+
+def test_gate_and_up_are_allowed_the_errors_of_both_where_weights_are_decoded_alone():
+    few, many, wide = (
+        torch.empty(511, 8).half(),
+        torch.empty(512, 8).half(),
+        torch.empty(512, 2, 8).half(),
+    )
+    assert [scale_of(OPS["gemv_quant_gate_up_silu"], x) for x in (few, many)] == [1.0, TWO_PRODUCTS]
+    for name in ("gemm_quant", "gemv_quant_qkv"):
+        assert scale_of(OPS[name], many) == 1.0
+    assert scale_of(OPS["gemm_quant_moe_id_gate_up_silu"], wide) == 1.0

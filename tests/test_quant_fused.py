@@ -21,7 +21,7 @@ from ferrum_triton.kernels.quant.small_m_config import SmallM
 from ferrum_triton.models.linear import Linear, Norm, apply, apply_to_norm, gated_norm
 from ferrum_triton.quant import FusedTensor, QuantizedTensor
 from ferrum_triton.quant.kinds import quantize_rows
-from ferrum_triton.testing import TWO_PRODUCTS, assert_close
+from ferrum_triton.testing import assert_close
 from tests.harness import BACKENDS
 from tests.test_quant_ops import seeded
 
@@ -84,12 +84,12 @@ def test_products_are_those_of_gemv_quant(backend, m, dtype):
     ],
 )
 def test_gate_and_up_take_many_rows(backend, kinds):
-    """In one launch or by two products, whose sums are 16 bits by so many rows."""
+    """In one launch, or by two products whose sums are rounded to 16 bits from 65 rows on."""
     gate, up = (weight(kind, 40, i, backend.device) for i, kind in enumerate(kinds))
     a = activations(70, backend.device, torch.float16)
     got = backend.gemv_quant_gate_up_silu(a, gate.blocks, up.blocks, *kinds)
     wide = a.double(), gate.blocks, up.blocks, *kinds
-    assert_close(got, OPS["gemv_quant_gate_up_silu"].reference(*wide), scale=TWO_PRODUCTS)
+    assert_close(got, OPS["gemv_quant_gate_up_silu"].reference(*wide))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 70])

@@ -1,8 +1,9 @@
 """Products with several packed matrices at once: a layer's gate and up, and its Q, K and V.
 
 For a token or two what a layer's products take is the time to read its weights and to launch them.
-By many tokens, gate and up apart are written, and read again for the activation between them. The
-norm before them is an op with them, for kernels that leave its result in no memory.
+For many tokens one kernel saves memory traffic: gate and up of two products would be written, and
+read again for the activation. The norm before them is an op with them, for kernels that leave its
+result in no memory.
 """
 
 from collections.abc import Sequence

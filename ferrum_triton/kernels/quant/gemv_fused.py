@@ -2,8 +2,8 @@
 
 Gate and up are multiplied with the activation between them; Q, K and V lie side by side in y.
 Chosen for whatever calls ``gemv_quant_gate_up_silu`` and ``gemv_quant_qkv``. One or two tokens, or
-float32 ones, take blocks of rows as :mod:`ferrum_triton.kernels.quant.gemv_repacked` does, more of
-them the kernels of :mod:`ferrum_triton.kernels.quant.products`.
+float32 ones, take blocks of rows as :mod:`ferrum_triton.kernels.quant.gemv_repacked` does. More
+tokens take the kernels that :mod:`ferrum_triton.kernels.quant.products` names.
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ from ferrum_triton.ops import quant_fused as ops
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
-# Tokens up to which gate and up of two products stay float32 until they are multiplied: of more
-# they are twice the memory to write and to read.
+# Tokens up to which gate and up of two products stay float32 until they are multiplied. For more
+# tokens, float32 would be twice the memory to write and to read again.
 FEW_SUMS = 64
 
 
@@ -244,11 +244,11 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
     Matrices of one kind are one launch, and so are two that take ``a`` in one order, and those of
     any kinds for up to eight tokens.
     """
-    a, counts = tokens.like, [planes.shape[0] for planes, _ in parts]
+    a, matrices = tokens.like, [planes for planes, _ in parts]
+    counts = [planes.shape[0] for planes in matrices]
     if takes_small_m(a, min(count for count in counts if count)):
         config = pick(a, parts[0][1], sum(counts))
         if config["path"] == "packed" and len({kind for _, kind in parts}) == 1:
-            matrices = [planes for planes, _ in parts]
             tiled_products(out, tokens, matrices, parts[0][1], config)
             return True
         small_m_product(tokens.arranged(ORDER), parts, small_m_of(config), out)
@@ -265,7 +265,6 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
     if len(kinds) == len(parts) == 2 and all(counts):
         tile = _shared_tile(a, kinds, sum(counts))
         if tile is not None:
-            matrices = [planes for planes, _ in parts]
             arranged = tokens.arranged(order_of(kinds[0], tile))
             mma_products(out, arranged, matrices, kinds[0], tile, a.shape[1], second_kind=kinds[1])
             return True
@@ -274,7 +273,7 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
     if any(config["path"] not in TILED for config in configs):
         return False
     if len(kinds) == 1:
-        tiled_products(out, tokens, [planes for planes, _ in parts], parts[0][1], configs[0])
+        tiled_products(out, tokens, matrices, parts[0][1], configs[0])
         return True
     for (planes, kind), config, y in zip(parts, configs, out.split(counts, dim=1), strict=True):
         if y.numel():

@@ -71,8 +71,9 @@ LARGE = 128
 # them and 96.5 in tiles of 256; by 2,048 these take 150 us, and decoding and cuBLAS 163
 # (``bench.timing.Replay`` of ``gemm_quant`` under ``products.forced``, H200, 5373db1).
 MOST_BY_LARGE = 1024
-# What is tried for tiles of so many tokens: span, overlapped, joined, programs for an SM. Others
-# spill, have no room for two stages, or took longer: two rings by up to 64 tokens (docs/hopper.md).
+# Configurations to time, by the tokens of a tile: span, overlapped, joined, programs for an SM. All
+# others spill, have no room for two stages, or took longer, as two rings did by up to 64 tokens
+# (docs/hopper.md).
 _TRIED = {
     8: [(2, False, True, 2), (2, False, True, 1)],
     16: [(1, False, True, 2), (2, False, True, 2), (4, False, True, 2), (2, False, True, 1)],
