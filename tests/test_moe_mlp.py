@@ -5,9 +5,9 @@ import torch
 
 from ferrum_triton import InputError, get_backend
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.moe import mlp, pairs, prepare_ids
+from ferrum_triton.kernels.moe import mlp, next_product, pairs, prepare_ids
 from ferrum_triton.kernels.moe.mlp import tiles_of
-from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Mix
+from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, MIXES, TILES, Mix, Quads
 from ferrum_triton.kernels.moe.prepare import pairs_in
 from ferrum_triton.kernels.moe.tile_table import Found
 from ferrum_triton.kernels.quant.mma_config import OTHER_TILES
@@ -15,17 +15,28 @@ from ferrum_triton.quant.kinds import format_of, quantize_rows
 from ferrum_triton.registry import OPS
 
 NUM_EXPERTS, HIDDEN, INNER = 5, 512, 256
-FUSED = ["_prepare_ids_kernel", "_gate_up_arranged_kernel", "_plane_tiles_kernel"]
+FUSED = ["_prepare_ids_kernel", "_quad_tiles_kernel", "_quad_tiles_kernel"]
+BY_MIXES = ["_prepare_ids_kernel", "_gate_up_arranged_kernel", "_plane_tiles_kernel"]
 
-
-# Tiles that gather activations, as tiles of few pairs do on every GPU.
+# Tiles that gather activations, as tiles of few pairs do on every GPU: of gate and up, and of down.
 GATHERING = Mix(OTHER_TILES[16]).flat()
+QUADS = Quads(16, 1).flat()
+CHOICES = {
+    "mixes": (GATHERING, GATHERING),
+    "quads": (QUADS, Quads(8, 1, unrolled=True, late_tokens=True).flat()),
+}
+
+
+@pytest.fixture(params=CHOICES)
+def choices(request):
+    gate_up, down = CHOICES[request.param]
+    with GATE_UP_TILES.forced(gate_up), TILES.forced(down):
+        yield request.param
 
 
 @pytest.fixture(params=["interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
-def backend(request):
-    with GATE_UP_TILES.forced(GATHERING), TILES.forced(GATHERING):
-        yield get_backend(request.param)
+def backend(request, choices):
+    yield get_backend(request.param)
 
 
 def stack(kind, n, k, seed, device):
@@ -72,7 +83,7 @@ def test_the_numbers_are_those_of_products_by_buckets(backend, kinds, num_tokens
     ids = torch.randint(-1, NUM_EXPERTS - 1, (num_tokens, 3), generator=generator, dtype=dtype)
     ids[0], ids[1, 1] = -1, 2**30
     a, ids = a.to(backend.device, torch.float16), ids.to(backend.device)
-    assert tiles_of(a, stacks[0], ids, *kinds)
+    assert tiles_of(a, stacks[0], stacks[2], ids, *kinds)
     for rows in (ids, torch.stack((ids, ids), dim=1)[:, 0]):  # dense and strided
         got = backend.mlp_quant_moe_id(a, *stacks, rows, *kinds)
         assert torch.equal(got, by_buckets(backend, a, stacks, rows, kinds))
@@ -106,6 +117,19 @@ def test_more_pairs_are_sorted_once_for_both_products(backend, stale, monkeypatc
         assert torch.equal(table.pairs[expert, :count], want.pairs[expert, :count])
 
 
+@pytest.mark.parametrize("gate_up_by", ["mixes", "quads"])
+def test_gate_and_up_in_tiles_of_one_kind_and_down_in_the_other(gate_up_by):
+    backend = get_backend("interpret")
+    stacks, kinds = layer("Q4_K:planes", "Q4_0:planes", "cpu")
+    a = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1)).half()
+    ids = torch.randint(-1, NUM_EXPERTS, (9, 2), generator=torch.Generator().manual_seed(2))
+    down_by = {"mixes": "quads", "quads": "mixes"}[gate_up_by]
+    gate_up, down = CHOICES[gate_up_by][0], CHOICES[down_by][1]
+    with GATE_UP_TILES.forced(gate_up), TILES.forced(down):
+        got = backend.mlp_quant_moe_id(a, *stacks, ids, *kinds)
+        assert torch.equal(got, by_buckets(backend, a, stacks, ids, kinds))
+
+
 @pytest.mark.parametrize("num_tokens", [1, 30])
 def test_every_pair_of_one_expert(backend, num_tokens):
     stacks, kinds = layer("Q4_K:planes", "Q6_K:planes", backend.device)
@@ -119,7 +143,7 @@ def test_every_pair_of_one_expert(backend, num_tokens):
 @pytest.mark.parametrize("stale", [0, -1, (2 << 32) + 1])
 def test_what_lay_in_memory_does_not_matter(backend, stale, monkeypatch):
     """Of a pair without an expert neither a place nor activations are ever written."""
-    room_for_pairs, room_for = prepare_ids.room_for_pairs, mlp.room_for
+    room_for_pairs, room_for = prepare_ids.room_for_pairs, next_product.room_for
 
     def stale_pairs(*sizes):
         table = room_for_pairs(*sizes)
@@ -129,7 +153,8 @@ def test_what_lay_in_memory_does_not_matter(backend, stale, monkeypatch):
     def stale_rows(*sizes):
         rows = room_for(*sizes)
         for part in rows[:3]:
-            part.fill_(torch.nan)
+            if part is not None:
+                part.fill_(torch.nan)
         return rows
 
     stacks, kinds = layer("Q4_K:planes", "Q6_K:planes", backend.device)
@@ -138,7 +163,7 @@ def test_what_lay_in_memory_does_not_matter(backend, stale, monkeypatch):
     ids = torch.tensor([[-1, 2], [-1, 0], [2, 9], [-1, -1]], device=backend.device)
     want = by_buckets(backend, a, stacks, ids, kinds)
     monkeypatch.setattr(prepare_ids, "room_for_pairs", stale_pairs)
-    monkeypatch.setattr(mlp, "room_for", stale_rows)
+    monkeypatch.setattr(next_product, "room_for", stale_rows)
     got = backend.mlp_quant_moe_id(a, *stacks, ids, *kinds)
     assert torch.equal(got, want) and not got[(ids < 0) | (ids >= NUM_EXPERTS)].any()
 
@@ -178,7 +203,11 @@ def launches(num_tokens, gate, up, down, dtype=torch.bfloat16, inner=768, expert
 def test_what_is_launched(num_tokens, kinds, options, is_fused):
     names = launches(num_tokens, *kinds, **options)
     assert (names == FUSED) == is_fused
-    assert is_fused or not {*FUSED[:2]} & {*names}
+    assert is_fused or "_prepare_ids_kernel" not in names
+    of_eight = MIXES[4].flat()
+    with GATE_UP_TILES.forced(of_eight), TILES.forced(of_eight):
+        names = launches(num_tokens, *kinds, **options)
+    assert (names == BY_MIXES) == is_fused or num_tokens == 128
 
 
 def test_wrong_calls_are_refused():

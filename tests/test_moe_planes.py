@@ -16,7 +16,7 @@ from ferrum_triton import get_backend
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.moe import prepare
-from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, MIXES, TILES, Mix
+from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, MIXES, TILES, Mix, Quads
 from ferrum_triton.kernels.moe.plane_gemm import gemm_plane_pairs
 from ferrum_triton.kernels.moe.plane_gemv import gemv_plane_pairs
 from ferrum_triton.kernels.quant.mma_config import OTHER_TILES, MmaConfig
@@ -209,7 +209,8 @@ def test_pairs_are_sorted_by_expert_where_experts_have_several(num_tokens, dtype
         with record_launches((9, 0)) as launches:
             OPS[f"gemv_quant_moe_id{name}"].impls["triton"](a, *stacks, ids, *kinds[: len(stacks)])
         names = {launch.kernel.name for launch in launches}
-        assert bool(names & {"_plane_tiles_kernel", "packed_experts_kernel"}) == is_sorted
+        sorts = {"_plane_tiles_kernel", "_quad_tiles_kernel", "packed_experts_kernel"}
+        assert bool(names & sorts) == is_sorted
         assert ("_plane_pairs_kernel" in names) != is_sorted
 
 
@@ -222,7 +223,8 @@ def test_mixes_fit_their_gpu(capability):
                 shape = num_pairs, 128, kind
                 assert tunable.fits(gpu, tunable.heuristic(gpu, *shape), *shape) == ""
                 for config in tunable.candidates(gpu, *shape):
-                    assert config.get("path") == "packed" or Mix.of(config).flat() == config
+                    made_by = {"quads": Quads, None: Mix}.get(config.get("path"))
+                    assert made_by is None or made_by.of(config).flat() == config
 
 
 def test_a_token_meets_other_experts_in_every_call():

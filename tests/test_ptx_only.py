@@ -5,7 +5,7 @@ import torch
 
 from ferrum_triton.backends.triton_provider import load_kernels
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant import small_m
+from ferrum_triton.kernels.quant import quad_products
 from ferrum_triton.kernels.quant.ptx import word_of_values
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.registry import OPS
@@ -31,9 +31,9 @@ def test_products_of_few_tokens_compile(dtype, num_tokens, kernel):
 def test_operands_of_the_instruction_are_in_its_order(monkeypatch):
     """d = a · b + c of mma.m16n8k16: four of a, two of b, four of c, which an interpreter skips."""
     passed = lambda asm, constraints, args, **options: args  # noqa: E731
-    monkeypatch.setattr(small_m.tl, "inline_asm_elementwise", passed)
+    monkeypatch.setattr(quad_products.tl, "inline_asm_elementwise", passed)
     acc, a, b = ("c0", "c1", "c2", "c3"), ("a0", "a1", "a2", "a3"), ("b0", "b1")
-    assert small_m._mma.fn(acc, a, b, PTX=True) == (*a, *b, *acc)
+    assert quad_products._mma.fn(acc, a, b, PTX=True) == (*a, *b, *acc)
 
 
 @pytest.mark.parametrize(("i", "bias"), [(0, 128), (1, 0), (1, 7)])

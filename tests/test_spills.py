@@ -7,6 +7,7 @@ from ferrum_triton.kernels.sass import parse, spills_beside_loops, usage
 from tests.test_overwritten_operands import listing
 
 PRODUCT = "HGMMA.64x64x16.F32 R24, gdesc[UR16], R24, gsb0"
+OF_A_WARP = "HMMA.16816.F32 R4, R8, R12, R4"
 STORE, LOAD = "STL [R1+0x8], R0", "LDL R154, [R1+0x8]"
 
 
@@ -23,12 +24,14 @@ def beside(*lines):
 
 def test_before_and_after_a_loop():
     assert beside(STORE, PRODUCT, "loop 1", LOAD)
+    assert beside(STORE, OF_A_WARP, "loop 1", LOAD)
     assert beside(STORE, PRODUCT, "loop 1", LOAD, "loop 0")
 
 
 @pytest.mark.parametrize("spill", [STORE, LOAD])
 def test_within_a_loop(spill):
     assert not beside(PRODUCT, spill, "loop 0")
+    assert not beside(OF_A_WARP, spill, "loop 0")
     assert not beside(spill, PRODUCT, "loop 0", "loop 0")
     assert not beside(STORE, PRODUCT, "loop 1", LOAD, PRODUCT, spill, "loop 4", "loop 0")
 

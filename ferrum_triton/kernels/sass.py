@@ -37,6 +37,7 @@ _LINE = re.compile(
 _REGISTER = re.compile(r"R(\d+)")
 _UNIFORM = re.compile(r"UR(\d+)")
 _PRODUCT = re.compile(r"[HIQ]GMMA\.")
+_ANY_PRODUCT = re.compile(r"[HIQ]G?MMA\.")
 
 # What writes no register of a thread though one may be its first operand, and what writes a
 # predicate before its register.
@@ -82,7 +83,7 @@ class Usage(NamedTuple):
 
     Attributes:
         registers: how many.
-        spilled: bytes; none where no loop of Hopper's products touches any.
+        spilled: bytes; none where no loop of tensor cores' products touches any.
     """
 
     registers: int
@@ -104,11 +105,11 @@ def usage(cubin: bytes) -> Usage:
 
 
 def spills_beside_loops(code: list[Instruction]) -> bool:
-    """Whether there are loops of Hopper's products, the innermost, and no spill in any of them.
+    """Whether there are loops of tensor cores' products, the innermost, and no spill in any of them.
 
     A loop ends with a branch that is guarded; others lead back from what was put out of its way.
     """
-    products = [each.address for each in code if _PRODUCT.match(each.name)]
+    products = [each.address for each in code if _ANY_PRODUCT.match(each.name)]
     loops = []
     for instruction in code:
         target = _branch_target(instruction)

@@ -5,12 +5,31 @@ its tile by counting those of the experts before it; where pairs are unevenly sp
 the last tile end at once.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ferrum_triton.kernels.rows import cdiv
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """What is constant of the pairs in buckets.
+
+    Attributes:
+        top_k: slots of a token.
+        per_pair: a has a row for each pair, not for each token.
+        block_e: power of two >= num_experts.
+        spared, big: which pairs tiles take, see ``bucket_tiles``.
+    """
+
+    top_k: int
+    per_pair: bool
+    block_e: int
+    spared: int
+    big: int
 
 
 class BucketTiles(NamedTuple):
@@ -54,7 +73,9 @@ def bucket_tiles(
         BIG: entries of the tiles before these, which had SPARED spared, and whose are skipped.
     """
     e = tl.arange(0, BLOCK_E)
-    counts = clamped_count(tl.load(tpe_ptr + e, mask=e < num_experts, other=0), capacity)
+    # Past L1, which may hold lines of before: some programs read them before they wait.
+    counts = tl.load(tpe_ptr + e, mask=e < num_experts, other=0, cache_modifier=".cg")
+    counts = clamped_count(counts, capacity)
     if BIG > 0:
         skipped = tl.minimum((counts + (BIG - 1 - SPARED)) // BIG * BIG, counts)
         tiles = tl.cdiv(counts - skipped, BLOCK_M)

@@ -26,6 +26,7 @@ from ferrum_triton.kernels.quant.packed_config import (
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.tuning import Config, Tunable
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS
+from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
@@ -61,6 +62,36 @@ class Mix(NamedTuple):
         return cls(config, flat["spared"], rest, flat["steps"])
 
 
+class Quads(NamedTuple):
+    """Tiles of eight pairs that tensor cores take as weights are read (``moe/quad_tiles.py``).
+
+    Attributes:
+        warps: warps of a program, a power of two, each with rows of its own.
+        ctas_per_sm: programs for each SM, which all run at once.
+        unrolled: two steps are one turn of the loop, so that no register is copied at its end.
+        late_tokens: a step's activations are loaded in it, not in the one before.
+    """
+
+    warps: int
+    ctas_per_sm: int
+    unrolled: bool = False
+    late_tokens: bool = False
+
+    @property
+    def registers(self) -> int:
+        """The most registers of a thread with which so many programs run on an SM at once."""
+        return min(65536 // (32 * self.warps * self.ctas_per_sm) // 8 * 8, 255)
+
+    def flat(self) -> Config:
+        """This choice as a table holds it."""
+        return {"path": "quads", **self._asdict()}
+
+    @classmethod
+    def of(cls, flat: Config) -> Quads:
+        """The choice of what a table holds."""
+        return cls(**{name: flat[name] for name in cls._fields})
+
+
 def _full(rows: int, tokens: int, **changes: int) -> MmaConfig:
     """Tiles of many pairs: weights are scaled once for all of them."""
     config = MmaConfig(rows, tokens, words=16, scale_after=False, stages=3, use_tma=True)
@@ -91,6 +122,8 @@ _MIXES_OF = {
 }
 # Pairs up to which programs are few, whatever the number of experts.
 FEW_PAIRS = 16
+# Pairs of an expert on average up to which :class:`Quads` take less time.
+MOST_BY_QUADS = 6
 # The most steps of a program's loop, by the pairs of a tile, for mixes that do not say. A tile that
 # has more steps is a program of its own.
 STEPS = {8: 32, 16: 16, 32: 16, 64: 32}
@@ -117,7 +150,7 @@ def path_candidates(gpu: Gpu, num_pairs: int, num_experts: int, in_planes: bool)
 def mix_heuristic(
     gpu: Gpu, num_pairs: int, num_experts: int, kind: str, *, is_gated: bool
 ) -> Config:
-    """Tiles for what an expert has on average.
+    """A mix for what an expert has on average.
 
     Args:
         kind: W's kind, such as ``"Q4_K:planes"``.
@@ -141,6 +174,37 @@ def mix_heuristic(
     return _fitted_mix(kind, next(fitting_mixes, mixes[max(mixes)])).flat()
 
 
+def quads_heuristic(
+    gpu: Gpu, num_pairs: int, num_experts: int, kind: str, *, is_gated: bool
+) -> Quads | None:
+    """Tiles of eight pairs where an expert has few, or None where mixes are the way.
+
+    On Hopper they take less time up to six pairs an expert on average. The layer of
+    bench.moe_layer by 64 tokens, all in it: int4 103.6 us for 111.3, Q4_K 111.6 for 122.8, Q6_K 158
+    for 180, Q8_0 168 for 198, Q3_K 131 for 181, Q5_K 149 for 150; by 96 tokens Q4_K 131 for 144, by
+    128 151 for 140 (``bench.timing.Replay`` of its calls under ``TILES.forced`` and
+    ``GATE_UP_TILES.forced`` of each, H200, what became {COMMIT}).
+
+    Formats without integer scales have registers for more warps: int4 takes 103.6 us on 20 of an SM
+    and 105 on 16.
+    """
+    if gpu.capability[0] != 9 or cdiv(num_pairs, num_experts) > MOST_BY_QUADS:
+        return None
+    fmt = FORMATS[file_kind(kind)]
+    if fmt.scale_code or fmt.bits > 4:
+        return Quads(8, 2) if is_gated else Quads(4, 4, unrolled=True, late_tokens=True)
+    return Quads(4, 5, unrolled=True) if is_gated else Quads(4, 5, late_tokens=True)
+
+
+def tiles_heuristic(
+    gpu: Gpu, num_pairs: int, num_experts: int, kind: str, *, is_gated: bool
+) -> Config:
+    """Tiles for what an expert has on average."""
+    shape = num_pairs, num_experts, kind
+    quads = quads_heuristic(gpu, *shape, is_gated=is_gated)
+    return quads.flat() if quads else mix_heuristic(gpu, *shape, is_gated=is_gated)
+
+
 def mix_candidates(gpu: Gpu, num_pairs: int, num_experts: int, kind: str) -> list[Config]:
     """Mixes worth timing, each also without its smaller tiles; and Hopper's kernel in Gluon."""
     if kind not in PLANE_FORMATS:
@@ -151,6 +215,8 @@ def mix_candidates(gpu: Gpu, num_pairs: int, num_experts: int, kind: str) -> lis
     mixes += _SHORT_MIXES
     found = [_fitted_mix(file_kind(kind), mix).flat() for mix in mixes]
     found += map(packed, experts_candidates(gpu, kind, cdiv(num_pairs, num_experts)))
+    if cdiv(num_pairs, num_experts) <= 2 * MOST_BY_QUADS:
+        found += [quads.flat() for quads in _quads_candidates(kind)]
     return [mix for mix in found if not mix_fits(gpu, mix, num_pairs, num_experts, kind)]
 
 
@@ -158,11 +224,22 @@ def mix_fits(gpu: Gpu, config: Config, num_pairs: int, num_experts: int, kind: s
     """The reason why a mix or a tile cannot be launched, "" if it can."""
     if config.get("path") == "packed":
         return experts_refusal(gpu, packed_tile(config), kind)
+    if config.get("path") == "quads":
+        return "" if kind in PLANE_FORMATS else "tiles of eight pairs are of rows in planes"
     mix = Mix.of(config)
     if mix.rest is not None and mix.rest.words != mix.config.words:
         return "smaller tiles of other steps"
     reasons = [mma_fits(gpu, tiles, kind) for tiles in (mix.config, mix.rest) if tiles]
     return next(filter(None, reasons), "")
+
+
+def _quads_candidates(kind: str) -> list[Quads]:
+    """Tiles of eight pairs worth timing."""
+    found = [Quads(8, 2), Quads(4, 4), Quads(4, 4, unrolled=True)]
+    found += [Quads(4, 4, unrolled=True, late_tokens=True)]
+    if not FORMATS[file_kind(kind)].scale_code:
+        found += [Quads(4, 5, unrolled=True), Quads(4, 5, late_tokens=True)]
+    return found
 
 
 def _fitted_mix(kind: str, mix: Mix) -> Mix:
@@ -200,7 +277,7 @@ def _tiles_tunable(op: str, is_gated: bool) -> Tunable:
     return Tunable(
         op,
         ("num_pairs", "num_experts", "kind"),
-        partial(mix_heuristic, is_gated=is_gated),
+        partial(tiles_heuristic, is_gated=is_gated),
         mix_candidates,
         mix_fits,
     )

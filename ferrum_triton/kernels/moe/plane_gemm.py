@@ -7,7 +7,6 @@ after the other. Of gate and up a tile has rows of both. float32 activations are
 of their pairs is a product of its own.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +16,16 @@ from torch import Tensor
 
 from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.moe.buckets import bucket_tiles, pairs_of_tile, tile_bound
-from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Mix, steps_of, tiles_each
+from ferrum_triton.kernels.moe.buckets import Buckets, bucket_tiles, pairs_of_tile, tile_bound
+from ferrum_triton.kernels.moe.plane_config import (
+    GATE_UP_TILES,
+    TILES,
+    Mix,
+    Quads,
+    mix_heuristic,
+    steps_of,
+    tiles_each,
+)
 from ferrum_triton.kernels.moe.plane_gemv import Stacks, gemv_plane_pairs
 from ferrum_triton.kernels.moe.prepare import (
     PairTable,
@@ -28,6 +35,7 @@ from ferrum_triton.kernels.moe.prepare import (
     prepare,
 )
 from ferrum_triton.kernels.moe.prepare_sorted import prepare_sorted
+from ferrum_triton.kernels.moe.quad_tiles import launch_quads, order_of_quads, takes_quads
 from ferrum_triton.kernels.moe.tile_table import Found
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged, Order
@@ -53,24 +61,6 @@ from ferrum_triton.quant.planes import ROW_ALIGN
 
 # Pairs that a program looks after which no tile may write.
 CLEARED = tl.constexpr(64)
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """What is constant of the pairs in buckets.
-
-    Attributes:
-        top_k: slots of a token.
-        per_pair: a has a row for each pair, not for each token.
-        block_e: power of two >= num_experts.
-        spared, big: which pairs tiles take, see ``bucket_tiles``.
-    """
-
-    top_k: int
-    per_pair: bool
-    block_e: int
-    spared: int
-    big: int
 
 
 @triton.jit
@@ -336,7 +326,13 @@ def gemm_plane_pairs(
         if choice.get("path") == "packed":
             if _packed(y, a, planes, up, found, kind, packed_tile(choice)):
                 return y
-            choice = tiles.heuristic(gpu_of(a.device), *shape)
+            choice = mix_heuristic(gpu_of(a.device), *shape, is_gated=up is not None)
+        if choice.get("path") == "quads":
+            if takes_quads(num_rows, k, 1 if up is None else 2):
+                prepared = prepare(a, bucket_ids, tpe, top_k, order_of_quads(kind))
+                launch_quads(y, *prepared, planes, up, kind, a.dim() == 3, Quads.of(choice))
+                return y
+            choice = mix_heuristic(gpu_of(a.device), *shape, is_gated=up is not None)
         mix = Mix.of(choice)
     order = Order(mix.config.words, halves_of(kind))
     if mix.config.use_tma:

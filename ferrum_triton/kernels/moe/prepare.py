@@ -136,6 +136,7 @@ def _prepare_kernel(
     SLOTS: tl.constexpr,  # rows of a that a token has
     COLUMNS: tl.constexpr,  # words of a part of a step
     HALVES: tl.constexpr,  # parts of a step
+    INTERLEAVE: tl.constexpr,  # 1 where a thread's words lie together, or 0
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,  # entries of a bucket at a time
     PDL: tl.constexpr,
@@ -151,7 +152,7 @@ def _prepare_kernel(
         row = (program - num_experts).to(tl.int64)
         a_row = a_ptr + row // SLOTS * stride_a_token + row % SLOTS * stride_a_slot
         to = Arranged(x_ptr, sums_ptr, factor_ptr)
-        arrange_token(to, row, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K)
+        arrange_token(to, row, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K, INTERLEAVE)
 
 
 @kernel(dynamic=("num_pairs", "capacity"))
@@ -261,6 +262,7 @@ def prepare(
         SLOTS=slots,
         COLUMNS=order.words // order.halves,
         HALVES=order.halves,
+        INTERLEAVE=order.interleave,
         BLOCK_K=block_k,
         BLOCK_C=ENTRIES,
         num_warps=warps,

@@ -72,6 +72,7 @@ def _prepare_ids_kernel(
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,  # words of a part of a step
     HALVES: tl.constexpr,  # parts of a step
+    INTERLEAVE: tl.constexpr,  # 1 where a thread's words lie together, or 0
     BLOCK_K: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -90,7 +91,9 @@ def _prepare_ids_kernel(
         token = (program - num_experts).to(tl.int64)
         to = Arranged(x_ptr, sums_ptr, factor_ptr)
         a_row = a_ptr + token * stride_a_token
-        arrange_token(to, token, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K)
+        arrange_token(
+            to, token, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K, INTERLEAVE
+        )
 
 
 def prepare_ids(
@@ -131,6 +134,7 @@ def prepare_ids(
         TOP_K=ids.shape[1],
         COLUMNS=order.words // order.halves,
         HALVES=order.halves,
+        INTERLEAVE=order.interleave,
         BLOCK_K=block_k,
         LANES=min(max(next_power_of_2(cdiv(num_pairs, WIDTH)), 32), MAX_LANES),
         WIDTH=WIDTH,

@@ -109,7 +109,7 @@ def arranged(
 @triton.jit
 def _place(row, i, num_padded, INTERLEAVE: tl.constexpr):
     """Where element i of a row lies: rows end to end, or 32 of each of INTERLEAVE rows in turn."""
-    if INTERLEAVE > 0:
+    if INTERLEAVE > 1:
         place = (i // 32 * INTERLEAVE + row) * 32 + i % 32
     else:
         place = row * num_padded + i
@@ -170,7 +170,7 @@ def _arrange_kernel(
     num_padded,
     COLUMNS: tl.constexpr,  # words of a part of a step
     HALVES: tl.constexpr,  # parts of a step
-    INTERLEAVE: tl.constexpr,  # tokens of which 32 elements each lie in turn; 0: end to end
+    INTERLEAVE: tl.constexpr,  # as an Order has it
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -189,7 +189,8 @@ class Order(NamedTuple):
     Attributes:
         words: words of a step, 16 or 32.
         halves: parts of a step. Of two, every other pair of words comes first, then the others.
-        interleave: tokens at most whose elements come in turn, 32 of each; 0: rows end to end.
+        interleave: tokens at most whose elements come in turn, 32 of each. Of any but 0 a quad's
+            threads have their own four words of 32 elements together. 1 and 0: rows end to end.
         sums: whether sums over words are taken too.
     """
 
@@ -203,7 +204,7 @@ def room_for(
     num_tokens: int, num_weights: int, device: torch.device, order: Order, *, splits_k: bool = False
 ) -> Arranged:
     """Memory for activations in an order; with tickets where products may split K."""
-    num_rows, padded = order.interleave or num_tokens, cdiv(num_weights, STEP) * STEP
+    num_rows, padded = max(order.interleave, num_tokens), cdiv(num_weights, STEP) * STEP
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
