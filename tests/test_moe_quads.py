@@ -130,6 +130,21 @@ def test_only_where_they_gain():
             assert not quads_heuristic(other, 512, 128, kind, is_gated=True)
 
 
+@pytest.mark.parametrize(
+    "quads", [Quads(4, 4), Quads(4, 4, True), Quads(4, 4, True, True)], ids=str
+)
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+def test_rows_of_any_length_compiled(blocks, quads):
+    kind, k = "Q4_0:planes", 256 * blocks
+    stack = torch.empty(5, 64, format_of(kind).row_bytes(k), dtype=torch.uint8, device="meta")
+    a = torch.empty(9, k, dtype=torch.float16, device="meta")
+    buckets = torch.empty(5, 18, dtype=torch.int32, device="meta")
+    tpe = torch.empty(5, dtype=torch.int32, device="meta")
+    with record_launches((9, 0)) as launches, TILES.forced(quads.flat()):
+        gemm_plane_pairs(a, stack, buckets, tpe, kind, 2)
+    compiled(launches[-1])
+
+
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("kind", ["Q4_K:planes", "Q4_0:planes", "Q6_K:planes", "MXFP4:planes"])
 def test_compiled_for_hopper(kind, is_gated):

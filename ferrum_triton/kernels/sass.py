@@ -105,7 +105,7 @@ def usage(cubin: bytes) -> Usage:
 
 
 def spills_beside_loops(code: list[Instruction]) -> bool:
-    """Whether there are loops of tensor cores' products, the innermost, and no spill in any of them.
+    """Whether there are loops of tensor cores' products, and no spill in any of the innermost.
 
     A loop ends with a branch that is guarded; others lead back from what was put out of its way.
     """

@@ -188,7 +188,8 @@ def quads_heuristic(
     Formats without integer scales have registers for more warps: int4 takes 103.6 us on 20 of an SM
     and 105 on 16.
     """
-    if gpu.capability[0] != 9 or cdiv(num_pairs, num_experts) > MOST_BY_QUADS:
+    many = cdiv(num_pairs, num_experts) > MOST_BY_QUADS
+    if gpu.capability[0] != 9 or kind not in PLANE_FORMATS or many:
         return None
     fmt = FORMATS[file_kind(kind)]
     if fmt.scale_code or fmt.bits > 4:

@@ -146,8 +146,9 @@ def multiply_quads(
     MATRICES: tl.constexpr = TILE.matrices
     WARPS: tl.constexpr = TILE.quads.warps
     LATE: tl.constexpr = TILE.quads.late_tokens
-    FACTOR: tl.constexpr = 2 if TILE.quads.unrolled else 1
     BLOCKS: tl.constexpr = LAYOUT.groups // 8
+    # Triton 3.6 fails where a turn of the loop is a whole row, of two blocks ("idx < size()").
+    FACTOR: tl.constexpr = 2 if TILE.quads.unrolled and BLOCKS != 2 else 1
     TOP_K: tl.constexpr = BUCKETS.top_k
     SLOTS: tl.constexpr = 1 if BUCKETS.per_pair else TOP_K
     PTX: tl.constexpr = LAYOUT.asm != ""
