@@ -11,7 +11,9 @@ that takes part has a constexpr ``PDL``, which
   here writes packed weights, and whoever else does (a copy, a load) never triggers early. Lines of
   other tensors may be brought to L2 (:func:`prefetch_l2`), where all SMs see what is written later.
   A number that leads to such lines may be read too if it is read past L1 (``.cg``), kept inside its
-  tensor and used for nothing else: it may be of the step before;
+  tensor and used for nothing else: it may be of the step before. What was written two launches
+  before may be read past L1 if the launch in between triggers behind its own wait: this one begins
+  after that wait has ended in every program;
 * the trigger may stand anywhere, since it promises nothing about results. Row kernels, whose
   programs are few and short, trigger at entry, which lets the product behind them load weights
   soonest. All others trigger after their wait: else programs of three launches share the SMs, and

@@ -183,7 +183,7 @@ def quads_heuristic(
     bench.moe_layer by 64 tokens, all in it: int4 103.6 us for 111.3, Q4_K 111.6 for 122.8, Q6_K 158
     for 180, Q8_0 168 for 198, Q3_K 131 for 181, Q5_K 149 for 150; by 96 tokens Q4_K 131 for 144, by
     128 151 for 140 (``bench.timing.Replay`` of its calls under ``TILES.forced`` and
-    ``GATE_UP_TILES.forced`` of each, H200, what became {COMMIT}).
+    ``GATE_UP_TILES.forced`` of each, H200, what became 47e016c).
 
     Formats without integer scales have registers for more warps: int4 takes 103.6 us on 20 of an SM
     and 105 on 16.

@@ -12,8 +12,8 @@ Planes (:mod:`ferrum_triton.quant.planes`):
   ``thread_products`` multiplies by integers, and ``thread_sums`` adds up over threads.
   ``half_groups`` multiplies Q2_K and Q3_K, and ``float_groups`` by float32;
   ``integer_activations`` makes the integers in a launch before.
-* ``small_m`` takes three to eight tokens, as ``small_m_config`` says, on tensor cores that
-  ``quad_weights`` feeds.
+* ``small_m`` takes three to eight tokens, as ``small_m_config`` says, by the products of
+  ``quad_products`` on tensor cores that ``quad_weights`` feeds; so do experts of few pairs.
 * ``mma`` takes more, in the steps of ``mma_steps`` on what ``mma_operands`` reads, by pointers or
   ``descriptors``.
 * ``plane_rows`` decodes rows.
