@@ -108,6 +108,10 @@ FAMILIES = {
     K + "quant/float_groups": ("interpret and quant", "test_ptx_only"),
     K + "quant/ptx": ("interpret and quant", "test_quant_sass test_ptx_only"),
     K + "quant/small_m.": ("interpret and quant and not moe", "test_small_m test_ptx_only"),
+    K + "quant/quad_products": (
+        "interpret and quant and not moe",
+        "test_small_m test_ptx_only test_moe_quads",
+    ),
     K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
     K + "quant/rows": ("interpret and (dequantize or lookup_quant)", "test_quant_planes"),
     K + "moe/": (
@@ -117,7 +121,9 @@ FAMILIES = {
     K + "moe/dense_sum": ("interpret and moe_id_sum", "test_moe_sum"),
     K + "moe/sum_config": ("interpret and moe_id_sum", "test_moe_sum"),
     K + "moe/plane": ("interpret and quant_moe", "test_moe_planes test_moe"),
-    K + "moe/plane_config": ("", "test_moe_planes test_hopper_packed_experts"),
+    K + "moe/plane_config": ("", "test_moe_planes test_moe_quads test_hopper_packed_experts"),
+    K + "moe/quad_tiles": ("", "test_moe_quads test_moe_mlp"),
+    K + "moe/next_product": ("", "test_moe_mlp"),
     K + "moe/expert_sum": ("interpret and moe_id_sum", "test_expert_sum"),
     K + "moe/tile_table": ("", "test_hopper_packed_experts"),
     K + "moe/prepare_sorted": ("", "test_hopper_packed_experts"),
