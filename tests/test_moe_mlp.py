@@ -120,6 +120,18 @@ def test_more_pairs_are_sorted_once_for_both_products(backend, stale, monkeypatc
         assert torch.equal(table.pairs[expert, :count], want.pairs[expert, :count])
 
 
+def test_a_row_ends_before_what_is_arranged_at_once():
+    """Of 768 elements, which go by 1024: no other pair's row is touched."""
+    backend = get_backend("interpret")
+    stacks, kinds = layer("Q4_K:planes", "Q4_K:planes", "cpu", inner=768)
+    a = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(1)).half()
+    ids = torch.tensor([[4, 3], [2, 1], [0, 4], [3, 2], [1, 0], [0, 3]])
+    gate_up, down = CHOICES["quads"]
+    with GATE_UP_TILES.forced(gate_up), TILES.forced(down):
+        got = backend.mlp_quant_moe_id(a, *stacks, ids, *kinds)
+        assert torch.equal(got, by_buckets(backend, a, stacks, ids, kinds))
+
+
 @pytest.mark.parametrize("gate_up_by", ["mixes", "quads"])
 def test_gate_and_up_in_tiles_of_one_kind_and_down_in_the_other(gate_up_by):
     backend = get_backend("interpret")
