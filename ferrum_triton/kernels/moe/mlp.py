@@ -1,17 +1,15 @@
 """What experts in planes make of few pairs by expert: three launches from ids to slots.
 
-Between gate and up and down their activations are arranged once more, by a row's largest magnitude,
-which no program of a part of the row knows. The programs of a tile of pairs draw tickets, and the
-last of them arranges what all have written. By tiles that gather activations, of pairs that few
-programs can sort. Of more, these are the products of buckets
-(:mod:`ferrum_triton.kernels.moe.plane_gemm`), and pairs are sorted once for both.
+By tiles that gather activations, of pairs that few programs can sort. The last program of a tile of
+gate and up arranges what they give for down (:mod:`ferrum_triton.kernels.moe.next_product`). More
+pairs take the products of buckets (:mod:`ferrum_triton.kernels.moe.plane_gemm`), and are sorted
+once for both.
 """
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import Buckets, bucket_tiles, pairs_of_tile, tile_bound
 from ferrum_triton.kernels.moe.expert_gemm import (
@@ -21,11 +19,8 @@ from ferrum_triton.kernels.moe.expert_gemm import (
 from ferrum_triton.kernels.moe.next_product import NextProduct, arrange_if_last, next_product
 from ferrum_triton.kernels.moe.pairs import sorted_pairs
 from ferrum_triton.kernels.moe.plane_config import (
-    GATE_UP_TILES,
-    TILES,
     Mix,
     Quads,
-    mix_heuristic,
     steps_of,
     tiles_each,
 )
@@ -41,24 +36,23 @@ from ferrum_triton.kernels.moe.prepare import PairTable, Result
 from ferrum_triton.kernels.moe.prepare_ids import prepare_ids
 from ferrum_triton.kernels.moe.quad_tiles import (
     PAIRS,
+    choice_of,
     launch_quads,
     order_of_quads,
-    takes_quads,
 )
 from ferrum_triton.kernels.moe.tile_table import Found
+from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.quant import mma
 from ferrum_triton.kernels.quant.activations import STEP, TICKETS, Arranged, Order
-from ferrum_triton.kernels.quant.mma import options_of
 from ferrum_triton.kernels.quant.mma_operands import (
     MatrixTma,
     PlaneRows,
     TokensTma,
-    halves_of,
     tile_of,
 )
 from ferrum_triton.kernels.quant.planes import row_sizes, row_units
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
-from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops.moe import mlp as ops
 from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
@@ -148,8 +142,8 @@ def tiles_of(
         return None
     if not 0 < num_pairs <= FEW_PAIRS or 0 in (inner, a.shape[1]):
         return None
-    gate_up = _tiles(GATE_UP_TILES, gate, gate_kind, ids, a.shape[1], 2)
-    then = _tiles(TILES, down, down_kind, ids, inner, 1)
+    gate_up = _tiles(choice_of(gate, gate_kind, num_pairs, a.shape[1], 2))
+    then = _tiles(choice_of(down, down_kind, num_pairs, inner, 1))
     if gate_up is None or then is None:
         return None
     tokens = tokens_of(gate_up)
@@ -160,19 +154,12 @@ def tiles_of(
     return gate_up, then
 
 
-def _tiles(
-    tunable: Tunable, stack: Tensor, kind: str, ids: Tensor, k: int, matrices: int
-) -> Tiles | None:
-    """A product's tiles, or None of those that take activations sorted by expert."""
-    num_experts, num_rows = stack.shape[:2]
-    shape = ids.numel(), num_experts, kind
-    choice = tunable.pick(stack.device, *shape)
-    if choice.get("path") == "quads":
-        if takes_quads(num_rows, k, matrices):
-            return Quads.of(choice)
-        choice = mix_heuristic(gpu_of(stack.device), *shape, is_gated=matrices == 2)
+def _tiles(choice: Config) -> Tiles | None:
+    """The tiles of a launch choice, or None of those that take activations sorted by expert."""
     if choice.get("path") == "packed":
         return None
+    if choice.get("path") == "quads":
+        return Quads.of(choice)
     mix = Mix.of(choice)
     return None if mix.config.use_tma or mix.rest is not None else mix
 
@@ -186,7 +173,7 @@ def order_of(tiles: Tiles, kind: str) -> Order:
     """What a product's activations are arranged in."""
     if isinstance(tiles, Quads):
         return order_of_quads(kind)
-    return Order(tiles.config.words, halves_of(kind))
+    return mma.order_of(kind, tiles.config)
 
 
 @ops.mlp_quant_moe_id.impl("triton")
@@ -281,5 +268,5 @@ def _gate_up_arranged(
         TILE=tile_of(kind, config, k, y.device),
         BUCKETS=Buckets(y.shape[1], False, next_power_of_2(num_experts), 0, 0),
         THEN=behind.then,
-        **options_of(config),
+        **mma.options_of(config),
     )

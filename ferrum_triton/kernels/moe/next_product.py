@@ -43,7 +43,7 @@ class Then:
 
 
 @triton.jit
-def arrange_pairs(
+def _arrange_pairs(
     to, y, pairs_ptr, left, BLOCK_M: tl.constexpr, TOP_K: tl.constexpr, THEN: tl.constexpr
 ):
     """Rows of a tile's pairs in the order of the product behind, which has a row for each pair.
@@ -105,7 +105,7 @@ def arrange_if_last(
     tl.debug_barrier()
     if tl.atomic_add(ticket_ptr, done, sem="acq_rel") == parts - done:
         mine = table.pairs + found.expert * table.capacity + found.first
-        arrange_pairs(to, y, mine, found.left, BLOCK_M, TOP_K, THEN)
+        _arrange_pairs(to, y, mine, found.left, BLOCK_M, TOP_K, THEN)
 
 
 class NextProduct(NamedTuple):
@@ -116,9 +116,10 @@ class NextProduct(NamedTuple):
 
 
 def next_product(num_pairs: int, num_weights: int, order: Order, tickets: Tensor) -> NextProduct:
-    """A product behind of so many pairs' rows, in an order.
+    """Memory for what the product behind takes: a row of ``num_weights`` elements for each pair.
 
     Args:
+        order: how it takes them.
         tickets: int32 [tiles], zeros, for the programs before it.
     """
     to = room_for(num_pairs, num_weights, tickets.device, order)._replace(tickets=tickets)

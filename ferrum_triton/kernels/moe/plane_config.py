@@ -79,7 +79,7 @@ class Quads(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """The most registers of a thread with which so many programs run on an SM at once."""
+        """Registers of a thread at most, so that an SM runs all of its programs at once."""
         return min(65536 // (32 * self.warps * self.ctas_per_sm) // 8 * 8, 255)
 
     def flat(self) -> Config:
@@ -185,8 +185,8 @@ def quads_heuristic(
     128 151 for 140 (``bench.timing.Replay`` of its calls under ``TILES.forced`` and
     ``GATE_UP_TILES.forced`` of each, H200, what became 47e016c).
 
-    Formats without integer scales have registers for more warps: int4 takes 103.6 us on 20 of an SM
-    and 105 on 16.
+    Formats without integer scales have registers for more warps: with gate and up on 20 warps of an
+    SM int4 takes 105.1 us, and 105.8 with them on 16 (the same, one run).
     """
     many = cdiv(num_pairs, num_experts) > MOST_BY_QUADS
     if gpu.capability[0] != 9 or kind not in PLANE_FORMATS or many:

@@ -18,8 +18,6 @@ from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.moe.buckets import Buckets, bucket_tiles, pairs_of_tile, tile_bound
 from ferrum_triton.kernels.moe.plane_config import (
-    GATE_UP_TILES,
-    TILES,
     Mix,
     Quads,
     mix_heuristic,
@@ -28,6 +26,7 @@ from ferrum_triton.kernels.moe.plane_config import (
 )
 from ferrum_triton.kernels.moe.plane_gemv import Stacks, gemv_plane_pairs
 from ferrum_triton.kernels.moe.prepare import (
+    CLEARED,
     PairTable,
     Result,
     clear_lost,
@@ -35,12 +34,12 @@ from ferrum_triton.kernels.moe.prepare import (
     prepare,
 )
 from ferrum_triton.kernels.moe.prepare_sorted import prepare_sorted
-from ferrum_triton.kernels.moe.quad_tiles import launch_quads, order_of_quads, takes_quads
+from ferrum_triton.kernels.moe.quad_tiles import choice_of, launch_quads, order_of_quads
 from ferrum_triton.kernels.moe.tile_table import Found
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.activations import Arranged, Order
+from ferrum_triton.kernels.quant.activations import Arranged
 from ferrum_triton.kernels.quant.descriptors import descriptors_of, no_descriptors
-from ferrum_triton.kernels.quant.mma import options_of
+from ferrum_triton.kernels.quant.mma import options_of, order_of
 from ferrum_triton.kernels.quant.mma_operands import (
     MatrixTma,
     Operands,
@@ -48,7 +47,6 @@ from ferrum_triton.kernels.quant.mma_operands import (
     PlaneRows,
     TokensTma,
     block_scales,
-    halves_of,
     pointers,
     tile_of,
     times_row_scales,
@@ -58,9 +56,6 @@ from ferrum_triton.kernels.quant.packed_config import ORDER, PackedConfig, packe
 from ferrum_triton.kernels.quant.planes import row_sizes, row_units
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.quant.planes import ROW_ALIGN
-
-# Pairs that a program looks after which no tile may write.
-CLEARED = tl.constexpr(64)
 
 
 @triton.jit
@@ -321,20 +316,18 @@ def gemm_plane_pairs(
         return y.zero_()
     found = found or Found(bucket_ids, tpe, num_pairs)
     if mix is None:
-        tiles, shape = TILES if up is None else GATE_UP_TILES, (num_pairs, num_experts, kind)
-        choice = tiles.pick(a.device, *shape)
+        choice = choice_of(planes, kind, num_pairs, k, 1 if up is None else 2)
         if choice.get("path") == "packed":
             if _packed(y, a, planes, up, found, kind, packed_tile(choice)):
                 return y
+            shape = num_pairs, num_experts, kind
             choice = mix_heuristic(gpu_of(a.device), *shape, is_gated=up is not None)
         if choice.get("path") == "quads":
-            if takes_quads(num_rows, k, 1 if up is None else 2):
-                prepared = prepare(a, bucket_ids, tpe, top_k, order_of_quads(kind))
-                launch_quads(y, *prepared, planes, up, kind, a.dim() == 3, Quads.of(choice))
-                return y
-            choice = mix_heuristic(gpu_of(a.device), *shape, is_gated=up is not None)
+            prepared = prepare(a, bucket_ids, tpe, top_k, order_of_quads(kind))
+            launch_quads(y, *prepared, planes, up, kind, a.dim() == 3, Quads.of(choice))
+            return y
         mix = Mix.of(choice)
-    order = Order(mix.config.words, halves_of(kind))
+    order = order_of(kind, mix.config)
     if mix.config.use_tma:
         prepared = prepare_sorted(a, found, order, y), found.pairs
     else:

@@ -30,6 +30,8 @@ from ferrum_triton.kernels.quant.activations import (
 
 # Entries of a bucket at a time.
 ENTRIES = 512
+# Pairs that a program clears at a time, of those that no tile may write.
+CLEARED = tl.constexpr(64)
 
 
 class PairTable(NamedTuple):

@@ -21,12 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import activated
+from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel, processors
 from ferrum_triton.kernels.moe.buckets import Buckets, bucket_tiles, pairs_of_tile, tile_bound
 from ferrum_triton.kernels.moe.next_product import NextProduct, arrange_if_last
-from ferrum_triton.kernels.moe.plane_config import Quads
+from ferrum_triton.kernels.moe.plane_config import GATE_UP_TILES, TILES, Quads, mix_heuristic
 from ferrum_triton.kernels.moe.plane_gemv import Stacks
-from ferrum_triton.kernels.moe.prepare import PairTable, Result, clear_lost
+from ferrum_triton.kernels.moe.prepare import CLEARED, PairTable, Result, clear_lost
+from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged, Order
 from ferrum_triton.kernels.quant.planes import Layout, Matrix, load_words
@@ -46,8 +48,8 @@ from ferrum_triton.quant.planes import ROW_ALIGN
 PAIRS = tl.constexpr(8)
 # Rows that a warp multiplies at a time, of all matrices together.
 WARP_ROWS = 16
-# Pairs that a program looks after at a time, which no tile may write, and elements of theirs.
-CLEARED, CLEARED_ROWS = tl.constexpr(64), tl.constexpr(64)
+# Elements of a pair that a program clears at a time.
+CLEARED_ROWS = tl.constexpr(64)
 
 
 @dataclass(frozen=True)
@@ -274,8 +276,18 @@ def order_of_quads(kind: str) -> Order:
 
 
 def takes_quads(num_rows: int, k: int, matrices: int) -> bool:
-    """Whether rows of so many weights can be products of this kernel."""
+    """Whether this kernel multiplies matrices of ``num_rows`` rows of ``k`` weights."""
     return k % BLOCK == 0 < k and num_rows >= WARP_ROWS // matrices
+
+
+def choice_of(stack: Tensor, kind: str, num_pairs: int, k: int, matrices: int) -> Config:
+    """A product's launch choice; of path ``"quads"`` only where this kernel takes the matrices."""
+    num_experts, num_rows = stack.shape[:2]
+    shape, is_gated = (num_pairs, num_experts, kind), matrices == 2
+    choice = (GATE_UP_TILES if is_gated else TILES).pick(stack.device, *shape)
+    if choice.get("path") == "quads" and not takes_quads(num_rows, k, matrices):
+        choice = mix_heuristic(gpu_of(stack.device), *shape, is_gated=is_gated)
+    return choice
 
 
 def launch_quads(
