@@ -1,10 +1,20 @@
 """What the assembly of packed products on Hopper computes, element by element, in torch."""
 
+from dataclasses import replace
+from operator import mul
+
 import torch
 from torch import Tensor
 
-from ferrum_triton.kernels.hopper import packed_weights
-from ferrum_triton.kernels.quant.fragments import LESS, PLUS, TIMES, unpacking_of
+from ferrum_triton.kernels.hopper import packed_offsets, packed_weights
+from ferrum_triton.kernels.quant.fragments import (
+    LESS,
+    PLUS,
+    TIMES,
+    codes_of,
+    scaling_of,
+    unpacking_of,
+)
 from ferrum_triton.quant.formats import BlockFormat
 
 
@@ -65,6 +75,10 @@ def each_pair(function):
     return twin
 
 
+def times(number):
+    return lambda x: pair(*(number * each for each in halves(x)))
+
+
 def minimum(byte):
     def twin(s, both):
         m = halves(both)[1]
@@ -72,6 +86,52 @@ def minimum(byte):
         return pair(found, found)
 
     return twin
+
+
+def masked(fmt: BlockFormat):
+    """What :func:`~ferrum_triton.kernels.quant.fragments.codes_of` a format does."""
+    code = unpacking(replace(fmt, q=replace(fmt.q, offset=0), scales=None))
+
+    def twin(*operands):
+        sizes = [2.0 ** (10 - place) for place in places_in_order(fmt)]
+        found = map(halves, code(*operands))
+        return tuple(
+            pair(*(x + size for x in each)) for each, size in zip(found, sizes, strict=True)
+        )
+
+    return twin
+
+
+def places_in_order(fmt: BlockFormat) -> list[int]:
+    """Where the codes of each pair lie: those of four bits where their nibble is."""
+    return [4 * (p // 2 % 2) if fmt.bits == 4 else 0 for p in range(8)]
+
+
+def scaling(fmt: BlockFormat):
+    """What :func:`~ferrum_triton.kernels.quant.fragments.scaling_of` a format does."""
+
+    def twin(*operands):
+        scale, sizes = halves(operands[8]), [halves(x) for x in operands[9:]]
+        results = []
+        for x, place in zip(map(halves, operands[:8]), places_in_order(fmt), strict=True):
+            size = sizes[place // 4]
+            results.append(pair(*(x[i] * scale[i] + size[i] for i in range(2))))
+        return tuple(results)
+
+    return twin
+
+
+def scale_of_byte(byte):
+    def twin(s, both):
+        found = (s >> (8 * byte) & 0xFF) * halves(both)[0]
+        return pair(found, found)
+
+    return twin
+
+
+def minimums(s, both):
+    m = -4 * halves(both)[1]
+    return pair(*((s >> byte & 0xFF) * m for byte in (8, 24)))
 
 
 def nothing(*operands):
@@ -85,6 +145,16 @@ def twins(fmt: BlockFormat) -> dict:
         TIMES.value: each_pair(lambda x, d: x * d),
         PLUS.value: each_pair(lambda x, d, low: x * d + low),
         LESS.value: each_pair(lambda x, d, low: (x - low).half().float() * d),
+        scaling_of(fmt): scaling(fmt),
+        codes_of(fmt): masked(fmt),
+        packed_offsets._scale_asm(0): scale_of_byte(0),
+        packed_offsets._scale_asm(2): scale_of_byte(2),
+        packed_offsets._minimums_asm(): minimums,
+        **{packed_offsets._times_asm(n): times(n) for n in (-1024, -64, -32, -4, 4)},
+        "mov.b32 $0, {$1, $2};": pair,
+        "prmt.b32 $0, $1, $2, 0x5410;": lambda x, y: pair(halves(x)[0], halves(y)[0]),
+        "prmt.b32 $0, $1, $2, 0x7632;": lambda x, y: pair(halves(x)[1], halves(y)[1]),
+        "mul.rn.f16x2 $0, $1, $2;": lambda x, y: pair(*map(mul, halves(x), halves(y))),
         packed_weights._minimum_asm(1): minimum(1),
         packed_weights._minimum_asm(3): minimum(3),
         "mov.b32 $0, {$1, $1};": lambda d: pair(d, d),

@@ -19,9 +19,10 @@ from ferrum_triton.kernels.jit import note_launches, record_launches
 from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
 from ferrum_triton.kernels.quant.packed_config import (
-    ORDER,
     PackedConfig,
+    has_offsets,
     is_served,
+    order_of,
     packed_candidates,
     packed_fits,
     shared_bytes,
@@ -54,6 +55,8 @@ CONFIGS = [
     SMALL._replace(span=4, x_stages=0, streamed=False),
     SMALL._replace(span=1, overlapped=True, x_stages=0, stages=3),
 ]
+SUMMED = [config._replace(sums_offsets=True) for config in CONFIGS]
+OFFSET = [kind for kind in KINDS if has_offsets(FORMATS[kind])]
 
 
 def tokens(m, k, dtype=torch.float16, seed=1):
@@ -62,7 +65,7 @@ def tokens(m, k, dtype=torch.float16, seed=1):
 
 def emulate(a, blocks, kind, config, y=None, seed=0, mutant=None, **added):
     """The product with matrices side by side, and the tickets that it left."""
-    arranged, matrices = arrange(a, ORDER), [planes_of(each, kind) for each in blocks]
+    arranged, matrices = arrange(a, order_of(config)), [planes_of(each, kind) for each in blocks]
     if y is None:
         y = a.new_full((len(a), sum(map(len, matrices))), torch.nan)
     with note_launches(runs=False) as launches:
@@ -88,7 +91,13 @@ LIMITS = {torch.float16: 1e-6, torch.bfloat16: 6e-6, torch.float32: 1e-6}
 
 
 @pytest.mark.parametrize(
-    ("kind", "config"), [*zip(KINDS, itertools.cycle(CONFIGS)), *(("Q4_K", c) for c in CONFIGS)]
+    ("kind", "config"),
+    [
+        *zip(KINDS, itertools.cycle(CONFIGS)),
+        *(("Q4_K", c) for c in CONFIGS),
+        *zip(OFFSET, itertools.cycle(SUMMED)),
+        *(("Q4_K", c) for c in SUMMED),
+    ],
 )
 def test_values(kind, config):
     a, blocks = tokens(20, 512), [matrix(kind, 330, 512)]
@@ -261,7 +270,7 @@ def test_every_candidate_on_a_gpu(kind, m):
 
 def launch_of(kind, config, m, n=28672, k=4096, matrices=1, **added):
     with record_launches((9, 0)) as launches:
-        arranged = arrange(empty(m, k), ORDER)
+        arranged = arrange(empty(m, k), order_of(config))
         w = [packed_rows(kind, n, k)] * matrices
         packed_products(empty(m, n), arranged, w, f"{kind}:planes", config, k, **added)
     return launches[-1]

@@ -33,9 +33,11 @@ from ferrum_triton.kernels.elementwise import activated
 from ferrum_triton.kernels.gluon import gluon_kernel
 from ferrum_triton.kernels.hopper.layouts import operand_layout, sums_layout
 from ferrum_triton.kernels.hopper.packed_fetch import (
+    TokenMaps,
     fetch_tokens,
     fetch_weights,
 )
+from ferrum_triton.kernels.hopper.packed_offsets import coded, offsets, offsets_operand, scaled
 from ferrum_triton.kernels.hopper.packed_weights import (
     Planes,
     fragment,
@@ -75,33 +77,59 @@ def steps_of(block, FIRST: gl.constexpr, TILE: gl.constexpr):
     SPAN: gl.constexpr = TILE.span
     steps = ()
     for j in gl.static_range(SPAN):
-        steps += (unpacked(block, FIRST + j, TILE),)
+        if TILE.sums_offsets:
+            steps += (coded(block, FIRST + j, TILE),)
+        else:
+            steps += (unpacked(block, FIRST + j, TILE),)
     return steps
 
 
 @gluon.jit
-def fragments(steps, TILE: gl.constexpr):
-    """First operands of products."""
+def offsets_of(block, TILE: gl.constexpr):
+    """A block's offsets, where they are a product of their own: one in a tuple, or none."""
+    found = ()
+    if TILE.sums_offsets:
+        found += (offsets(block, TILE),)
+    return found
+
+
+@gluon.jit
+def fragments(steps, below, FIRST: gl.constexpr, TILE: gl.constexpr):
+    """First operands of products; a block's first row of steps has its offsets' behind them.
+
+    Args:
+        below: of :func:`offsets_of`.
+    """
     LAYOUT: gl.constexpr = operand_layout(TILE.tokens)
     SPAN: gl.constexpr = TILE.span
     a = ()
     for j in gl.static_range(SPAN):
-        a += (fragment(steps[j], TILE, LAYOUT),)
+        if TILE.sums_offsets:
+            a += (scaled(steps[j], TILE, LAYOUT),)
+        else:
+            a += (fragment(steps[j], TILE, LAYOUT),)
+    if TILE.sums_offsets and FIRST == 0:
+        a += (offsets_operand(below[0], LAYOUT),)
     return a
 
 
 @gluon.jit
-def multiply(acc, a, x, first, TILE: gl.constexpr):
+def multiply(acc, a, x, first, stage, FIRST: gl.constexpr, TILE: gl.constexpr):
     """Start the products of a row of steps; ``a`` must be left alone until they are done.
 
     Args:
         first: number of the buffer of the row's first activations.
+        stage: the stage that holds the block of weights, and sums of its activations.
+        FIRST: the first of the row's steps in its block.
     """
     SPAN: gl.constexpr = TILE.span
     TOKENS: gl.constexpr = TILE.tokens  # of a stage the first
     for j in gl.static_range(SPAN):
         tokens = x.buffers.index(first + j).slice(0, TOKENS)
         acc = warpgroup_mma(a[j], tokens.permute((1, 0)), acc, is_async=True)
+    if TILE.sums_offsets and FIRST == 0:
+        sums = x.sums.index(stage).slice(0, TOKENS)
+        acc = warpgroup_mma(a[SPAN], sums.permute((1, 0)), acc, is_async=True)
     return acc
 
 
@@ -153,9 +181,11 @@ def add_in_turns(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.co
     for k in range(part.begin, part.end):
         stage = wait_full(w, at)
         block = load_block(w.buffers, stage, k, WARPGROUP, TILE)
+        below = offsets_of(block, TILE)
         for first in gl.static_range(0, 4, SPAN):
-            a = fragments(steps_of(block, first, TILE), TILE)
-            acc = multiply(acc, a, x, wait_tokens(x, x_at, stage, first, TILE), TILE)
+            a = fragments(steps_of(block, first, TILE), below, first, TILE)
+            tokens = wait_tokens(x, x_at, stage, first, TILE)
+            acc = multiply(acc, a, x, tokens, stage, first, TILE)
             acc = wait_for_products(acc, a)
             release_tokens(x, x_at, TILE)
             x_at += 1
@@ -176,12 +206,12 @@ def add_overlapped(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.
     SPAN: gl.constexpr = TILE.span
     stage = wait_full(w, at)
     block = load_block(w.buffers, stage, part.begin, WARPGROUP, TILE)
-    steps = steps_of(block, 0, TILE)
+    steps, below = steps_of(block, 0, TILE), offsets_of(block, TILE)
     tokens = wait_tokens(x, x_at, stage, 0, TILE)
     for k in range(part.begin, part.end):
         for first in gl.static_range(0, 4, SPAN):
-            a = fragments(steps, TILE)
-            acc = multiply(acc, a, x, tokens, TILE)
+            a = fragments(steps, below, first, TILE)
+            acc = multiply(acc, a, x, tokens, stage, first, TILE)
             more = 1
             if first + SPAN < 4:
                 steps = steps_of(block, first + SPAN, TILE)
@@ -190,7 +220,7 @@ def add_overlapped(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.
                 more = (k + 1 < part.end).to(gl.int32)
                 stage = wait_full(w, at + more)
                 block = load_block(w.buffers, stage, k + more, WARPGROUP, TILE)
-                steps = steps_of(block, 0, TILE)
+                steps, below = steps_of(block, 0, TILE), offsets_of(block, TILE)
             tokens = wait_tokens(x, x_at + more, stage, (first + SPAN) % 4, TILE)
             acc = wait_for_products(acc, a)
             release_tokens(x, x_at, TILE)
@@ -296,6 +326,15 @@ def buffers_of(desc, NUMBER: gl.constexpr):
     return buffers
 
 
+class TokenRing(NamedTuple):
+    """A :class:`Ring` of activations, and their sums, which go by the ring of weights; or None."""
+
+    buffers: Any
+    full: Any
+    empty: Any
+    sums: Any
+
+
 @gluon.jit
 def token_ring(x_desc, w, TILE: gl.constexpr):
     """The ring of activations; where they come with weights, by the barriers of that ring."""
@@ -331,6 +370,7 @@ def packed_kernel(
     third_s_desc,
     third_d_desc,
     x_desc,  # of activations, float16 [m, padded k]
+    sums_desc,  # of their sums over groups, float16 [m, padded k / 16], or None
     stride_y_token,
     stride_residual_token,
     num_rows,
@@ -360,7 +400,8 @@ def packed_kernel(
     )
     full = make_barriers(TILE.stages, TILE.producers)
     w = Ring(buffers, full, make_barriers(TILE.stages, WARPGROUPS))
-    x = token_ring(x_desc, w, TILE)
+    ring = token_ring(x_desc, w, TILE)
+    x = TokenRing(ring.buffers, ring.full, ring.empty, buffers_of(sums_desc, TILE.stages))
     fence_async_shared()
     matrices = (first, second, third)
     sizes = Sizes(tiles, tiles_m, blocks)
@@ -382,7 +423,7 @@ def packed_kernel(
             (multiply_tiles, (out, w, x, sizes, 0, TILE, PDL)),
             (multiply_tiles, (out, w, x, sizes, 1, TILE, PDL)),
             (fetch_weights, (matrices, w, out, sizes, TILE, PDL)),
-            (fetch_tokens, (x_desc, x, sizes, TILE, PDL)),
+            (fetch_tokens, (TokenMaps(x_desc, sums_desc), x, w, sizes, TILE, PDL)),
         ],
         [4, 1, 1],
         [TILE.registers, 24, 24],

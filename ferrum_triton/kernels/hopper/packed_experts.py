@@ -27,7 +27,12 @@ from ferrum_triton.kernels.hopper.packed import (
     output_layout,
     token_ring,
 )
-from ferrum_triton.kernels.hopper.packed_fetch import Source, copy_stage, copy_tokens
+from ferrum_triton.kernels.hopper.packed_fetch import (
+    Source,
+    TokenMaps,
+    copy_stage,
+    copy_tokens,
+)
 from ferrum_triton.kernels.hopper.packed_products import descriptors_of, plane_offsets, tile_of
 from ferrum_triton.kernels.hopper.packed_weights import Planes
 from ferrum_triton.kernels.hopper.packed_work import WARPGROUPS, Segment
@@ -127,7 +132,7 @@ def fetch_experts(matrices, ring, tiles, TILE: gl.constexpr, PDL: gl.constexpr):
 
 
 @gluon.jit
-def fetch_pairs(x_desc, ring, tiles, TILE: gl.constexpr, PDL: gl.constexpr):
+def fetch_pairs(maps, ring, tiles, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for activations."""
     STEPS: gl.constexpr = TILE.x_steps
     pdl_wait(PDL)
@@ -136,7 +141,7 @@ def fetch_pairs(x_desc, ring, tiles, TILE: gl.constexpr, PDL: gl.constexpr):
     for tile in range(gl.program_id(0), tiles.total, gl.num_programs(0)):
         row = of_tile(tiles, tile).row
         for k in range(tiles.blocks * 4 // STEPS):
-            copy_tokens(x_desc, row, k, ring, step, TILE)
+            copy_tokens(maps, row, k, ring, step, TILE)
             step += 1
 
 
@@ -304,7 +309,7 @@ def packed_experts_kernel(
             (multiply_pairs, (result, pairs, w, x, tiles, TOP_K, 0, TILE, PDL)),
             (multiply_pairs, (result, pairs, w, x, tiles, TOP_K, 1, TILE, PDL)),
             (fetch_experts, ((first, second), w, tiles, TILE, PDL)),
-            (fetch_pairs, (x_desc, x, tiles, TILE, PDL)),
+            (fetch_pairs, (TokenMaps(x_desc, None), x, tiles, TILE, PDL)),
         ],
         [4, 1, 1],
         [TILE.registers, 24, 24],

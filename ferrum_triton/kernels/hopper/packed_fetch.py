@@ -23,6 +23,13 @@ from ferrum_triton.kernels.hopper.rings import acquire
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 
 
+class TokenMaps(NamedTuple):
+    """Tensor maps of activations, and of their sums over groups or None."""
+
+    x: Any
+    sums: Any
+
+
 class Source(NamedTuple):
     """Where a tile's rows begin: in which matrix, of maps that have several; and the first row."""
 
@@ -90,15 +97,31 @@ def copy_stage(matrices, source, block, full, to, stage, TILE: gl.constexpr):
 
 
 @gluon.jit
-def copy_tokens(x_desc, row, k, ring, step, TILE: gl.constexpr):
-    """Ask for the k-th stage of steps of K of a tile of tokens, from a row on."""
+def copy_tokens(maps, row, k, ring, step, TILE: gl.constexpr):
+    """Ask for the k-th stage of steps of K of a tile of tokens, from a row on.
+
+    Args:
+        maps: :class:`TokenMaps`.
+    """
     STEPS: gl.constexpr = TILE.x_steps
-    BYTES: gl.constexpr = TILE.x_steps * x_desc.block_type.nbytes
+    SUMS: gl.constexpr = TILE.sums_bytes if TILE.joined else 0
+    BYTES: gl.constexpr = TILE.x_steps * maps.x.block_type.nbytes + SUMS
     stage = acquire(ring, step, BYTES)
     full = ring.full.index(stage)
     for j in gl.static_range(STEPS):
         to = ring.buffers.index(stage * STEPS + j)
-        tma.async_copy_global_to_shared(x_desc, [row, (k * STEPS + j) * 64], full, to)
+        tma.async_copy_global_to_shared(maps.x, [row, (k * STEPS + j) * 64], full, to)
+    if SUMS > 0:
+        tma.async_copy_global_to_shared(maps.sums, [row, k * 16], full, ring.sums.index(stage))
+
+
+@gluon.jit
+def copy_sums(maps, row, k, x, w, step, TILE: gl.constexpr):
+    """Ask for the sums of the k-th block, which come with a stage of weights."""
+    BYTES: gl.constexpr = TILE.sums_bytes
+    stage = acquire(w, step, BYTES)
+    to = x.sums.index(stage)
+    tma.async_copy_global_to_shared(maps.sums, [row, k * 16], w.full.index(stage), to)
 
 
 @gluon.jit
@@ -136,16 +159,24 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.conste
 
 
 @gluon.jit
-def fetch_tokens(x_desc, ring, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
-    """The warp that asks for activations."""
+def fetch_tokens(maps, x, w, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
+    """The warp that asks for activations, and for their sums.
+
+    Args:
+        maps: :class:`TokenMaps`.
+        x, w: the rings.
+    """
     share = share_of_program(sizes, TILE.streamed)
-    STEPS: gl.constexpr = TILE.x_steps
+    STAGES: gl.constexpr = 4 // TILE.x_steps  # of a block
     pdl_wait(PDL)
     pdl_trigger(PDL)
-    step = 0
+    block = 0
     for i in range(share.count):
         part = segment(share, i, sizes)
         token = part.tile % sizes.tiles_m * TILE.tokens
-        for k in range(part.begin * 4 // STEPS, part.end * 4 // STEPS):
-            copy_tokens(x_desc, token, k, ring, step, TILE)
-            step += 1
+        for k in range(part.begin, part.end):
+            if TILE.sums_offsets and not TILE.joined:
+                copy_sums(maps, token, k, x, w, block, TILE)
+            for j in gl.static_range(STAGES):
+                copy_tokens(maps, token, k * STAGES + j, x, block * STAGES + j, TILE)
+            block += 1

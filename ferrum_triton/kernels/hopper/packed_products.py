@@ -14,12 +14,18 @@ from ferrum_triton.kernels.hopper.packed import packed_kernel
 from ferrum_triton.kernels.hopper.packed_weights import columns_of
 from ferrum_triton.kernels.jit import processors
 from ferrum_triton.kernels.quant.activations import TICKETS, Arranged
-from ferrum_triton.kernels.quant.fragments import unpacking_of
+from ferrum_triton.kernels.quant.fragments import (
+    codes_of,
+    places_of,
+    scaling_of,
+    unpacking_of,
+)
 from ferrum_triton.kernels.quant.packed_config import (
     BLOCK,
     REGISTERS,
     ROWS,
     STEP,
+    SUMS_BYTES,
     WARPGROUPS,
     PackedConfig,
     block_bytes,
@@ -47,6 +53,8 @@ class Tile:
         x_stages: stages in the ring of activations; 0 where they come with weights.
         block_bytes: bytes of a stage of weights.
         registers: of a thread that multiplies.
+        scaling: PTX that scales what ``asm`` leaves, where offsets are a product of their own; "".
+        places: where codes lie in what ``asm`` leaves, which ``scaling`` takes them from.
     """
 
     format: BlockFormat
@@ -61,6 +69,8 @@ class Tile:
     x_stages: int
     block_bytes: int
     registers: int
+    scaling: str = ""
+    places: tuple[int, ...] = ()
 
     @property
     def joined(self) -> bool:
@@ -68,9 +78,19 @@ class Tile:
         return self.x_stages == 0
 
     @property
+    def sums_offsets(self) -> bool:
+        """Whether offsets are a product of their own."""
+        return self.scaling != ""
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of a block's sums of activations, which come with a stage of weights."""
+        return self.tokens * SUMS_BYTES if self.sums_offsets else 0
+
+    @property
     def producers(self) -> int:
         """Warps that fill a stage of weights."""
-        return 2 if self.joined else 1
+        return 2 if self.joined or self.sums_offsets else 1
 
     @property
     def x_steps(self) -> int:
@@ -88,7 +108,11 @@ def tile_of(fmt: BlockFormat, config: PackedConfig, activation: str, matrices: i
     shape = config.tokens, config.span, config.overlapped, config.streamed
     rings = config.stages, config.x_stages
     num_bytes = WARPGROUPS * block_bytes(fmt)
-    return Tile(fmt, unpacking_of(fmt), activation, matrices, *shape, *rings, num_bytes, registers)
+    if config.sums_offsets:
+        asm, scaling = codes_of(fmt), (scaling_of(fmt), places_of(fmt))
+    else:
+        asm, scaling = unpacking_of(fmt), ()
+    return Tile(fmt, asm, activation, matrices, *shape, *rings, num_bytes, registers, *scaling)
 
 
 def descriptors_of(
@@ -180,7 +204,7 @@ def packed_products(
 
     Args:
         y: [m, n], of at least one element.
-        arranged: a, float16 or bfloat16 [m, k], in :data:`~.packed_config.ORDER`.
+        arranged: a, float16 or bfloat16 [m, k], in :func:`~.packed_config.order_of` ``config``.
         matrices: W, or up to three side by side in y; or gate and up. uint8 [rows, row_bytes].
         kind: theirs, such as ``"Q4_K:planes"``.
         config: the launch's configuration; of gate and up half of a tile's rows are either's.
@@ -218,6 +242,7 @@ def packed_products(
         residual_ptr=residual,
         **descriptors,
         x_desc=describe(arranged.x, (config.tokens, STEP)),
+        sums_desc=describe(arranged.sums, (config.tokens, 16)) if config.sums_offsets else None,
         stride_y_token=y.stride(0),
         stride_residual_token=0 if residual is None else residual.stride(0),
         num_rows=len(first),

@@ -69,7 +69,7 @@ class Step(NamedTuple):
     """A thread's 16 weights of a step: eight pairs, and what they are still to be scaled by."""
 
     pairs: Any
-    scale: Any  # a pair of d
+    scale: Any  # a pair of d, or of d times the step's integer scale
     low: Any  # a pair of what is added, or of a zero; not read where there is neither
 
 
@@ -235,17 +235,10 @@ def minimum(s, both, BYTE: gl.constexpr):
 
 
 @gluon.jit
-def unpacked(block, J: gl.constexpr, TILE: gl.constexpr):
-    """A block's :class:`Step` J: its codes times their integer scales, exactly, less an offset.
-
-    The assembly is not pure, so that it stays before the wait for products that it runs beside.
-    """
-    FORMAT: gl.constexpr = TILE.format
+def words_of_step(block, J: gl.constexpr, TILE: gl.constexpr):
+    """The words that a block's step J is unpacked from, as the assembly takes them."""
     BITS: gl.constexpr = TILE.format.bits
-    SCALES: gl.constexpr = TILE.format.scale_code
-    ASM: gl.constexpr = TILE.asm
-    CONSTRAINTS: gl.constexpr = constraints_of(FORMAT)
-    q, h, s, d = block
+    q, h = block.q, block.h
     if BITS == 8:
         args = (q[4 * J], q[4 * J + 2], q[4 * J + 1], q[4 * J + 3])
     else:
@@ -255,6 +248,21 @@ def unpacked(block, J: gl.constexpr, TILE: gl.constexpr):
     elif BITS == 5:
         more = h[J // 2] >> (4 * (J % 2))
         args += (more, more)
+    return args
+
+
+@gluon.jit
+def unpacked(block, J: gl.constexpr, TILE: gl.constexpr):
+    """A block's :class:`Step` J: its codes times their integer scales, exactly, less an offset.
+
+    The assembly is not pure, so that it stays before the wait for products that it runs beside.
+    """
+    FORMAT: gl.constexpr = TILE.format
+    SCALES: gl.constexpr = TILE.format.scale_code
+    ASM: gl.constexpr = TILE.asm
+    CONSTRAINTS: gl.constexpr = constraints_of(FORMAT)
+    _, _, s, d = block
+    args = words_of_step(block, J, TILE)
     # Thread's weights of 32 that share a scale are two steps.
     of_step = d[J // 2] if SCALES == "" else d[0]
     scale = lower_twice(of_step)
@@ -279,6 +287,22 @@ def halves(word):
 
 
 @gluon.jit
+def operand(p, LAYOUT: gl.constexpr):
+    """Eight pairs of each thread as float16 [64, 64], a first operand of products."""
+    first = gl.join(
+        gl.join(halves(p[0]), halves(p[1])),
+        gl.join(halves(p[2]), halves(p[3])),
+    )
+    second = gl.join(
+        gl.join(halves(p[4]), halves(p[5])),
+        gl.join(halves(p[6]), halves(p[7])),
+    )
+    # Row, thread, e, o, n, h.
+    x = gl.join(first, second).permute((0, 5, 4, 3, 1, 2)).reshape([64, 64])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def fragment(step, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """The weights of a step, rounded once: float16 [64, 64], a first operand of products."""
     FORMAT: gl.constexpr = TILE.format
@@ -294,14 +318,4 @@ def fragment(step, TILE: gl.constexpr, LAYOUT: gl.constexpr):
         p = gl.inline_asm_elementwise(
             TIMES, TIMES_CONSTRAINTS, args, dtype=EIGHT, is_pure=False, pack=1
         )
-    first = gl.join(
-        gl.join(halves(p[0]), halves(p[1])),
-        gl.join(halves(p[2]), halves(p[3])),
-    )
-    second = gl.join(
-        gl.join(halves(p[4]), halves(p[5])),
-        gl.join(halves(p[6]), halves(p[7])),
-    )
-    # Row, thread, e, o, n, h.
-    x = gl.join(first, second).permute((0, 5, 4, 3, 1, 2)).reshape([64, 64])
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+    return operand(p, LAYOUT)

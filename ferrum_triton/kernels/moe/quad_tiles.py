@@ -30,7 +30,7 @@ from ferrum_triton.kernels.moe.plane_gemv import Stacks
 from ferrum_triton.kernels.moe.prepare import CLEARED, PairTable, Result, clear_lost
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
-from ferrum_triton.kernels.quant.activations import Arranged, Order
+from ferrum_triton.kernels.quant.activations import WORD, Arranged, Order
 from ferrum_triton.kernels.quant.planes import Layout, Matrix, load_words
 from ferrum_triton.kernels.quant.quad_products import (
     WORDS,
@@ -272,7 +272,7 @@ def _quad_tiles_kernel(
 def order_of_quads(kind: str) -> Order:
     """What activations are arranged in."""
     sums = sums_minimums(FORMATS[file_kind(kind)])
-    return Order(BLOCK // 8, interleave=1, sums=sums)
+    return Order(BLOCK // 8, interleave=1, sums=WORD if sums else 0)
 
 
 def takes_quads(num_rows: int, k: int, matrices: int) -> bool:

@@ -2,9 +2,9 @@
 
 :func:`arrange` is the launch before a product with planes on tensor cores, where no norm before it
 does that itself (:mod:`ferrum_triton.kernels.quant.add_norm`). Of each token it writes
-x = a / factor in float16, factor a power of two, and the sums over each word's eight. The launch
-also zeroes the tickets of the product behind it. Programs that share a tile's K draw them, so that
-the last one knows that it is.
+x = a / factor in float16, factor a power of two, and sums over each word's eight or over groups.
+The launch also zeroes the tickets of the product behind it. Programs that share a tile's K draw
+them, so that the last one knows that it is.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +21,8 @@ from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
 # K is filled up with zeros to whole steps of the products' loops.
 STEP = 256
+# Elements that a sum is over: a word's, or those that share a scale.
+WORD, GROUP = 8, 32
 # Elements of a token that a program holds at a time, at most.
 LONGEST_BLOCK = 16384
 # Tickets that an arrangement has: as many tiles can have their K split.
@@ -32,7 +34,8 @@ class Arranged(NamedTuple):
 
     Attributes:
         x: float16 [rows, padded k].
-        sums: float16 [rows, padded k / 8]; None where products take none.
+        sums: float16, over words [rows, padded k / 8], or over groups [rows, padded k / 16], as an
+            :class:`Order` has them; None where products take none.
         factor: float32 [rows], what x has to be multiplied by.
         tickets: int32 [TICKETS], zeros whenever no product is running; None where products of these
             activations never split K.
@@ -84,16 +87,38 @@ def clear_tickets(tickets_ptr):
 
 
 @triton.jit
+def group_sums(a):
+    """A quarter of the sums over groups of 32: eight of each block of 256, and what they lack.
+
+    Two float16 add up to a sum, whose product is exact then but for its other factor. A quarter of
+    32 elements below 2^12 is a float16.
+    """
+    BLOCKS: tl.constexpr = a.shape[0] // 256
+    total = tl.sum(tl.reshape(a, [BLOCKS, 8, 32]), axis=2) * 0.25
+    nearest = total.to(tl.float16)
+    left = (total - nearest.to(tl.float32)).to(tl.float16)
+    return tl.reshape(tl.permute(tl.join(nearest, left), (0, 2, 1)), [BLOCKS * 16])
+
+
+@triton.jit
 def arranged(
-    a, inverse, COLUMNS: tl.constexpr, HALVES: tl.constexpr, INTERLEAVED: tl.constexpr = False
+    a,
+    inverse,
+    COLUMNS: tl.constexpr,
+    HALVES: tl.constexpr,
+    INTERLEAVED: tl.constexpr = False,
+    SUMS: tl.constexpr = 8,
 ):
-    """Whole steps of a row, float32, as an arranged row has them, and sums over words; float16.
+    """Whole steps of a row, float32, as an arranged row has them, and its sums; float16.
 
     Of several rows end to end each has whole steps, and ``inverse`` is of each element's row.
     """
     a = a * (inverse << 23).to(tl.float32, bitcast=True)
     BLOCK_K: tl.constexpr = a.shape[0]
-    sums = tl.sum(tl.reshape(a, [BLOCK_K // 8, 8]), axis=1).to(tl.float16)
+    if SUMS == 32:
+        sums = group_sums(a)
+    else:
+        sums = tl.sum(tl.reshape(a, [BLOCK_K // 8, 8]), axis=1).to(tl.float16)
     STEPS: tl.constexpr = BLOCK_K // (8 * HALVES * COLUMNS)
     # Weight 16 i + 8 h + 4 n + 2 e + o, see fragments.py; i is every HALVES-th pair of words.
     if INTERLEAVED:
@@ -123,8 +148,9 @@ def store_arranged(to, row, first, x, sums, num_padded, INTERLEAVE: tl.constexpr
     i = first + tl.arange(0, BLOCK_K)
     tl.store(to.x + _place(row, i, num_padded, INTERLEAVE), x, mask=i < num_padded)
     if to.sums is not None:
-        word, num_words = first // 8 + tl.arange(0, BLOCK_K // 8), num_padded // 8
-        tl.store(to.sums + _place(row, word, num_words, INTERLEAVE), sums, mask=word < num_words)
+        NUM: tl.constexpr = sums.shape[0]
+        j, num_sums = first // (BLOCK_K // NUM) + tl.arange(0, NUM), num_padded // (BLOCK_K // NUM)
+        tl.store(to.sums + _place(row, j, num_sums, INTERLEAVE), sums, mask=j < num_sums)
 
 
 @triton.jit
@@ -138,6 +164,7 @@ def arrange_token(
     HALVES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INTERLEAVE: tl.constexpr = 0,
+    SUMS: tl.constexpr = 8,
 ):
     """One token: x = a / factor, its largest magnitude in [2^11, 2^12), and sums over words.
 
@@ -152,7 +179,7 @@ def arrange_token(
     a, inverse = first_block(a_row, num_weights, num_padded, BLOCK_K)
     tl.store(to.factor + row, factor_of(inverse))
     for first in range(0, num_padded, BLOCK_K):
-        x, sums = arranged(a, inverse, COLUMNS, HALVES, INTERLEAVE > 0)
+        x, sums = arranged(a, inverse, COLUMNS, HALVES, INTERLEAVE > 0, SUMS)
         store_arranged(to, row, first, x, sums, num_padded, INTERLEAVE)
         if first + BLOCK_K < num_padded:
             a = load_block(a_row, first + BLOCK_K, num_weights, BLOCK_K)
@@ -161,7 +188,7 @@ def arrange_token(
 @kernel
 def _arrange_kernel(
     x_ptr,  # [m, padded k], float16
-    sums_ptr,  # [m, padded k / 8], float16; or None
+    sums_ptr,  # [m, their number], float16; or None
     factor_ptr,  # [m], float32
     tickets_ptr,  # [TICKETS], int32, or None
     a_ptr,  # [m, k]
@@ -171,6 +198,7 @@ def _arrange_kernel(
     COLUMNS: tl.constexpr,  # words of a part of a step
     HALVES: tl.constexpr,  # parts of a step
     INTERLEAVE: tl.constexpr,  # as an Order has it
+    SUMS: tl.constexpr,  # as an Order has it
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -180,7 +208,9 @@ def _arrange_kernel(
     token = tl.program_id(0).to(tl.int64)
     a_row = a_ptr + token * stride_a_token
     to = Arranged(x_ptr, sums_ptr, factor_ptr)
-    arrange_token(to, token, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K, INTERLEAVE)
+    arrange_token(
+        to, token, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K, INTERLEAVE, SUMS
+    )
 
 
 class Order(NamedTuple):
@@ -191,13 +221,17 @@ class Order(NamedTuple):
         halves: parts of a step. Of two, every other pair of words comes first, then the others.
         interleave: tokens at most whose elements come in turn, 32 of each. Of any but 0 a quad's
             threads have their own four words of 32 elements together. 1 and 0: rows end to end.
-        sums: whether sums over words are taken too.
+        sums: elements over which sums are taken too, of :data:`WORD` or of :data:`GROUP`; 0: none.
     """
 
     words: int
     halves: int = 1
     interleave: int = 0
-    sums: bool = True
+    sums: int = WORD
+
+    def num_sums(self, padded: int) -> int:
+        """Sums of a row; a group's are two float16."""
+        return padded // 8 if self.sums == WORD else padded // 16
 
 
 def room_for(
@@ -211,7 +245,7 @@ def room_for(
 
     return Arranged(
         x=empty(torch.float16, num_rows, padded),
-        sums=empty(torch.float16, num_rows, padded // 8) if order.sums else None,
+        sums=empty(torch.float16, num_rows, order.num_sums(padded)) if order.sums else None,
         factor=empty(torch.float32, num_rows),
         # Few enough tokens to be interleaved never split K.
         tickets=empty(torch.int32, TICKETS.value) if splits_k and not order.interleave else None,
@@ -248,6 +282,7 @@ def arrange(a: Tensor, order: Order) -> Arranged:
         COLUMNS=order.words // order.halves,
         HALVES=order.halves,
         INTERLEAVE=order.interleave,
+        SUMS=order.sums,
         BLOCK_K=block,
         num_warps=warps,
     )

@@ -46,7 +46,7 @@ from ferrum_triton.ops import quant_fused as ops
 @kernel(dynamic=("eps",))
 def _add_norm_arrange_kernel(
     arranged_ptr,  # [m, padded k], float16
-    sums_ptr,  # [m, padded k / 8], float16; or None
+    sums_ptr,  # [m, their number], float16; or None
     factor_ptr,  # [m], float32
     tickets_ptr,  # [TICKETS], int32, or None
     residual_ptr,  # [m, k], updated
@@ -65,6 +65,7 @@ def _add_norm_arrange_kernel(
     COLUMNS: tl.constexpr,  # words of a part of a step
     HALVES: tl.constexpr,  # parts of a step
     INTERLEAVE: tl.constexpr,  # tokens of which 32 elements each lie in turn; 0: end to end
+    SUMS: tl.constexpr,  # as an Order has it
     BLOCK_K: tl.constexpr,  # power of two, >= num_padded
     PDL: tl.constexpr,
 ):
@@ -95,7 +96,7 @@ def _add_norm_arrange_kernel(
     inverse = inverse_of(tl.abs(h).to(tl.int32, bitcast=True))
     to = Arranged(arranged_ptr, sums_ptr, factor_ptr)
     tl.store(to.factor + token, factor_of(inverse))
-    in_order, sums = arranged(h, inverse, COLUMNS, HALVES, INTERLEAVE > 0)
+    in_order, sums = arranged(h, inverse, COLUMNS, HALVES, INTERLEAVE > 0, SUMS)
     store_arranged(to, token, 0, in_order, sums, num_padded, INTERLEAVE)
     if ADDS:
         tl.store(residual_row + k, stored, mask=mask)
@@ -154,6 +155,7 @@ class NormedTokens(Tokens):
             COLUMNS=order.words // order.halves,
             HALVES=order.halves,
             INTERLEAVE=order.interleave,
+            SUMS=order.sums,
             BLOCK_K=block,
             num_warps=warps,
         )

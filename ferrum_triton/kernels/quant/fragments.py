@@ -28,6 +28,8 @@ from ferrum_triton.kernels.quant.planes import halved_power, small_e4m3
 from ferrum_triton.kernels.quant.ptx import Asm
 from ferrum_triton.quant.formats import BlockFormat
 
+# What a scale is below where M times it is to be a float16, M being 1024 at most.
+LARGEST_SCALE = 64
 # An exponent whose float16 has a code's lowest bit at a place: 2^(10 - place).
 _MAGIC = {place: ((25 - place) << 10) * 0x10001 for place in range(7)}
 
@@ -151,6 +153,46 @@ def _word_operands(fmt):
 def unpacking_of(fmt: BlockFormat) -> str:
     """PTX that unpacks two words of a format in planes."""
     return _scaled(fmt) if fmt.scale_code else _plain(fmt)
+
+
+@cache
+def codes_of(fmt: BlockFormat) -> str:
+    """PTX: M + code of two words of a format in planes to $0 .. $7, as they are masked out."""
+    asm = Asm()
+    _codes(asm, fmt, 8)
+    return asm.text()
+
+
+@cache
+def places_of(fmt: BlockFormat) -> tuple[int, ...]:
+    """Where codes lie in the words that :func:`codes_of` makes, each place once."""
+    return tuple(dict.fromkeys(_codes(Asm(), fmt, 8)))
+
+
+@cache
+def scaling_of(fmt: BlockFormat) -> str:
+    """PTX: $16 times the codes of :func:`codes_of`'s pairs $8 .. $15, rounded once, to $0 .. $7.
+
+    From $17 on there is -M · $16 for each of :func:`places_of`. It is exact, since M is a power of
+    two, and finite below the scale that :data:`LARGEST_SCALE` is.
+    """
+    places = places_of(fmt)
+    return "\n".join(
+        f"fma.rn.f16x2 ${i}, ${8 + i}, $16, ${17 + places.index(place)};"
+        for i, place in enumerate(_codes(Asm(), fmt, 8))
+    )
+
+
+@triton.constexpr_function
+def codes_constraints(fmt):
+    """Constraints of the operands of :func:`codes_of`."""
+    return ",".join(["=&r"] * 8 + ["r"] * _word_operands(fmt))
+
+
+@triton.constexpr_function
+def scaling_constraints(places):
+    """Constraints of the operands of :func:`scaling_of`."""
+    return ",".join(["=r"] * 8 + ["r"] * (9 + len(places)))
 
 
 @triton.constexpr_function

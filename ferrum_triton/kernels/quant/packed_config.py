@@ -5,12 +5,13 @@ The functions are pure, and import nothing of Gluon: they are asked on every GPU
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.parameters import Config
-from ferrum_triton.kernels.quant.activations import TICKETS, Order
+from ferrum_triton.kernels.quant.activations import GROUP, TICKETS, Order
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
 from ferrum_triton.quant.kinds import file_kind
@@ -21,7 +22,9 @@ BLOCK, STEP, ROWS = 256, 64, 64
 WARPGROUPS = 2
 TILE_ROWS = WARPGROUPS * ROWS
 # What activations are arranged in: of each block the steps, of 16 weights of each of four threads.
-ORDER = Order(words=BLOCK // 8, halves=BLOCK // STEP, sums=False)
+ORDER = Order(words=BLOCK // 8, halves=BLOCK // STEP, sums=0)
+# Bytes of a token's sums over a block's groups: eight, in two float16 each.
+SUMS_BYTES = 32
 
 
 class PackedConfig(NamedTuple):
@@ -37,6 +40,8 @@ class PackedConfig(NamedTuple):
         stages: blocks of 256 weights in the ring of weights.
         x_stages: stages in the ring of activations, a span each; or 0, *joined*: a stage of weights
             comes with its block's activations, and is waited for and let go of with them.
+        sums_offsets: minimums and zeros are a product of their own, with sums of activations, and
+            weights are rounded where they are unpacked.
     """
 
     tokens: int
@@ -46,6 +51,7 @@ class PackedConfig(NamedTuple):
     ctas_per_sm: int = 1
     stages: int = 4
     x_stages: int = 4
+    sums_offsets: bool = False
 
 
 def packed(config: PackedConfig) -> Config:
@@ -56,6 +62,11 @@ def packed(config: PackedConfig) -> Config:
 def packed_tile(config: Config) -> PackedConfig:
     """The configuration of a launch choice of path ``"packed"``."""
     return PackedConfig(**{name: config[name] for name in PackedConfig._fields})
+
+
+def order_of(config: PackedConfig) -> Order:
+    """What a product takes activations in."""
+    return ORDER._replace(sums=GROUP) if config.sums_offsets else ORDER
 
 
 # Registers of a thread that multiplies, and of all of a program's on average, which is what the
@@ -89,6 +100,13 @@ def is_served(fmt: BlockFormat) -> bool:
     return fmt.low_bits >= 4 and fmt.scale_code in ("", "pair", "byte")
 
 
+def has_offsets(fmt: BlockFormat) -> bool:
+    """Whether weights are a scale times a code, less what a group of 32 has in common."""
+    if not is_served(fmt) or fmt.bits not in (4, 5) or fmt.values:
+        return False
+    return (fmt.has_minimum and fmt.offset == 0) or (not fmt.scale_code and not fmt.has_minimum)
+
+
 def block_bytes(fmt: BlockFormat) -> int:
     """Bytes of a block of a warpgroup's rows in shared memory."""
     words = 8 * (fmt.low_bits + fmt.high_bits) + (4 if fmt.scale_code else 0)
@@ -105,6 +123,8 @@ def shared_bytes(config: PackedConfig, fmt: BlockFormat) -> int:
     """Shared memory of a program: its rings, and what turns a tile round to be stored."""
     weights = config.stages * WARPGROUPS * block_bytes(fmt)
     tokens = steps_held(config) * config.tokens * STEP * 2
+    if config.sums_offsets:
+        tokens += config.stages * config.tokens * SUMS_BYTES
     turned = WARPGROUPS * min(ROWS * config.tokens * 4, 1 << 14)
     barriers = 16 * (config.stages + config.x_stages) + 128
     return weights + tokens + turned + barriers
@@ -141,11 +161,12 @@ def packed_candidates(
         return []
     tiles = (128, 256) if num_tokens > 128 else (fewest_tokens(num_tokens),)
     found = []
-    for tokens in tiles:
+    ways = (False, True) if has_offsets(fmt) else (False,)
+    for tokens, sums, streamed in product(tiles, ways, (True, False)):
         for span, overlapped, joined, ctas_per_sm in _TRIED[tokens]:
-            for streamed in (True, False):
-                config = PackedConfig(tokens, span, overlapped, streamed, ctas_per_sm)
-                found.append(with_rings(gpu, config, fmt, joined=joined))
+            config = PackedConfig(tokens, span, overlapped, streamed, ctas_per_sm)
+            config = config._replace(sums_offsets=sums)
+            found.append(with_rings(gpu, config, fmt, joined=joined))
     shape = kind, num_tokens, num_rows, num_weights
     return [config for config in found if not packed_fits(gpu, config, *shape)]
 
@@ -170,6 +191,8 @@ def experts_refusal(gpu: Gpu, config: PackedConfig, kind: str) -> str:
     """The reason why a configuration cannot be launched for experts, "" if it can."""
     if config.streamed:
         return "programs take whole tiles of pairs"
+    if config.sums_offsets:
+        return "activations of pairs come without sums"
     return packed_fits(gpu, config, kind, config.tokens, TILE_ROWS, BLOCK)
 
 
@@ -182,6 +205,8 @@ def packed_fits(
     fmt = FORMATS[file_kind(kind)]
     if not is_served(fmt):
         return f"{kind} is not unpacked for Hopper's products"
+    if config.sums_offsets and not has_offsets(fmt):
+        return f"groups of 32 of {kind} have nothing in common but a scale"
     if fmt.bits > 4 and (config.ctas_per_sm > 1 or (config.tokens == 256 and config.streamed)):
         return (
             f"{kind} would spill: two programs for an SM, and tiles of 256 tokens that are shared"

@@ -401,7 +401,8 @@ def tiled_products(
     # Gluon moves between versions of Triton: it is imported where it may be used.
     from ferrum_triton.kernels.hopper.packed_products import packed_products
 
-    tile, x = packed_tile(config), tokens.arranged(packed_config.ORDER)
+    tile = packed_tile(config)
+    x = tokens.arranged(packed_config.order_of(tile))
     return packed_products(
         y, x, matrices, kind, tile, k, activation=activation, bias=bias, residual=residual
     )
