@@ -184,7 +184,7 @@ def test_x_is_added_once_however_h_is_asked_for():
     residual, x, norm_weight, eps = norm_arguments(9, 512, torch.float16, torch.float32, "cpu")
     want = residual.clone()
     h = fused_add_rms_norm(want, x, norm_weight, eps)
-    orders = Order(16), Order(32, halves=2), Order(32, interleave=9)
+    orders = Order(16), Order(32, halves=2), Order(32, interleave=9), Order(32, halves=4, sums=32)
     for first in (*orders, None):
         left = residual.clone()
         tokens = NormedTokens(left, x, norm_weight, eps)

@@ -20,7 +20,6 @@ from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
 from ferrum_triton.kernels.quant.packed_config import (
     PackedConfig,
-    has_offsets,
     is_served,
     order_of,
     packed_candidates,
@@ -55,8 +54,6 @@ CONFIGS = [
     SMALL._replace(span=4, x_stages=0, streamed=False),
     SMALL._replace(span=1, overlapped=True, x_stages=0, stages=3),
 ]
-SUMMED = [config._replace(sums_offsets=True) for config in CONFIGS]
-OFFSET = [kind for kind in KINDS if has_offsets(FORMATS[kind])]
 
 
 def tokens(m, k, dtype=torch.float16, seed=1):
@@ -92,12 +89,7 @@ LIMITS = {torch.float16: 1e-6, torch.bfloat16: 6e-6, torch.float32: 1e-6}
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [
-        *zip(KINDS, itertools.cycle(CONFIGS)),
-        *(("Q4_K", c) for c in CONFIGS),
-        *zip(OFFSET, itertools.cycle(SUMMED)),
-        *(("Q4_K", c) for c in SUMMED),
-    ],
+    [*zip(KINDS, itertools.cycle(CONFIGS)), *(("Q4_K", c) for c in CONFIGS)],
 )
 def test_values(kind, config):
     a, blocks = tokens(20, 512), [matrix(kind, 330, 512)]
@@ -301,12 +293,18 @@ def unpacking_in_flight(code):
     return found
 
 
+GELU = {"activation": "gelu_tanh"}
 TRIED = [
     ("Q4_K", 16, PackedConfig(16, 2, False, True, 2, 4, 6), {"matrices": 3}),
     ("Q4_0", 64, PackedConfig(64, 4, True, False, 1, 6, 2), {}),
     ("Q4_K", 64, PackedConfig(64, 2, False, False, 1, 3, 0), {}),
     ("Q4_K", 256, PackedConfig(256, 1, True, False, 1, 3, 4), {}),
     ("Q4_Z", 32, PackedConfig(32, 4, True, True, 1, 8, 2), {"matrices": 2, "activation": "silu"}),
+    ("Q4_K", 16, PackedConfig(16, 2, False, True, 2, 3, 0, True), {"matrices": 3}),
+    ("Q4_0", 32, PackedConfig(32, 4, False, False, 2, 2, 0, True), {}),
+    ("Q4_K", 128, PackedConfig(128, 2, True, True, 1, 4, 3, True), {}),
+    ("Q4_Z", 256, PackedConfig(256, 1, True, False, 1, 2, 4, True), {}),
+    ("Q5_K", 64, PackedConfig(64, 2, False, False, 1, 3, 0, True), {"matrices": 2, **GELU}),
 ]
 
 
@@ -319,9 +317,10 @@ def test_what_is_compiled(kind, m, config, added):
     spare = 256 + (64 * config.tokens * 4 if "activation" in added else 0)
     assert 0 <= shared_bytes(config, FORMATS[kind]) - resources.shared <= spare
     code = instructions(resources.asm["cubin"])
-    # Two warpgroups, four products for each of a block's four steps; codes unpacked once for the
-    # loop, and once before it where they are unpacked ahead.
-    assert sum(each.name.startswith("HGMMA.64x") for each in code) == 2 * 4 * 4
+    # Two warpgroups, four products for each of a block's four steps, and one of its offsets; codes
+    # unpacked once for the loop, and once before it where they are unpacked ahead.
+    products_of_block = 4 * 4 + config.sums_offsets
+    assert sum(each.name.startswith("HGMMA.64x") for each in code) == 2 * products_of_block
     ahead = config.span if config.overlapped else 0
     found = unpacking_in_flight(code)
     assert len(found) == 2 * 16 * (4 + ahead)

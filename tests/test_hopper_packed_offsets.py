@@ -1,0 +1,166 @@
+"""Offsets of packed weights on Hopper that are a product of their own, executed by the emulator."""
+
+import itertools
+
+import pytest
+import torch
+
+from ferrum_triton.gluon_emulator import EmulationError
+from ferrum_triton.gluon_emulator.mutants import mutants
+from ferrum_triton.kernels.hopper.packed import packed_kernel
+from ferrum_triton.kernels.quant.activations import GROUP, Order, arrange
+from ferrum_triton.kernels.quant.fragments import LARGEST_SCALE
+from ferrum_triton.kernels.quant.packed_config import (
+    ORDER,
+    experts_refusal,
+    has_offsets,
+    packed_candidates,
+    packed_fits,
+    shared_bytes,
+)
+from ferrum_triton.ops.elementwise import gelu_tanh
+from ferrum_triton.quant import FORMATS
+from tests.test_hopper_packed import (
+    CONFIGS,
+    HOPPER,
+    KINDS,
+    LIMITS,
+    NOT_SEEN,
+    emulate,
+    error,
+    matrix,
+    tokens,
+    wanted,
+)
+from tests.test_quant_mma import seeded
+
+SUMMED = [config._replace(sums_offsets=True) for config in CONFIGS]
+SMALL, JOINED = SUMMED[0], SUMMED[7]
+OFFSET = [kind for kind in KINDS if has_offsets(FORMATS[kind])]
+
+
+def test_formats_with_something_to_add_up():
+    assert OFFSET == ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q4_Z"]
+    for kind in set(KINDS) - set(OFFSET):
+        assert "in common" in packed_fits(HOPPER, SMALL, kind, 16, 4096, 4096)
+        assert not any(c.sums_offsets for c in packed_candidates(HOPPER, kind, 16, 4096, 4096))
+    for kind in OFFSET:
+        assert any(c.sums_offsets for c in packed_candidates(HOPPER, kind, 16, 4096, 4096))
+    assert "sums" in experts_refusal(HOPPER, SMALL._replace(streamed=False), "Q4_K")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [*zip(OFFSET, itertools.cycle(SUMMED)), *(("Q4_K", c) for c in SUMMED)]
+)
+def test_values(kind, config):
+    a, blocks = tokens(20, 512), [matrix(kind, 330, 512)]
+    y, left = emulate(a, blocks, kind, config)
+    assert error(y, wanted(a, blocks, kind)) < LIMITS[a.dtype]
+    assert not left.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "m", "n", "k", "dtype"),
+    [
+        ("Q4_K", 1, 1, 256, torch.bfloat16),
+        ("Q4_0", 9, 129, 352, torch.float16),
+        ("Q5_1", 17, 8, 32, torch.float32),
+        ("Q4_Z", 33, 200, 800, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("config", [SMALL, JOINED])
+def test_odd_sizes(kind, m, n, k, dtype, config):
+    a, blocks = tokens(m, k, dtype) * 100, [matrix(kind, n, k)]
+    y, _ = emulate(a, blocks, kind, config)
+    assert error(y, wanted(a, blocks, kind)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q4_Z"])
+def test_activations_of_one_sign(kind):
+    """Where scale · code and the offset nearly cancel: up to twice the error of the other way.
+
+    Of Q4_K that is 9e-6 here: it rounds minimums too.
+    """
+    a, blocks = (tokens(12, 512).abs() + 1).bfloat16(), [matrix(kind, 130, 512)]
+    y, _ = emulate(a, blocks, kind, SMALL)
+    assert error(y, wanted(a, blocks, kind)) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "activation"), [(SMALL, "Q4_K", "silu"), (JOINED, "Q5_0", "gelu_tanh")]
+)
+def test_gate_and_up(config, kind, activation):
+    a, blocks = tokens(20, 512), [matrix(kind, 100, 512, seed=i) for i in range(2)]
+    y, _ = emulate(a, blocks, kind, config, a.new_empty(20, 100), activation=activation)
+    gate, up = wanted(a, blocks, kind).chunk(2, 1)
+    want = (gelu_tanh(gate) if activation == "gelu_tanh" else gate * gate.sigmoid()) * up
+    assert error(y, want) < 2 * LIMITS[a.dtype]
+
+
+def test_three_matrices_and_what_is_added():
+    a, blocks = tokens(20, 512), [matrix("Q4_K", n, 512, seed=n) for n in (200, 70, 136)]
+    bias, residual = torch.randn(406), tokens(20, 406, seed=2)
+    y, _ = emulate(a, blocks, "Q4_K", JOINED, bias=bias, residual=residual)
+    want = wanted(a, blocks, "Q4_K") + bias.double() + residual.double()
+    assert error(y, want) < LIMITS[a.dtype]
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_a_scale_that_is_too_large_is_seen(below):
+    """Its row is no number, and the others are as they were."""
+    scale = LARGEST_SCALE * (1 - 2**-11) if below else float(LARGEST_SCALE)
+    a, blocks = tokens(12, 256, torch.bfloat16), matrix("Q4_0", 20, 256)
+    d = torch.tensor([scale]).half().view(torch.uint8)
+    blocks.view(20, -1, FORMATS["Q4_0"].block_bytes)[3, :, :2] = d
+    y, _ = emulate(a, [blocks], "Q4_0", SMALL)
+    if below:
+        assert error(y, wanted(a, [blocks], "Q4_0")) < LIMITS[a.dtype]
+    else:
+        assert not y[:, 3].isfinite().any()
+    rest = [i for i in range(20) if i != 3]
+    assert error(y[:, rest], wanted(a, [blocks[rest]], "Q4_0")) < LIMITS[a.dtype]
+
+
+@pytest.mark.parametrize("config", [SMALL, JOINED])
+def test_sums_are_the_same_in_whatever_order_programs_run(config):
+    a, blocks = tokens(20, 512), [matrix("Q4_K", 330, 512)]
+    results = [emulate(a, blocks, "Q4_K", config, seed=seed)[0] for seed in range(3)]
+    assert all(torch.equal(y, results[0]) for y in results)
+
+
+def test_every_synchronisation_is_needed():
+    """Of sums that come with a stage of weights while activations have a ring of their own."""
+    a, blocks = tokens(20, 512), [matrix("Q4_K", 330, 512)]
+    want = wanted(a, blocks, "Q4_K")
+    for mutant in mutants(packed_kernel.jit):
+        if mutant.text in NOT_SEEN:
+            continue
+        for config, seed in itertools.product((SMALL, JOINED), range(4)):
+            try:
+                y, left = emulate(a, blocks, "Q4_K", config, seed=seed, mutant=mutant)
+            except EmulationError:
+                break
+            if not error(y, want) < LIMITS[a.dtype] or left.any():
+                break
+        else:
+            pytest.fail(str(mutant))
+
+
+def test_sums_over_groups_are_exact_in_two_parts():
+    """Eight of a block, then what rounding took off them, for every token; zeros past its end."""
+    a = torch.randn(3, 544, generator=seeded(4)) * torch.tensor([1.0, 1e-4, 1e4])[:, None]
+    a[0] = a[0].abs()  # sums that are much larger than what they are of
+    x, sums, factor, _ = arrange(a, ORDER._replace(sums=GROUP))
+    assert x.shape == (3, 768) and sums.shape == (3, 48)
+    nearest, left = sums.double().view(3, 3, 2, 8).unbind(2)
+    got = 4 * (nearest + left).flatten(1) * factor[:, None].double()
+    want = torch.nn.functional.pad(a, (0, 224)).double().view(3, 24, 32).sum(-1)
+    magnitude = a.double().abs().amax(1, keepdim=True)
+    assert ((got - want).abs() <= 2**-18 * magnitude).all()
+    largest = torch.full((1, 256), 4095.9)
+    assert arrange(largest, Order(32, halves=4, sums=GROUP)).sums.isfinite().all()
+
+
+def test_sums_take_a_little_shared_memory():
+    more = [shared_bytes(c, FORMATS["Q4_K"]) for c in (SMALL, SMALL._replace(sums_offsets=False))]
+    assert more[0] - more[1] == SMALL.stages * SMALL.tokens * 32
