@@ -7,9 +7,15 @@ import torch
 
 from ferrum_triton.gluon_emulator import EmulationError
 from ferrum_triton.gluon_emulator.mutants import mutants
+from ferrum_triton.kernels.hopper import packed_offsets
 from ferrum_triton.kernels.hopper.packed import packed_kernel
 from ferrum_triton.kernels.quant.activations import GROUP, Order, arrange
-from ferrum_triton.kernels.quant.fragments import LARGEST_SCALE
+from ferrum_triton.kernels.quant.fragments import (
+    LARGEST_SCALE,
+    codes_of,
+    places_of,
+    scaling_of,
+)
 from ferrum_triton.kernels.quant.packed_config import (
     ORDER,
     experts_refusal,
@@ -32,7 +38,7 @@ from tests.test_hopper_packed import (
     tokens,
     wanted,
 )
-from tests.test_quant_mma import seeded
+from tests.test_quant_mma import halves_of_word, run_ptx, seeded, word_of
 
 SUMMED = [config._replace(sums_offsets=True) for config in CONFIGS]
 SMALL, JOINED = SUMMED[0], SUMMED[7]
@@ -47,6 +53,48 @@ def test_formats_with_something_to_add_up():
     for kind in OFFSET:
         assert any(c.sums_offsets for c in packed_candidates(HOPPER, kind, 16, 4096, 4096))
     assert "sums" in experts_refusal(HOPPER, SMALL._replace(streamed=False), "Q4_K")
+
+
+@pytest.mark.parametrize("kind", OFFSET)
+def test_ptx_scales_codes(kind):
+    """Codes as they are masked out, times a scale: as they are in float16, rounded once."""
+    fmt, places = FORMATS[kind], places_of(FORMATS[kind])
+    words = torch.randint(0, 1 << 32, (8, 2), generator=seeded(5)).tolist()
+    more = torch.randint(0, 1 << 32, (8,), generator=seeded(6)).tolist()
+    for pair, above in zip(words, more, strict=True):
+        operands = pair + [above, above] * (fmt.bits == 5)
+        masked = [word_of(each) for each in run_ptx(codes_of(fmt), 8, operands)]
+        scale = word_of(torch.randn(1, generator=seeded(pair[0])).half().repeat(2))
+        sizes = [
+            word_of(*run_ptx(packed_offsets._times_asm(-(2 ** (10 - place))), 1, [scale]))
+            for place in places
+        ]
+        for i, got in enumerate(run_ptx(scaling_of(fmt), 8, [*masked, scale, *sizes])):
+            h, n, o = i >> 2, i >> 1 & 1, i & 1
+            codes = [
+                pair[h] >> 8 * byte + 4 * n & 15
+                | (fmt.bits == 5 and (above >> 8 * byte + 2 * h + n & 1) << 4)
+                for byte in (o, o + 2)
+            ]
+            want = torch.tensor(codes) * halves_of_word(scale).double()
+            assert torch.equal(got, want.half())
+
+
+def test_ptx_scales_and_offsets():
+    """Of a word of two scales and two minimums, and one of d and m."""
+    for seed in range(8):
+        both = torch.randn(2, generator=seeded(seed)).half()
+        bytes_of = torch.randint(0, 64, (4,), generator=seeded(seed))
+        s = sum(int(byte) << 8 * i for i, byte in enumerate(bytes_of))
+        d, m = both.double()
+        for byte in (0, 2):
+            (got,) = run_ptx(packed_offsets._scale_asm(byte), 1, [s, word_of(both)])
+            assert torch.equal(got, (bytes_of[byte] * d).half().repeat(2))
+        (got,) = run_ptx(packed_offsets._minimums_asm(), 1, [s, word_of(both)])
+        assert torch.equal(got, (-4 * m * bytes_of[1::2]).half())
+        for power in (-1024, -64, -32, -4, 4):
+            (got,) = run_ptx(packed_offsets._times_asm(power), 1, [word_of(both)])
+            assert torch.equal(got, (power * both.double()).half())
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def test_several_matrices_compiled_for_hopper(kind, num_tokens):
 # definition of the layout.
 
 
-def _half2(word):
+def halves_of_word(word):
     return (
         torch.tensor([word & 0xFFFF, word >> 16], dtype=torch.int32)
         .to(torch.int16)
@@ -293,7 +293,7 @@ def _half2(word):
     )
 
 
-def _word(halves):
+def word_of(halves):
     low, high = (int(v) & 0xFFFF for v in halves.view(torch.int16))
     return low | high << 16
 
@@ -316,7 +316,7 @@ def run_ptx(text, outputs, operands):
         )
 
     def float16(f):
-        return lambda *args: _word(f(*(_half2(x).double() for x in args)).half())
+        return lambda *args: word_of(f(*(halves_of_word(x).double() for x in args)).half())
 
     instructions = {
         "mov.b32": lambda a: a,
@@ -333,7 +333,7 @@ def run_ptx(text, outputs, operands):
         name, rest = line.split(" ", 1)
         to, *args = (arg.strip() for arg in rest.split(","))
         registers[to] = instructions[name](*map(value, args))
-    return [_half2(registers[f"${i}"]) for i in range(outputs)]
+    return [halves_of_word(registers[f"${i}"]) for i in range(outputs)]
 
 
 @KINDS
@@ -365,7 +365,7 @@ def test_ptx_unpacks_what_the_layout_says(kind):
             scale = 1
             if fmt.scale_code == "power":
                 scale = 2.0 ** (pair - seed)
-                operands += [_word(torch.tensor([scale, scale]).half())]
+                operands += [word_of(torch.tensor([scale, scale]).half())]
             elif fmt.scale_code == "e4m3":
                 stored = (seed * 61 + pair * 37) % 256
                 operands += [stored | 0x5A00] * 2

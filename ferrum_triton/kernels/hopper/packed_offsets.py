@@ -61,7 +61,7 @@ def _times_asm(power):
     """PTX: $0 = the pair $1 times a power of two, 1 and more, or minus one."""
     exponent = 14 + abs(power).bit_length()
     half = (exponent << 10) + ((1 << 15) if power < 0 else 0)
-    return f"{{ .reg .b32 n; mov.b32 n, {half * 0x10001:#x}; mul.rn.f16x2 $0, $1, n; }}"
+    return f"{{\n.reg .b32 n;\nmov.b32 n, {half * 0x10001:#x};\nmul.rn.f16x2 $0, $1, n;\n}}"
 
 
 @gluon.jit
