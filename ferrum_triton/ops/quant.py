@@ -313,7 +313,7 @@ def _(make, kind, m, n, num_blocks):
     + [
         product_case(f"{kind}:planes", m, n, k)
         for kind in ("Q8_0", "Q5_K", "Q4_Z", "Q4_1", "IQ4_NL")
-        for m in (64, 256, 1024)
+        for m in (64, 128, 256, 1024)
         for n, k in SHAPES
     ]
     + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)]

@@ -22,7 +22,7 @@ BLOCK, STEP, ROWS = 256, 64, 64
 WARPGROUPS = 2
 TILE_ROWS = WARPGROUPS * ROWS
 # What activations are arranged in: of each block the steps, of 16 weights of each of four threads.
-ORDER = Order(words=BLOCK // 8, halves=BLOCK // STEP, sums=0)
+ORDER = Order(words=BLOCK // 8, halves=BLOCK // STEP, sums=0, early=True)
 # Bytes of a token's sums over a block's groups: eight, in two float16 each.
 SUMS_BYTES = 32
 
