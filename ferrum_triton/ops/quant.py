@@ -325,7 +325,8 @@ def gemm_quant(a: Tensor, blocks: Tensor, kind: str, wide: bool = False) -> Tens
     """y[m, n] = Σₖ a[m, k] · W[n, k] for any number of rows of a.
 
     W is decoded exactly and, where m > 8, rounded to a's dtype for the tensor cores, over planes to
-    float16; sums are in float32. A weight beyond float16's 65504 may then count as infinite.
+    float16; sums are in float32. A weight beyond float16's 65504 may then count as infinite, and
+    so may one of a group whose scale is 64 or more.
 
     Args:
         a: [m, K].

@@ -12,7 +12,8 @@ A step is 64 of K, and several may be multiplied in a row. In turns, a warpgroup
 multiplies it and waits, and other warpgroups fill the time: with few tokens, two programs on an SM.
 Overlapped, it has the next row's codes ready before it waits for the products, and only scales them
 afterwards: a fragment that is written while a product is in flight would have the assembler wait
-for each product (C7513). Unpacking takes four instructions for a pair of weights either way.
+for each product (C7513). Unpacking takes four instructions for a pair of weights either way, and
+three where what a group of weights has in common is a product of its own (:mod:`.packed_offsets`).
 
 A stage of weights may come with its block's activations. *Joined*, a warpgroup waits once for a
 block; with two rings it waits for the weights, and for the activations of every row of steps. 256
