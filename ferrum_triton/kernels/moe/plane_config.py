@@ -123,7 +123,7 @@ _MIXES_OF = {
 # Pairs up to which programs are few, whatever the number of experts.
 FEW_PAIRS = 16
 # Pairs of an expert on average up to which :class:`Quads` take less time.
-MOST_BY_QUADS = 6
+MOST_BY_QUADS = 7
 # The most steps of a program's loop, by the pairs of a tile, for mixes that do not say. A tile that
 # has more steps is a program of its own.
 STEPS = {8: 32, 16: 16, 32: 16, 64: 32}
@@ -179,11 +179,12 @@ def quads_heuristic(
 ) -> Quads | None:
     """Tiles of eight pairs where an expert has few, or None where mixes are the way.
 
-    On Hopper they take less time up to six pairs an expert on average. The layer of
+    On Hopper they take less time up to seven pairs an expert on average. The layer of
     bench.moe_layer by 64 tokens, all in it: int4 103.6 us for 111.3, Q4_K 111.6 for 122.8, Q6_K 158
     for 180, Q8_0 168 for 198, Q3_K 131 for 181, Q5_K 149 for 150; by 96 tokens Q4_K 131 for 144, by
     128 151 for 140 (``bench.timing.Replay`` of its calls under ``TILES.forced`` and
-    ``GATE_UP_TILES.forced`` of each, H200, what became 47e016c).
+    ``GATE_UP_TILES.forced`` of each, H200, what became 47e016c). By 112 Q4_K takes 143.6 us for
+    144.9 and int4 121.7 for 129.0 (``bench.moe_layer``, 86fca41, as it was and with seven).
 
     Formats without integer scales have registers for more warps: with gate and up on 20 warps of an
     SM int4 takes 105.1 us, and 105.8 with them on 16 (the same, one run).
