@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from ferrum_triton import InputError, get_backend
+from ferrum_triton.backends import door as door_module
 from ferrum_triton.backends.door import make_door
 from ferrum_triton.backends.triton_provider import load_kernels
 from ferrum_triton.contract import LEAST
@@ -371,6 +372,23 @@ def test_doors_that_replay_know_calls_by_as_much(op):
         if name in LEAST:
             with pytest.raises(InputError, match="finite"):
                 door(**clone(good) | {name: float("nan")})
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_layouts_of_one_shape_are_told_apart(device_type):
+    """On a GPU, but for steps that nobody takes."""
+    parts = door_module._tensor_key("x", False, device_type)
+
+    def known_by(x):
+        return tuple(eval(part, {"x": x}) for part in parts)
+
+    square, row = torch.randn(8, 8), torch.randn(1, 8)
+    alike = [square.T, torch.randn(8, 16)[:, :8], torch.randn(8, 32)[:, ::4], torch.randn(8)[None]]
+    keys = [known_by(x.expand(8, 8)) for x in (square, *alike)]
+    assert len(set(keys)) == len(keys)
+    assert known_by(square) == known_by(square.clone())
+    stepped = torch.as_strided(row, (1, 8), (100, 1))
+    assert (known_by(stepped) == known_by(row)) == (device_type == "cuda")
 
 
 @pytest.mark.parametrize("backend_name", ["cpu", "interpret"])

@@ -131,10 +131,8 @@ def _source_of(op: Op, device_type: str, replayed: list[str] | None) -> tuple[st
     ]
     outs = ["out"] if op.has_out else []
     optional = {n for n in op.contract.specs if parameters[n].annotation is not Tensor} | {*outs}
-    # An index names a CUDA device as well as a torch.device does, for a third of the time.
-    device_key = "{}.get_device()" if device_type == "cuda" else "{}.device"
     tensors = [*op.contract.specs, *(outs if op.num_outputs == 1 else [])]
-    parts = [part for n in tensors for part in _tensor_key(n, n in optional, device_key)]
+    parts = [part for n in tensors for part in _tensor_key(n, n in optional, device_type)]
     # Of calls that are replayed, only the first of a kind is asked for negative views. They come
     # from complex numbers, and most are refused for their stride; asking takes 130 ns a tensor
     # (python -m timeit -s "import torch; x = torch.randn(4, 64)" "x.is_neg()").
@@ -249,18 +247,19 @@ def check(op: Op, arguments: dict[str, Any], device_type: str) -> None:
         op.contract.check_memory(arguments, (out,) if isinstance(out, Tensor) else out)
 
 
-def _tensor_key(name: str, optional: bool, device_key: str) -> list[str]:
+def _tensor_key(name: str, optional: bool, device_type: str) -> list[str]:
     """What a tensor is known by; its class tells a FakeTensor, which has no memory.
 
-    A contiguous tensor's strides follow from its shape, but for steps that nobody takes. To ask
+    On CUDA an index names a device as well as a torch.device does, for a third of the time. And a
+    contiguous tensor's strides follow from its shape, but for steps that nobody takes: to ask
     whether it is one costs 99 ns, and its strides 182 (as ``increment_version`` above, of a tensor
-    of four sizes). A tensor of MKL-DNN says that it is contiguous, but there is none on a GPU.
+    of four sizes). Tensors of MKL-DNN, which say that they are, lie on CPUs.
     """
-    strides = f"{name}.stride()"
-    if device_key.endswith("get_device()"):
-        strides = f"{name}.is_contiguous() or {strides}"
-    parts = [f"{name}.shape", strides, f"{name}.dtype", f"{name}.__class__"]
-    parts.append(device_key.format(name))
+    if device_type == "cuda":
+        strides, device = f"{name}.is_contiguous() or {name}.stride()", f"{name}.get_device()"
+    else:
+        strides, device = f"{name}.stride()", f"{name}.device"
+    parts = [f"{name}.shape", strides, f"{name}.dtype", f"{name}.__class__", device]
     return [f"({', '.join(parts)}) if {name} is not None else None"] if optional else parts
 
 

@@ -1,17 +1,19 @@
-"""Minimums and zeros of packed weights as a product of their own, with sums of activations.
+"""Minimums and zeros of packed weights, taken off by a product of their own.
 
-A weight of a group of 32 is scale · code - offset, the scale being d, or d times the group's
+A weight of a group of 32 is scale · code - offset, where the scale is d, or d times the group's
 integer. So
 
     Σₖ a[k] · w[k]  =  Σₖ a[k] · (scale · code[k])  -  Σ over groups of offset · (Σ a of the group)
 
-and of the first product's weights one instruction makes what is masked out of a word, M + code:
-(M + code) · scale - M · scale, rounded once. An offset in its last term would be rounded to a part
-of M · scale, and M is up to 1024 times a code's step. The second product is one instruction for a
-block: the offsets of its eight groups by eight sums, and again by what rounding took off these.
+The weights of the first sum take one instruction a pair. A code that is masked out of its word is
+M + code, M being 1024 or 64, and one fused multiply-add makes (M + code) · scale - M · scale of it,
+rounded once. The last term has no room for the offset as well: it is rounded itself, to a 2048th of
+M · scale. So a second product takes the offset off, which is one instruction for a block. Its
+operand holds the offsets of the block's eight groups twice: for the sums of activations, and for
+what rounding took off those sums.
 
-What is rounded is the scale, to float16; scale · code, which lies further from 0 than the weight;
-and the offset. A scale of 64 and more makes M · scale infinite and its row's results NaN.
+Three things are rounded to float16: the scale; scale · code, which is larger than the weight; and
+the offset. A scale of 64 or more makes M · scale infinite, and its row's results NaN.
 """
 
 from triton.experimental import gluon
