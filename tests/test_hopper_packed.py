@@ -301,7 +301,7 @@ TRIED = [
     ("Q4_K", 256, PackedConfig(256, 1, True, False, 1, 3, 4), {}),
     ("Q4_Z", 32, PackedConfig(32, 4, True, True, 1, 8, 2), {"matrices": 2, "activation": "silu"}),
     ("Q4_K", 16, PackedConfig(16, 2, False, True, 2, 3, 0, True), {"matrices": 3}),
-    ("Q4_0", 32, PackedConfig(32, 4, False, False, 2, 2, 0, True), {}),
+    ("Q4_0", 32, PackedConfig(32, 2, False, False, 2, 2, 0, True), {}),
     ("Q4_K", 128, PackedConfig(128, 2, True, True, 1, 4, 3, True), {}),
     ("Q4_Z", 256, PackedConfig(256, 1, True, False, 1, 2, 4, True), {}),
     ("Q5_K", 64, PackedConfig(64, 2, False, False, 1, 3, 0, True), {"matrices": 2, **GELU}),

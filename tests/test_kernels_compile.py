@@ -64,7 +64,7 @@ ALSO = {
     "gemv_quant/q4_K/n4096k12288/m2": ("gfx942",),
     "linear_quant_open_norm/q4_K/n4096k4096/m1": ("gfx942",),
     "mlp_quant_moe_id/q4_k:planes_q4_k:planes/e128k8h2048i768/m32": ("sm_100",),
-    "moe_align_block_size/e128k8/m4096": ("sm_80", "gfx942"),
+    "moe_align_block_size/e128k8/m4096": ("sm_80", "sm_100", "gfx942"),
     "open_norm_quant_qkv/q4_K/n6144k4096/m16": ("sm_80", "sm_100", "gfx942"),
     "softmax_rows/bf16/n4096/m1": ("sm_100",),
     "softmax_rows/bf16/n152064/m64": ("sm_80", "gfx942"),
