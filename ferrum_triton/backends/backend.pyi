@@ -593,7 +593,8 @@ class Backend:
         """y[m, n] = Σₖ a[m, k] · W[n, k] for any number of rows of a.
 
         W is decoded exactly and, where m > 8, rounded to a's dtype for the tensor cores, over planes to
-        float16; sums are in float32. A weight beyond float16's 65504 may then count as infinite.
+        float16; sums are in float32. A weight beyond float16's 65504 may then count as infinite, and
+        so may one of a group whose scale is 64 or more.
 
         Args:
             a: [m, K].
