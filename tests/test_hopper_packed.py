@@ -88,13 +88,17 @@ LIMITS = {torch.float16: 1e-6, torch.bfloat16: 6e-6, torch.float32: 1e-6}
 
 
 @pytest.mark.parametrize(
-    ("kind", "config"),
-    [*zip(KINDS, itertools.cycle(CONFIGS)), *(("Q4_K", c) for c in CONFIGS)],
+    ("kind", "config"), [*zip(KINDS, itertools.cycle(CONFIGS)), *(("Q4_K", c) for c in CONFIGS)]
 )
 def test_values(kind, config):
-    a, blocks = tokens(20, 512), [matrix(kind, 330, 512)]
+    assert_values(kind, config)
+
+
+def assert_values(kind, config, m=20, n=330, k=512, dtype=torch.float16, scale=1):
+    """The product is right, and its tickets are left at zero."""
+    a, blocks = tokens(m, k, dtype) * scale, [matrix(kind, n, k)]
     y, tickets = emulate(a, blocks, kind, config)
-    assert error(y, wanted(a, blocks, kind)) < LIMITS[a.dtype]
+    assert error(y, wanted(a, blocks, kind)) < LIMITS[dtype]
     assert not tickets.any()
 
 
@@ -108,9 +112,7 @@ def test_values(kind, config):
     ],
 )
 def test_odd_sizes(kind, m, n, k, dtype):
-    a, blocks = tokens(m, k, dtype) * 100, [matrix(kind, n, k)]
-    y, _ = emulate(a, blocks, kind, SMALL._replace(overlapped=m > 9))
-    assert error(y, wanted(a, blocks, kind)) < LIMITS[dtype]
+    assert_values(kind, SMALL._replace(overlapped=m > 9), m, n, k, dtype, scale=100)
 
 
 def test_what_is_added():
@@ -140,9 +142,12 @@ def test_matrices_side_by_side(config, counts):
 def test_gate_and_up(config, kind, activation):
     a, blocks = tokens(20, 512), [matrix(kind, 100, 512, seed=i) for i in range(2)]
     y, _ = emulate(a, blocks, kind, config, a.new_empty(20, 100), activation=activation)
+    assert error(y, gated(a, blocks, kind, activation)) < 2 * LIMITS[a.dtype]
+
+
+def gated(a, blocks, kind, activation):
     gate, up = wanted(a, blocks, kind).chunk(2, 1)
-    want = (gelu_tanh(gate) if activation == "gelu_tanh" else gate * gate.sigmoid()) * up
-    assert error(y, want) < 2 * LIMITS[a.dtype]
+    return (gelu_tanh(gate) if activation == "gelu_tanh" else gate * gate.sigmoid()) * up
 
 
 @pytest.mark.parametrize(
@@ -168,9 +173,14 @@ NOT_SEEN = {"gl.thread_barrier()"}
 
 
 def test_every_synchronisation_is_needed():
+    seen = assert_every_mutant_fails([SMALL, SMALL._replace(overlapped=True, span=4)])
+    assert len(seen) == 7, seen
+
+
+def assert_every_mutant_fails(variants):
+    """Whatever is left out, one of the configurations notices; what was left out."""
     a, blocks = tokens(20, 512), [matrix("Q4_K", 330, 512)]
     want, seen = wanted(a, blocks, "Q4_K"), []
-    variants = [SMALL, SMALL._replace(overlapped=True, span=4)]
     for mutant in mutants(packed_kernel.jit):
         if mutant.text in NOT_SEEN:
             continue
@@ -184,7 +194,7 @@ def test_every_synchronisation_is_needed():
                 break
         else:
             pytest.fail(str(mutant))
-    assert len(seen) == 7, seen
+    return seen
 
 
 def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():

@@ -5,10 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ferrum_triton.gluon_emulator import EmulationError
-from ferrum_triton.gluon_emulator.mutants import mutants
 from ferrum_triton.kernels.hopper import packed_offsets
-from ferrum_triton.kernels.hopper.packed import packed_kernel
 from ferrum_triton.kernels.quant.activations import GROUP, Order, arrange
 from ferrum_triton.kernels.quant.fragments import (
     LARGEST_SCALE,
@@ -24,16 +21,17 @@ from ferrum_triton.kernels.quant.packed_config import (
     packed_fits,
     shared_bytes,
 )
-from ferrum_triton.ops.elementwise import gelu_tanh
 from ferrum_triton.quant import FORMATS
 from tests.test_hopper_packed import (
     CONFIGS,
     HOPPER,
     KINDS,
     LIMITS,
-    NOT_SEEN,
+    assert_every_mutant_fails,
+    assert_values,
     emulate,
     error,
+    gated,
     matrix,
     tokens,
     wanted,
@@ -101,10 +99,7 @@ def test_ptx_scales_and_offsets():
     ("kind", "config"), [*zip(OFFSET, itertools.cycle(SUMMED)), *(("Q4_K", c) for c in SUMMED)]
 )
 def test_values(kind, config):
-    a, blocks = tokens(20, 512), [matrix(kind, 330, 512)]
-    y, left = emulate(a, blocks, kind, config)
-    assert error(y, wanted(a, blocks, kind)) < LIMITS[a.dtype]
-    assert not left.any()
+    assert_values(kind, config)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +113,7 @@ def test_values(kind, config):
 )
 @pytest.mark.parametrize("config", [SMALL, JOINED])
 def test_odd_sizes(kind, m, n, k, dtype, config):
-    a, blocks = tokens(m, k, dtype) * 100, [matrix(kind, n, k)]
-    y, _ = emulate(a, blocks, kind, config)
-    assert error(y, wanted(a, blocks, kind)) < LIMITS[dtype]
+    assert_values(kind, config, m, n, k, dtype, scale=100)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q4_Z"])
@@ -140,9 +133,7 @@ def test_activations_of_one_sign(kind):
 def test_gate_and_up(config, kind, activation):
     a, blocks = tokens(20, 512), [matrix(kind, 100, 512, seed=i) for i in range(2)]
     y, _ = emulate(a, blocks, kind, config, a.new_empty(20, 100), activation=activation)
-    gate, up = wanted(a, blocks, kind).chunk(2, 1)
-    want = (gelu_tanh(gate) if activation == "gelu_tanh" else gate * gate.sigmoid()) * up
-    assert error(y, want) < 2 * LIMITS[a.dtype]
+    assert error(y, gated(a, blocks, kind, activation)) < 2 * LIMITS[a.dtype]
 
 
 def test_three_matrices_and_what_is_added():
@@ -178,20 +169,7 @@ def test_sums_are_the_same_in_whatever_order_programs_run(config):
 
 def test_every_synchronisation_is_needed():
     """Of sums that come with a stage of weights while activations have a ring of their own."""
-    a, blocks = tokens(20, 512), [matrix("Q4_K", 330, 512)]
-    want = wanted(a, blocks, "Q4_K")
-    for mutant in mutants(packed_kernel.jit):
-        if mutant.text in NOT_SEEN:
-            continue
-        for config, seed in itertools.product((SMALL, JOINED), range(4)):
-            try:
-                y, left = emulate(a, blocks, "Q4_K", config, seed=seed, mutant=mutant)
-            except EmulationError:
-                break
-            if not error(y, want) < LIMITS[a.dtype] or left.any():
-                break
-        else:
-            pytest.fail(str(mutant))
+    assert assert_every_mutant_fails([SMALL, JOINED])
 
 
 def test_sums_over_groups_are_exact_in_two_parts():

@@ -99,7 +99,7 @@ def fragments(steps, below, FIRST: gl.constexpr, TILE: gl.constexpr):
     """First operands of products; a block's first row of steps has its offsets' behind them.
 
     Args:
-        below: of :func:`offsets_of`.
+        below: the block's offsets, as :func:`offsets_of` returns them.
     """
     LAYOUT: gl.constexpr = operand_layout(TILE.tokens)
     SPAN: gl.constexpr = TILE.span
@@ -328,7 +328,7 @@ def buffers_of(desc, NUMBER: gl.constexpr):
 
 
 class TokenRing(NamedTuple):
-    """A :class:`Ring` of activations, and their sums, which go by the ring of weights; or None."""
+    """A :class:`Ring` of activations, and their sums or None, which use the barriers of weights."""
 
     buffers: Any
     full: Any

@@ -102,7 +102,7 @@ def coded(block, J: gl.constexpr, TILE: gl.constexpr):
     ASM: gl.constexpr = TILE.asm
     CONSTRAINTS: gl.constexpr = codes_constraints(FORMAT)
     PLACES: gl.constexpr = TILE.places
-    # Thread's weights of 32 that share a scale are two steps.
+    # A thread's 32 weights that share a scale are two steps.
     if FORMAT.scale_code == "":
         scale = lower_twice(block.d[J // 2])
     else:

@@ -263,7 +263,7 @@ def unpacked(block, J: gl.constexpr, TILE: gl.constexpr):
     CONSTRAINTS: gl.constexpr = constraints_of(FORMAT)
     _, _, s, d = block
     args = words_of_step(block, J, TILE)
-    # Thread's weights of 32 that share a scale are two steps.
+    # A thread's 32 weights that share a scale are two steps.
     of_step = d[J // 2] if SCALES == "" else d[0]
     scale = lower_twice(of_step)
     low = scale
