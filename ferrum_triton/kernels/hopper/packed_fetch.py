@@ -1,9 +1,8 @@
 """The two warps of a packed product that ask for what others multiply: weights, and activations.
 
-Weights are asked for before the kernel that arranges the activations has ended (PDL), but only a
-quarter of a ring of them, one stage at least: the rest would stand in TMA's queue before the first
-activations. Tokens past the last one are zeros by the tensor map, and so are rows past a matrix's
-last one.
+Weights are asked for before the kernel that arranges the activations has ended (PDL), but only two
+stages of them: more would stand in TMA's queue before the first activations. Tokens past the last
+one are zeros by the tensor map, and so are rows past a matrix's last one.
 """
 
 from typing import Any, NamedTuple
@@ -128,12 +127,12 @@ def copy_sums(maps, row, k, x, w, step, TILE: gl.constexpr):
 def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for weights."""
     share = share_of_program(sizes, TILE.streamed)
-    # Q4_K 4096x14336 by 64 tokens takes 24.7 us with all of a ring asked for ahead, 24.4 with half
-    # and 24.1 with a quarter (``bench.timing.Replay`` of ``gemm_quant``, H200, 186cdb5, that with
-    # half, and af67162). One of three stages is better than none: 4096x4096 takes 13.4 us and not
-    # 13.6, 28672x4096 37.9 and not 38.2 (``Replay`` of ``gemm_quant`` under ``products.forced``,
-    # H200, copies of what became 3be7f18 that read the activations' map once more ahead of these).
-    AHEAD: gl.constexpr = TILE.stages // 4 if TILE.stages >= 4 else 1
+    # Q4_K 4096x14336 by 64 tokens takes 22.2 us with one of three stages asked for ahead and 22.0
+    # with two, 4096x4096 13.1 and 12.7, 28672x4096 by 16 24.7 and 24.4. All of a ring is slower
+    # than a part: 24.7 us for 24.1 with a quarter of it. So is what lies behind the ring, asked for
+    # into L2: 25.2 us (``bench.run gemm_quant`` in turns, H200, c7cf68a with each; of a whole ring
+    # ``bench.timing.Replay`` of ``gemm_quant``, 186cdb5 and af67162).
+    AHEAD: gl.constexpr = min(2, TILE.stages - 1)
     BYTES: gl.constexpr = TILE.block_bytes
     MATRICES: gl.constexpr = TILE.matrices
     to = ring.buffers
