@@ -51,9 +51,11 @@ from ferrum_triton.kernels.quant.small_m import (
     small_m_product,
 )
 from ferrum_triton.kernels.quant.small_m_config import (
+    MOST_WARPS,
     SmallM,
     small_m_candidates,
     small_m_heuristic,
+    small_m_refusal,
 )
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 from ferrum_triton.kernels.tuning import Tunable
@@ -145,7 +147,7 @@ def heuristic(
     """What to launch for 16-bit activations where nothing was measured; see :data:`products`."""
     shape = (kind, bucket, num_tokens, num_rows, num_groups)
     if bucket == "few":
-        if not fits(gpu, small_m(SmallM(1)), *shape):
+        if not fits(gpu, small_m(SmallM(MOST_WARPS)), *shape):
             return small_m(small_m_heuristic(gpu, kind, num_rows, num_groups // 8))
         return gemv_heuristic(kind, num_tokens, num_rows, num_groups)
     if num_tokens <= FEW:
@@ -301,7 +303,9 @@ def fits(
         return ""
     if path == "small_m":
         takes = FEWEST_TOKENS <= num_tokens <= MOST_TOKENS and num_groups % 8 == 0
-        return "" if ptx and takes and num_rows >= 16 else "small_m takes 3 to 8 tokens by blocks"
+        if not (ptx and takes and num_rows >= 16):
+            return "small_m takes 3 to 8 tokens by blocks"
+        return small_m_refusal(gpu, small_m_of(config), num_rows, num_groups // 8)
     if path == "mma":
         tile, least = mma_config(config), least_tile(gpu, kind, num_tokens)
         # The nearest row to 17 tokens is that of 16, whose tile would take them in two. Where 16

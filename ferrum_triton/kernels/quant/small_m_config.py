@@ -11,10 +11,12 @@ from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 from ferrum_triton.quant.formats import FORMATS
 
-# Warps for an SM from which on they are more than run at once where activations are loaded early:
-# an SM holds 23 of Q4_0, whose threads have 81 registers then, which count as 88
-# (``compile_launch`` of ``gemm_quant`` for sm_90, 9b9811a).
-FULL_WARPS = 24
+# Warps that run on an SM at once: of 128 registers a thread, and of formats below eight bits that
+# have no integer scales. Q4_0's threads have 81 registers where activations are loaded early, which
+# count as 88 (``compile_launch`` of ``gemm_quant`` for sm_90, 9b9811a).
+WARPS, LIGHT_WARPS = 16, 23
+# Warps of a program at most.
+MOST_WARPS = 8
 
 
 class SmallM(NamedTuple):
@@ -31,6 +33,31 @@ class SmallM(NamedTuple):
     late_tokens: bool = False
 
 
+def warps_at_once(kind: str) -> int:
+    """Warps of a product that run on an SM at once, as far as the launch's rules go."""
+    fmt = FORMATS[kind]
+    return WARPS if fmt.scale_code or fmt.bits == 8 else LIGHT_WARPS
+
+
+def programs_alone(kind: str, num_blocks: int) -> int:
+    """Programs of one warp for an SM up to which they gain over those of two that run in turns.
+
+    By eight tokens of Q8_0 30720x4096 takes 33.9 us on 1 warp and 35.1 on 2, 24576x8192 55.1 and
+    75.7. Of Q4_K 24576x4096 takes 20.5 and 21.8, 22016x11008 48.5 and 50.7, but 24576x8192 41.8 and
+    39.1, 25600x5120 27.6 and 26.6. Codebooks are looked up: of IQ4_NL 24576x4096 takes 28.0 and
+    26.8 (``bench.behind.time_call`` of ``gemm_quant``, H200, d6a1879 with each).
+    """
+    fmt = FORMATS[kind]
+    if fmt.bits == 8:
+        return WARPS
+    return 12 if num_blocks <= 16 and not fmt.values else 11
+
+
+def most_warps(num_blocks: int) -> int:
+    """Warps that share a row of so many blocks of 256 weights at most."""
+    return min(MOST_WARPS, previous_power_of_2(max(num_blocks // 4, 1)))
+
+
 def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> SmallM:
     """Warps of a program: as many as share a row's blocks, if all programs run at once.
 
@@ -38,25 +65,43 @@ def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> Sm
     on 2 warps, 14.1 on 4 and 19.5 on 8; 5120x25600 29.6 on 4 and 34.5 on 8; 4096x14336 14.1 on 8
     and 16.9 on 4.
 
-    On Hopper, formats without integer scales have more choices. Where the grid has FULL_WARPS for
-    an SM, unrolled loops with late tokens gain, except Q8_0's: 28672x4096 by eight tokens of Q4_0
-    takes 20.1 us so and 23.8 without, of Q4_1 22.3 and 24.7. Elsewhere unrolling alone gains,
+    On Hopper one warp gains where two do not run at once, up to :func:`programs_alone`. Where they
+    do, they gain: 16384x4096 by eight tokens of Q4_K takes 13.9 us on 2 warps and 17.7 on 1.
+
+    There formats without integer scales have more choices. Where the grid has more warps than run
+    at once, unrolled loops with late tokens gain, except Q8_0's: 28672x4096 by eight tokens of
+    Q4_0 takes 20.1 us so and 23.8 without, of Q4_1 22.3 and 24.7. Elsewhere unrolling alone gains,
     except where there are minimums: 4096x14336 of Q4_0 takes 13.5 us so and 17.5 without, of Q4_1
     15.2 and 13.3 (``device_us`` of ``gemm_quant`` under ``products.forced``, H200, what became
     a2d8e4f).
     """
     programs = cdiv(num_rows, 16)
-    warps = 8
-    while warps > 2 and programs > gpu.num_sms * (16 // warps):
+    warps = MOST_WARPS
+    while warps > 2 and programs * warps > gpu.num_sms * WARPS:
         warps //= 2
-    launch = SmallM(min(warps, previous_power_of_2(max(num_blocks // 4, 1))))
-    fmt = FORMATS[kind]
-    if fmt.scale_code or gpu.capability[0] != 9:
+    fmt, on_hopper = FORMATS[kind], gpu.capability[0] == 9
+    if on_hopper and programs * warps > gpu.num_sms * warps_at_once(kind):
+        if programs <= gpu.num_sms * programs_alone(kind, num_blocks):
+            warps = 1
+    launch = SmallM(min(warps, most_warps(num_blocks)))
+    if fmt.scale_code or not on_hopper:
         return launch
-    if programs * launch.warps >= gpu.num_sms * FULL_WARPS:
+    if programs * launch.warps > gpu.num_sms * LIGHT_WARPS:
         gains = fmt.bits < 8
         return launch._replace(unrolled=gains, late_tokens=gains)
     return launch._replace(unrolled=not fmt.has_minimum)
+
+
+def small_m_refusal(gpu: Gpu, launch: SmallM, num_rows: int, num_blocks: int) -> str:
+    """Why a launch measured at another shape is none for this one; "" if it can be.
+
+    Programs of twice the warps would all run at once, and take less time: 14336x4096 by eight
+    tokens of Q4_K 13.6 us on two warps and 17.5 on one (see :func:`small_m_heuristic`).
+    """
+    twice = 2 * launch.warps
+    if twice <= most_warps(num_blocks) and cdiv(num_rows, 16) * twice <= gpu.num_sms * WARPS:
+        return f"programs of {twice} warps run at once too"
+    return ""
 
 
 def small_m_candidates(kind: str) -> list[SmallM]:
