@@ -42,15 +42,19 @@ def warps_at_once(kind: str) -> int:
 def programs_alone(kind: str, num_blocks: int) -> int:
     """Programs of one warp for an SM up to which they gain over those of two that run in turns.
 
-    By eight tokens of Q8_0 30720x4096 takes 33.9 us on 1 warp and 35.1 on 2, 24576x8192 55.1 and
-    75.7. Of Q4_K 24576x4096 takes 20.5 and 21.8, 22016x11008 48.5 and 50.7, but 24576x8192 41.8 and
-    39.1, 25600x5120 27.6 and 26.6. Codebooks are looked up: of IQ4_NL 24576x4096 takes 28.0 and
-    26.8 (``bench.behind.time_call`` of ``gemm_quant``, H200, d6a1879 with each).
+    By eight tokens of Q8_0 30720x4096 takes 33.4 us on 1 warp and 35.1 on 2, 24576x8192 53.9 and
+    75.7. Of Q4_K 24576x4096 takes 20.5 and 21.8, 28672x4096 23.3 and 23.8, 22016x11008 48.5 and
+    50.7, but 24576x8192 41.8 and 39.1, 25600x5120 27.6 and 26.6. Of Q6_K 24576x4096 takes 25.0 and
+    26.4, but 28672x4096 29.0 and 28.4; of Q4_0, with unrolled loops and late tokens, 22.3 and 19.8.
+    Codebooks are looked up: of IQ4_NL 24576x4096 takes 28.0 and 26.8 (``bench.behind.time_call`` of
+    ``gemm_quant``, H200, d6a1879 and 8b1f087 with each).
     """
     fmt = FORMATS[kind]
     if fmt.bits == 8:
         return WARPS
-    return 12 if num_blocks <= 16 and not fmt.values else 11
+    if num_blocks > 16 or fmt.values:
+        return 11
+    return 14 if fmt.bits == 4 and fmt.scale_code else 12
 
 
 def most_warps(num_blocks: int) -> int:
@@ -73,7 +77,7 @@ def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> Sm
     Q4_0 takes 20.1 us so and 23.8 without, of Q4_1 22.3 and 24.7. Elsewhere unrolling alone gains,
     except where there are minimums: 4096x14336 of Q4_0 takes 13.5 us so and 17.5 without, of Q4_1
     15.2 and 13.3 (``device_us`` of ``gemm_quant`` under ``products.forced``, H200, what became
-    a2d8e4f).
+    a2d8e4f). One warp of Q8_0's takes 31.1 us without and 31.7 so.
     """
     programs = cdiv(num_rows, 16)
     warps = MOST_WARPS
@@ -89,7 +93,8 @@ def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> Sm
     if programs * launch.warps > gpu.num_sms * LIGHT_WARPS:
         gains = fmt.bits < 8
         return launch._replace(unrolled=gains, late_tokens=gains)
-    return launch._replace(unrolled=not fmt.has_minimum)
+    is_alone = fmt.bits == 8 and launch.warps == 1
+    return launch._replace(unrolled=not fmt.has_minimum and not is_alone)
 
 
 def small_m_refusal(gpu: Gpu, launch: SmallM, num_rows: int, num_blocks: int) -> str:
