@@ -4,12 +4,12 @@
 
 SOURCE is a Hugging Face directory or a GGUF file that transformers reads, of Llama, Mistral or
 Qwen2. TARGET is a directory to make. It holds the hidden size, the width of attention and the
-intermediate size rounded up: groups of 128 columns fit models then which have none of their own.
+intermediate size rounded up, so that groups of 128 columns fit.
 
 What is added is zero. Added heads have values of zero and meet no weights of the output. Added
-elements of the residual stream stay zero. They make the mean of squares smaller, by a factor that
-the norms' epsilon is given too, and whose root their weights are given. So logits are the same, but
-for rounding.
+elements of the residual stream stay zero. They lower its mean of squares by a factor: epsilon of
+the norms is multiplied by it, and their weights by its root. So logits are the same, but for
+rounding.
 """
 
 from __future__ import annotations

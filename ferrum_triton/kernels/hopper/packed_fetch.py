@@ -129,9 +129,12 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.conste
     share = share_of_program(sizes, TILE.streamed)
     # Q4_K 4096x14336 by 64 tokens takes 22.2 us with one of three stages asked for ahead and 22.0
     # with two, 4096x4096 13.1 and 12.7, 28672x4096 by 16 24.7 and 24.4. All of a ring is slower
-    # than a part: 24.7 us for 24.1 with a quarter of it. So is what lies behind the ring, asked for
-    # into L2: 25.2 us (``bench.run gemm_quant`` in turns, H200, c7cf68a with each; of a whole ring
-    # ``bench.timing.Replay`` of ``gemm_quant``, 186cdb5 and af67162).
+    # than a part: 24.7 us, 24.4 with half and 24.1 with a quarter. So is what lies behind the ring,
+    # asked for into L2: 25.2 us (``bench.run gemm_quant`` in turns, H200, c7cf68a with each; of
+    # larger rings ``bench.timing.Replay`` of ``gemm_quant``, 186cdb5, that with half, and af67162).
+    # One of three stages is better than none: 4096x4096 takes 13.4 us and not 13.6, 28672x4096 37.9
+    # and not 38.2 (``Replay`` of ``gemm_quant`` under ``products.forced``, H200, copies of what
+    # became 3be7f18 that read the activations' map once more ahead of these).
     AHEAD: gl.constexpr = min(2, TILE.stages - 1)
     BYTES: gl.constexpr = TILE.block_bytes
     MATRICES: gl.constexpr = TILE.matrices

@@ -51,7 +51,6 @@ from ferrum_triton.kernels.quant.small_m import (
     small_m_product,
 )
 from ferrum_triton.kernels.quant.small_m_config import (
-    MOST_WARPS,
     SmallM,
     small_m_candidates,
     small_m_heuristic,
@@ -147,7 +146,7 @@ def heuristic(
     """What to launch for 16-bit activations where nothing was measured; see :data:`products`."""
     shape = (kind, bucket, num_tokens, num_rows, num_groups)
     if bucket == "few":
-        if not fits(gpu, small_m(SmallM(MOST_WARPS)), *shape):
+        if small_m_takes(gpu, num_tokens, num_rows, num_groups):
             return small_m(small_m_heuristic(gpu, kind, num_rows, num_groups // 8))
         return gemv_heuristic(kind, num_tokens, num_rows, num_groups)
     if num_tokens <= FEW:
@@ -280,6 +279,12 @@ def persistent(
     }
 
 
+def small_m_takes(gpu: Gpu, num_tokens: int, num_rows: int, num_groups: int) -> bool:
+    """Whether a product can be one of ``small_m``, whatever its launch."""
+    takes = FEWEST_TOKENS <= num_tokens <= MOST_TOKENS and num_groups % 8 == 0
+    return gpu.capability >= (8, 0) and takes and num_rows >= 16
+
+
 def fits(
     gpu: Gpu,
     config: Config,
@@ -302,8 +307,7 @@ def fits(
             return f"{parts} parts of a row do not fill {threads} threads"
         return ""
     if path == "small_m":
-        takes = FEWEST_TOKENS <= num_tokens <= MOST_TOKENS and num_groups % 8 == 0
-        if not (ptx and takes and num_rows >= 16):
+        if not small_m_takes(gpu, num_tokens, num_rows, num_groups):
             return "small_m takes 3 to 8 tokens by blocks"
         return small_m_refusal(gpu, small_m_of(config), num_rows, num_groups // 8)
     if path == "mma":

@@ -34,20 +34,20 @@ class SmallM(NamedTuple):
 
 
 def warps_at_once(kind: str) -> int:
-    """Warps of a product that run on an SM at once, as far as the launch's rules go."""
+    """Warps that run on an SM at once, of a product with weights of ``kind``."""
     fmt = FORMATS[kind]
     return WARPS if fmt.scale_code or fmt.bits == 8 else LIGHT_WARPS
 
 
 def programs_alone(kind: str, num_blocks: int) -> int:
-    """Programs of one warp for an SM up to which they gain over those of two that run in turns.
+    """The most programs for an SM that are faster with one warp than with two, in two waves.
 
     By eight tokens of Q8_0 30720x4096 takes 33.4 us on 1 warp and 35.1 on 2, 24576x8192 53.9 and
     75.7. Of Q4_K 24576x4096 takes 20.5 and 21.8, 28672x4096 23.3 and 23.8, 22016x11008 48.5 and
     50.7, but 24576x8192 41.8 and 39.1, 25600x5120 27.6 and 26.6. Of Q6_K 24576x4096 takes 25.0 and
-    26.4, but 28672x4096 29.0 and 28.4; of Q4_0, with unrolled loops and late tokens, 22.3 and 19.8.
-    Codebooks are looked up: of IQ4_NL 24576x4096 takes 28.0 and 26.8 (``bench.behind.time_call`` of
-    ``gemm_quant``, H200, d6a1879 and 8b1f087 with each).
+    26.4, but 28672x4096 29.0 and 28.4. Of Q4_0, which has unrolled loops and late tokens there,
+    28672x4096 takes 22.3 and 19.8. Codebooks are looked up: of IQ4_NL 24576x4096 takes 28.0 and
+    26.8 (``bench.behind.time_call`` of ``gemm_quant``, H200, d6a1879 and 8b1f087 with each).
     """
     fmt = FORMATS[kind]
     if fmt.bits == 8:
@@ -58,7 +58,7 @@ def programs_alone(kind: str, num_blocks: int) -> int:
 
 
 def most_warps(num_blocks: int) -> int:
-    """Warps that share a row of so many blocks of 256 weights at most."""
+    """The most warps that share a row of ``num_blocks`` blocks of 256 weights."""
     return min(MOST_WARPS, previous_power_of_2(max(num_blocks // 4, 1)))
 
 
@@ -70,23 +70,25 @@ def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> Sm
     and 16.9 on 4.
 
     On Hopper one warp gains where two do not run at once, up to :func:`programs_alone`. Where they
-    do, they gain: 16384x4096 by eight tokens of Q4_K takes 13.9 us on 2 warps and 17.7 on 1.
+    do, they gain: 16384x4096 by eight tokens of Q4_K takes 13.9 us on 2 warps and 17.7 on 1
+    (``bench.behind.time_call`` of ``gemm_quant``, H200, d6a1879 with each).
 
-    There formats without integer scales have more choices. Where the grid has more warps than run
-    at once, unrolled loops with late tokens gain, except Q8_0's: 28672x4096 by eight tokens of
+    Formats without integer scales have more choices on Hopper. Where the grid has more warps than
+    run at once, unrolled loops with late tokens gain, except Q8_0's: 28672x4096 by eight tokens of
     Q4_0 takes 20.1 us so and 23.8 without, of Q4_1 22.3 and 24.7. Elsewhere unrolling alone gains,
     except where there are minimums: 4096x14336 of Q4_0 takes 13.5 us so and 17.5 without, of Q4_1
     15.2 and 13.3 (``device_us`` of ``gemm_quant`` under ``products.forced``, H200, what became
-    a2d8e4f). One warp of Q8_0's takes 31.1 us without and 31.7 so.
+    a2d8e4f). One warp of Q8_0's takes 31.1 us without unrolling and 31.7 with it, by 28672x4096
+    (``bench.behind.time_call``, 8b1f087).
     """
     programs = cdiv(num_rows, 16)
     warps = MOST_WARPS
     while warps > 2 and programs * warps > gpu.num_sms * WARPS:
         warps //= 2
     fmt, on_hopper = FORMATS[kind], gpu.capability[0] == 9
-    if on_hopper and programs * warps > gpu.num_sms * warps_at_once(kind):
-        if programs <= gpu.num_sms * programs_alone(kind, num_blocks):
-            warps = 1
+    in_waves = programs * warps > gpu.num_sms * warps_at_once(kind)
+    if on_hopper and in_waves and programs <= gpu.num_sms * programs_alone(kind, num_blocks):
+        warps = 1
     launch = SmallM(min(warps, most_warps(num_blocks)))
     if fmt.scale_code or not on_hopper:
         return launch
@@ -101,7 +103,7 @@ def small_m_refusal(gpu: Gpu, launch: SmallM, num_rows: int, num_blocks: int) ->
     """Why a launch measured at another shape is none for this one; "" if it can be.
 
     Programs of twice the warps would all run at once, and take less time: 14336x4096 by eight
-    tokens of Q4_K 13.6 us on two warps and 17.5 on one (see :func:`small_m_heuristic`).
+    tokens of Q4_K 13.6 us on two warps and 17.5 on one (``bench.behind.time_call``, d6a1879).
     """
     twice = 2 * launch.warps
     if twice <= most_warps(num_blocks) and cdiv(num_rows, 16) * twice <= gpu.num_sms * WARPS:
