@@ -45,18 +45,19 @@ def _tiles_kernel(
     begin = split * part_cols
     end = tl.minimum(begin + part_cols, num_cols)
     k = tl.arange(0, BLOCK_K)
-    # Rows and tokens past the last are its again: neither is stored.
+    # Past the end the last row is read again, and no token.
     b_at = b_ptr + tl.minimum(row, num_rows - 1)[:, None] * stride_b_row + k[None, :]
-    a_at = a_ptr + tl.minimum(token, num_tokens - 1)[None, :] * stride_a_token + k[:, None]
+    a_at = a_ptr + token[None, :] * stride_a_token + k[:, None]
+    known = (token < num_tokens)[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     pdl_wait(PDL)
     for column in range(begin, end, BLOCK_K):
         if MASKED:
             inside = column + k < end
-            a = tl.load(a_at + column, mask=inside[:, None], other=0.0)
+            a = tl.load(a_at + column, mask=known & inside[:, None], other=0.0)
             b = tl.load(b_at + column, mask=inside[None, :], other=0.0)
         else:
-            a = tl.load(a_at + column)
+            a = tl.load(a_at + column, mask=known, other=0.0)
             b = tl.load(b_at + column, eviction_policy="evict_first")
         sums = tl.dot(b, a, sums)
     y_at = y_ptr + split.to(tl.int64) * stride_y_split

@@ -109,19 +109,20 @@ def _quantise(x: Tensor, codes: Tensor, scales: Tensor, stride_row: int, stride_
     )
 
 
-def quantised(x: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
+def quantised(x: Tensor, multiple: int = 1, tile: int = 1) -> tuple[Tensor, Tensor]:
     """Codes, uint8 [rows, k], and scales, float32 [groups, rows], of x, which is not empty.
 
     Args:
         x: [rows, k], or [num_tokens, top_k, k] of as many rows.
         multiple: the scales' stride from group to group is rounded up to a multiple of it.
+        tile: the codes' rows are rounded up to a multiple of it, by any that are in memory.
     """
     num_cols = x.shape[-1]
     num_rows = x.numel() // num_cols
-    codes = x.new_empty((num_rows, num_cols), dtype=torch.uint8)
+    codes = x.new_empty((cdiv(num_rows, tile) * tile, num_cols), dtype=torch.uint8)
     apart = cdiv(num_rows, multiple) * multiple
     steps = x.new_empty((fp8.num_blocks(num_cols), apart), dtype=torch.float32)
-    _quantise(x, codes, steps, 1, apart)
+    _quantise(x, codes[:num_rows], steps, 1, apart)
     return codes, steps[:, :num_rows]
 
 

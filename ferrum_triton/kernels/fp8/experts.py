@@ -98,13 +98,12 @@ def _fp8_experts_kernel(
         return
     pair = tl.load(sorted_ptr + block.to(tl.int64) * BLOCK_M + entry).to(tl.int64)
     known = pair < num_pairs
-    pair = tl.minimum(pair, num_pairs - 1)  # padding reads a row that is there
     groups = tl.cdiv(num_cols, BLOCK)
     code_row = pair if PER_SLOT else pair // TOP_K
     code_rows = num_pairs if PER_SLOT else num_pairs // TOP_K
     k = tl.arange(0, BLOCK)
     a_at = codes_ptr + code_row[None, :] * stride_codes_row + k[:, None]
-    step_at = steps_ptr + code_row
+    step_at = steps_ptr + tl.minimum(code_row, code_rows - 1)
     row_block = first_row // BLOCK
     w_at = weights_ptr + expert * strides.expert
     scale_at = scales_ptr + expert * strides.scales_expert + row_block * strides.scales_row
@@ -128,8 +127,8 @@ def _fp8_experts_kernel(
     step = tl.load(step_at)
     scale = tl.load(scale_at)
     for group in range(groups):
-        a = load_group(a_at, group * BLOCK, num_cols, MASKED, 0)
-        w = load_group(w_at, group * BLOCK, num_cols, MASKED, 1)
+        a = load_group(a_at, group * BLOCK, num_cols, known, MASKED, 0)
+        w = load_group(w_at, group * BLOCK, num_cols, None, MASKED, 1)
         # Asked for a step ahead, so that no product waits for its scales.
         later = tl.minimum(group + 1, groups - 1)
         step_later = tl.load(step_at + later.to(tl.int64) * code_rows)

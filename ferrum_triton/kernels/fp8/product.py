@@ -39,11 +39,15 @@ def _operand(codes, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def load_group(at, column, num_cols, MASKED: tl.constexpr, AXIS: tl.constexpr):
-    """Codes of a group, whose columns lie along AXIS; past the last, 0."""
+def load_group(at, column, num_cols, known, MASKED: tl.constexpr, AXIS: tl.constexpr):
+    """Codes of a group, whose columns lie along AXIS; 0 past the last, and where not ``known``."""
     if MASKED:
         inside = tl.expand_dims(column + tl.arange(0, BLOCK) < num_cols, 1 - AXIS)
+        if known is not None:
+            inside &= tl.expand_dims(known, AXIS)
         codes = tl.load(at + column, mask=inside, other=0.0)
+    elif known is not None:
+        codes = tl.load(at + column, mask=tl.expand_dims(known, AXIS), other=0.0)
     else:
         codes = tl.load(at + column)
     return codes
@@ -122,9 +126,9 @@ def _fp8_tiles_kernel(
     token = (first + tile % beside).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_row = (tile // beside).to(tl.int64) * BLOCK_N
     n = first_row + tl.arange(0, BLOCK_N)
-    # Rows and tokens past the last are its again: neither is stored.
+    # Past the end the last row is read again, and no token.
     row = tl.minimum(n, num_rows - 1)
-    known = tl.minimum(token, num_tokens - 1)
+    known = token < num_tokens
     groups = tl.cdiv(num_cols, BLOCK)
     begin = split * part_groups
     end = tl.minimum(begin + part_groups, groups)
@@ -136,9 +140,9 @@ def _fp8_tiles_kernel(
 
     k = tl.arange(0, BLOCK)
     w_at = weight_ptr + row[:, None] * stride_weight_row + k[None, :]
-    a_at = codes_ptr + known[None, :] * stride_codes_token + k[:, None]
+    a_at = codes_ptr + token[None, :] * stride_codes_token + k[:, None]
     scale_at = scales_ptr + first_row // BLOCK * stride_scales_row
-    step_at = steps_ptr + known
+    step_at = steps_ptr + tl.minimum(token, num_tokens - 1)
     if TOKENS_TALL:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
@@ -146,8 +150,8 @@ def _fp8_tiles_kernel(
     factor = tl.load(scale_at + begin) * tl.load(step_at + begin.to(tl.int64) * num_tokens)
     for group in range(begin, end):
         column = group * BLOCK
-        w = load_group(w_at, column, num_cols, MASKED, 1)
-        a = load_group(a_at, column, num_cols, MASKED, 0)
+        w = load_group(w_at, column, num_cols, None, MASKED, 1)
+        a = load_group(a_at, column, num_cols, known, MASKED, 0)
         # Asked for a step ahead, so that no product waits for its scales.
         later = tl.minimum(group + 1, groups - 1)
         factor_later = tl.load(scale_at + later)
@@ -166,7 +170,7 @@ def _by_hopper(y: Tensor, a: Tensor, weight: Tensor, scales: Tensor, config: Con
 
     if not gemm_fp8.takes(y, weight):
         return False
-    codes, steps = quantised(a, gemm_fp8.STEPS_APART)
+    codes, steps = quantised(a, gemm_fp8.STEPS_APART, 2 * gemm_fp8.TOKENS.value)
     codes, of_weight = operands_of(True, codes, weight)
     gemm_fp8.gemm_fp8(y, codes, steps, of_weight, scales, config)
     return True

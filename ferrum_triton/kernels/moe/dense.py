@@ -137,7 +137,6 @@ def _expert_tiles_kernel(
             return
         pair = tl.load(sorted_ptr + block.to(tl.int64) * BLOCK_M + entry).to(tl.int64)
         known = pair < num_pairs
-        pair = tl.minimum(pair, num_pairs - 1)  # padding reads a row that is there
         is_lost = expert < 0  # false: programs without an expert have returned
     token, slot = pair // TOP_K, pair % TOP_K
     # Of a pair without an expert no weights are read: its sums stay zeros.
@@ -154,10 +153,10 @@ def _expert_tiles_kernel(
     for column in range(0, end, BLOCK_K):
         if MASKED:
             inside = column + k < num_cols
-            a = tl.load(a_at + column, mask=inside[:, None], other=0.0)
+            a = tl.load(a_at + column, mask=known[None, :] & inside[:, None], other=0.0)
             w = tl.load(w_at + column, mask=inside[None, :], other=0.0)
         else:
-            a = tl.load(a_at + column)
+            a = tl.load(a_at + column, mask=known[None, :], other=0.0)
             w = tl.load(w_at + column)
         acc = tl.dot(w, a, acc, input_precision="ieee")
         if GATED:

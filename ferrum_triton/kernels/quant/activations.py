@@ -25,6 +25,8 @@ STEP = 256
 WORD, GROUP = 8, 32
 # Elements of a token that a program holds at a time, at most.
 LONGEST_BLOCK = 16384
+# Tokens of a product's tile, at most.
+LARGEST_TILE = 256
 # Tickets that an arrangement has: as many tiles can have their K split.
 TICKETS = tl.constexpr(256)
 
@@ -245,11 +247,20 @@ class Order(NamedTuple):
         return padded // 8 if self.sums == WORD else padded // 16
 
 
+def whole_tiles(num_tokens: int) -> int:
+    """Rows that tokens take in whole tiles of the products, of at most LARGEST_TILE."""
+    tile = min(next_power_of_2(num_tokens), LARGEST_TILE)
+    return cdiv(num_tokens, tile) * tile
+
+
 def room_for(
     num_tokens: int, num_weights: int, device: torch.device, order: Order, *, splits_k: bool = False
 ) -> Arranged:
     """Memory for activations in an order; with tickets where products may split K."""
-    num_rows, padded = max(order.interleave, num_tokens), cdiv(num_weights, STEP) * STEP
+    # Interleaved ones are as many as the order says; others are read in whole tiles.
+    interleaved = max(order.interleave, num_tokens)
+    num_rows = interleaved if order.interleave else whole_tiles(num_tokens)
+    padded = cdiv(num_weights, STEP) * STEP
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)

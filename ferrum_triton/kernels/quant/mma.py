@@ -60,12 +60,14 @@ class Launch:
 
     Attributes:
         splits: programs that share a tile's K.
+        whole_tiles: whether the activations have room for whole tiles of tokens.
         activation: y = activation(gate) * up, "silu" or "gelu_tanh"; or "".
         prefetch_lines: lines of 128 bytes of each row that are asked for before the PDL wait.
         prefetch_distance: steps from one to that whose first plane is asked for; 0 for none.
     """
 
     splits: int
+    whole_tiles: bool
     activation: str
     prefetch_lines: int
     prefetch_distance: int
@@ -279,8 +281,10 @@ def _mma_quant_kernel(
         i = tl.arange(0, BLOCK_N)
         row = tile_n.to(tl.int64) * ROWS + (i // 16 * 8 + i % 8)
         planes = tl.where(i // 8 % 2 == 1, second_ptr, planes_ptr)
-    # Past the end the last row and token are read again.
-    w_row, token = tl.minimum(row, matrix.num_rows - 1), tl.minimum(m, num_tokens - 1)
+    # Past the end the last row is read again, and the last token where there is no room behind it.
+    w_row, token = tl.minimum(row, matrix.num_rows - 1), m
+    if not LAUNCH.whole_tiles:
+        token = tl.minimum(m, num_tokens - 1)
     rows = PlaneRows(q_row, h_row, s_row, t_row, d_row)
     where = Where(planes, w_row, tile_n * ROWS, token)
     a = Activations(x_ptr, sums_ptr, stride_x_token, TokensTma(x_desc, sums_desc, first_token))
@@ -427,14 +431,20 @@ def mma_products(
         num_tokens=num_tokens,
         TILE=tile,
         OTHER=other,
-        LAUNCH=_launch_of(config, splits, activation, y.device),
+        LAUNCH=Launch(
+            splits,
+            whole_tiles=len(arranged.x) % tile.tokens == 0,
+            activation=activation,
+            **_prefetches(config, y.device),
+        ),
         **options_of(config),
     )
     return y
 
 
-def _launch_of(config: MmaConfig, splits: int, activation: str, device: torch.device) -> Launch:
-    """What a configuration is on a device: not every GPU prefetches."""
-    lines = config.prefetch_lines if can_overlap(device) else 0
-    distance = config.prefetch_distance if capability(device) >= (8, 0) else 0
-    return Launch(splits, activation, lines, distance)
+def _prefetches(config: MmaConfig, device: torch.device) -> dict[str, int]:
+    """What a launch of a configuration asks for ahead: not every GPU prefetches."""
+    return {
+        "prefetch_lines": config.prefetch_lines if can_overlap(device) else 0,
+        "prefetch_distance": config.prefetch_distance if capability(device) >= (8, 0) else 0,
+    }
