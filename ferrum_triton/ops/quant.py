@@ -318,7 +318,10 @@ def _(make, kind, m, n, num_blocks):
     ]
     + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)]
     + [_gptq_case(m, 28672, 4096) for m in (8, 16, 64, 256, 4096)]
-    + [_gptq_case(m, 4096, 14336) for m in (16, 64)],
+    + [_gptq_case(m, 4096, 14336) for m in (16, 64)]
+    # Tiles that tokens do not fill: a token more than whole ones.
+    + [product_case("Q4_K:planes", m, 28672, 4096) for m in (9, 65, 129)]
+    + [_gptq_case(m, 28672, 4096) for m in (17, 65, 129)],
     after_norm="a",
 )
 def gemm_quant(a: Tensor, blocks: Tensor, kind: str, wide: bool = False) -> Tensor:

@@ -22,6 +22,9 @@ def _product_cases(n: int, k: int, *tokens: int) -> list[Case]:
     bench=[
         *_product_cases(28672, 4096, 1, 16, 64, 4096),
         *_product_cases(4096, 4096, 1, 64),
+        # Tiles that tokens do not fill: a token more than whole ones.
+        *_product_cases(28672, 4096, 2, 17, 65, 129),
+        *_product_cases(4096, 14336, 17, 65, 129),
     ],
     dtypes=(torch.float16, torch.bfloat16),
     after_norm="a",

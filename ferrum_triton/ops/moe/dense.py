@@ -31,7 +31,7 @@ SIZES = {
 PAIRS_AT_A_TIME = 64
 
 # Tokens of the bench cases.
-EVERY_SIZE = (1, 4, 16, 64, 256, 1024, 4096)
+EVERY_SIZE = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096)
 
 
 def _cases(n: int, k: int, per_slot: bool, tokens: tuple[int, ...] = EVERY_SIZE) -> list[Case]:

@@ -34,6 +34,10 @@ LAYER = {"num_experts": 128, "top_k": 8}
 BENCH_KINDS = ("Q4_K", "Q6_K", "MXFP4", "Q4_K:planes", "Q6_K:planes")
 
 
+# Tokens of the bench cases over planes.
+PLANE_TOKENS = (64, 256, 512, 1024, 2048, 4096)
+
+
 def _cases(
     kinds: tuple[str, ...], *num_tokens: int, n: int = 768, k: int = 2048, per_slot: bool = False
 ) -> list[Case]:
@@ -247,7 +251,7 @@ def _(a, gate_blocks, up_blocks, ids, gate_kind, up_kind):
     axes={"kind": KINDS, **SIZES, "num_tokens": (0, 2, 1, 30), "n": (1, 5, 70)},
     bench=_cases(BENCH_KINDS, 64)
     + _cases(("Q4_K", "Q4_K:planes"), 4096)
-    + _cases(("Q4_K:planes", "Q4_0:planes"), 64, 256, 1024, 4096, n=2048, k=768, per_slot=True),
+    + _cases(("Q4_K:planes", "Q4_0:planes"), *PLANE_TOKENS, n=2048, k=768, per_slot=True),
     static=("top_k",),
     after_norm="a",
 )
@@ -370,7 +374,7 @@ def _(a, blocks, bucket_ids, tpe, kind, top_k):
             | {"num_blocks": 2048 // 256, "per_slot": False},
         )
         for kind in ("Q4_K:planes", "Q4_0:planes")
-        for m in (64, 256, 1024, 4096)
+        for m in PLANE_TOKENS
     ],
     static=("top_k",),
     after_norm="a",
