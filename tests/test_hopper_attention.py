@@ -261,9 +261,10 @@ def test_machine_code(case):
     assert softmax_runs_beside(code)
 
 
-def tensors(q_len, head_dim=64, dtype=torch.float16, heads=264, device="meta"):
+def tensors(q_len, head_dim=64, dtype=torch.float16, heads=264, device="meta", keys=None):
     """q, k and v whose blocks fill a GPU."""
-    shapes = [(1, n, q_len, head_dim) for n in (heads, heads // 2, heads // 2)]
+    kv = 1, heads // 2, keys or q_len, head_dim
+    shapes = (1, heads, q_len, head_dim), kv, kv
     return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
 
@@ -285,7 +286,7 @@ def test_the_plain_kernel_serves_what_this_one_cannot():
         "one key for all": ((q, k[:, :, :1].expand_as(k), v), {}),
         "float32": (tensors(256, dtype=torch.float32), {}),
         "queries of a group as rows": (tensors(127), {}),
-        "blocks for less than half the GPU": (tensors(256, heads=32), {}),
+        "blocks for less than half the GPU, of many keys": (tensors(256, heads=32, keys=2048), {}),
         "no key": ((q, k, v), {"kv_len": 0}),
     }
     for name, (call, more) in calls.items():
@@ -293,11 +294,39 @@ def test_the_plain_kernel_serves_what_this_one_cannot():
         assert plain and KERNEL not in plain, name
 
 
-def test_it_is_chosen_by_a_measured_row_alone():
+def test_few_blocks_of_few_keys_are_this_kernels_too():
+    assert kernels_of(*tensors(256, heads=32)) == [KERNEL]
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "value_dim", "chosen"),
+    [
+        (128, 64, 64, (128, 64)),
+        (512, 128, 128, (128, 64)),
+        (513, 80, 80, (128, 128)),
+        (32768, 128, 128, (128, 128)),
+        (200, 256, 256, (128, 64)),
+        (1024, 192, 128, (128, 64)),
+        (2048, 192, 128, (192, 64)),
+        (513, 64, 64, None),
+        (127, 128, 128, None),
+    ],
+)
+def test_it_is_chosen_where_it_was_seen_to_gain(rows, head_dim, value_dim, chosen):
+    """Whether lengths are on the device or a window hides keys."""
+    for one_loop, has_window in ((True, False), (False, False), (True, True)):
+        shape = rows, head_dim, value_dim, False, one_loop, has_window
+        config = flash_config.heuristic(gpu_of_arch("sm_90"), *shape)
+        blocks = (config["BLOCK_M"], config["BLOCK_N"]) if "path" in config else None
+        assert blocks == chosen
+        assert not flash_config.refusal(gpu_of_arch("sm_90"), config, *shape)
+
+
+def test_it_is_chosen_for_its_gpu_alone():
     """Of a GPU that it serves, with a Triton that it was tested on."""
     shape = (4096, 128, 128, False, True, False)
     hopper, other = gpu_of_arch("sm_90"), gpu_of_arch("sm_100")
-    assert "path" not in flash_config.heuristic(hopper, *shape)
+    assert "path" not in flash_config.heuristic(other, *shape)
     assert WIDE in flash_config.candidates(hopper, *shape)
     assert WIDE not in flash_config.candidates(other, *shape)
     assert not flash_config.refusal(hopper, WIDE, *shape)
@@ -320,6 +349,7 @@ def test_other_versions_of_triton_never_see_it(monkeypatch, caplog):
     assert rows and not any(is_gluon(row.config) for row in rows)
     assert not caplog.records
     assert not any("path" in config for config in flash_config.candidates(hopper, *shape))
+    assert "path" not in flash_config.heuristic(hopper, *shape)
     assert "version of Triton" in flash_config.refusal(hopper, WIDE, *shape)
     script = "import sys, ferrum_triton.kernels.attention; print(*sys.modules, sep='\\n')"
     told = subprocess.run(

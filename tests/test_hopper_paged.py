@@ -151,10 +151,17 @@ def test_the_plain_kernel_serves_what_this_one_cannot(axes):
     assert kernels_of(**axes)[0] == "_paged_prefill_kernel"
 
 
-def test_it_is_chosen_by_a_measured_row_alone():
+def test_it_is_chosen_for_its_gpu_where_it_was_seen_to_gain():
     hopper, other = gpu_of_arch("sm_90"), gpu_of_arch("sm_80")
     shape = (128, False, True, False, "")
-    assert "path" not in prefill_config.heuristic(hopper, *shape)
+    assert prefill_config.heuristic(hopper, *shape) == WIDE
+    assert prefill_config.heuristic(hopper, 128, False, False, True, "e4m3") == WIDE
+    for gpu, *of_plain in (
+        (other, *shape),
+        (hopper, 128, False, True, True, ""),  # decodes find room beside the plain kernel
+        (hopper, 128, True, True, False, ""),
+    ):
+        assert "path" not in prefill_config.heuristic(gpu, *of_plain)
     assert WIDE in prefill_config.candidates(hopper, *shape)
     assert WIDE not in prefill_config.candidates(other, *shape)
     assert "16 bits" in prefill_config.refusal(hopper, WIDE, 128, True, True, False, "")

@@ -1,9 +1,9 @@
 """How flash attention is cut into programs: tiles, packing of heads, splits of the keys.
 
 There are two kernels. The plain one takes every call; Hopper's (``path: "hopper"``, see
-:mod:`ferrum_triton.kernels.hopper.attention`) those of many queries whose tensors have tensor maps,
-where a measured row asks for it. It packs no heads and splits no keys: with few queries, a call
-waits for memory, and with few blocks, for most of the GPU.
+:mod:`ferrum_triton.kernels.hopper.attention`) those of many queries whose tensors have tensor maps.
+It packs no heads and splits no keys: with few queries, a call waits for memory, and with few blocks
+of many keys, for most of the GPU.
 """
 
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 from ferrum_triton.kernels.attention.tensor_maps import LARGE, can_describe
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu, gpu_of
 from ferrum_triton.kernels.hopper_config import serves
+from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.parameters import one_of, shared_refusal
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Dim, Tunable, cached_picks
@@ -39,8 +40,14 @@ HOPPER_BARRIERS = 1024
 # Registers of a consumer's thread where the producer widens 8-bit pages, which takes 72.
 WIDE_REGISTERS = 216
 
-# Rows up to which loads through pointers are as fast as through tensor maps.
+# Rows up to which loads through pointers are as fast as through tensor maps, but for Hopper.
 FEW_ROWS = 32
+
+# Keys from which on a call of few blocks is split among the SMs that those leave idle, by the plain
+# kernel. By 129 queries of 32 heads of 128, on 512 keys it takes 14.6 us and Hopper's 11.2, on
+# 1,024 18.5 and 16.8, on 2,048 26.9 and 28.1, on 4,096 43.3 and 50.3 (``bench.timing.Replay`` of
+# ``flash_attention`` under ``flash_config.forced`` of each, H200, cdd887f).
+MANY_KEYS = 2048
 
 
 class FlashPlan(NamedTuple):
@@ -85,7 +92,8 @@ def choose_plan(
     packed = is_packed(group, q_len)
     rows = q_len * group if packed else q_len
     # In the interpreter always, so that tests see them.
-    worth = q.device.type == "cpu" or (rows > FEW_ROWS and q.dtype != torch.float32)
+    gains = rows > FEW_ROWS or capability(q.device) == (9, 0)
+    worth = q.device.type == "cpu" or (gains and q.dtype != torch.float32)
     use_tma = worth and most_keys > 0 and all(can_describe(x) for x in (q, k, v, out))
     return _plan(
         q.device,
@@ -130,8 +138,9 @@ def _plan(
     shape = (rows, head_dim, value_dim, dtype == torch.float32, one_loop, has_window)
     picked = flash_config.pick(device, *shape)
     programs = kv_heads * blocks_per_head * cdiv(rows, picked["BLOCK_M"])
-    if "path" in picked and (packed or not use_tma or 2 * programs < gpu.num_sms):
-        picked = flash_heuristic(gpu, *shape)
+    splits_pay = 2 * programs < gpu.num_sms and capacity >= MANY_KEYS
+    if "path" in picked and (packed or not use_tma or splits_pay):
+        picked = plain_heuristic(gpu, *shape)
     block_m, block_n = picked["BLOCK_M"], picked["BLOCK_N"]
     programs = kv_heads * blocks_per_head * cdiv(rows, block_m)
 
@@ -165,6 +174,43 @@ def flash_heuristic(
     one_loop: bool,
     has_window: bool,
 ) -> Config:
+    """Of many queries Hopper's kernel, where it serves; else the plain one."""
+    shape = (rows, head_dim, value_dim, is_float32)
+    config = _hopper_choice(rows, head_dim, value_dim)
+    if config and not flash_refusal(gpu, config, *shape):
+        return config
+    return plain_heuristic(gpu, *shape, one_loop, has_window)
+
+
+def _hopper_choice(rows: int, head_dim: int, value_dim: int) -> Config | None:
+    """Hopper's tiles where they take less time than the plain kernel's; else None.
+
+    Of up to 512 queries tiles of 64 keys: 16 sequences of 255 queries and keys, 32 heads over 8 of
+    128, take 41.8 us for the plain kernel's 64.0, four of heads of 96 12.4 for 17.1, one of heads
+    of 256 10.6 for 14.4. Of more, tiles of 128 keys: eight sequences of 2,048, heads of 80, take
+    403 us for 528, of 160 728 for 1,057, of 128 in windows of 512 293 for 427, of lengths on the
+    device 245 for 302. Heads of 64 leave the plain kernel's tensor cores little to wait for: one
+    sequence of 255 takes 6.9 us for 11.0, but eight of 700 take 59.3 for 54.3
+    (``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each, H200,
+    cdd887f).
+    """
+    if head_dim <= 64:
+        return hopper_tile(128, 64, 3) if rows <= 512 else None
+    if head_dim > 128:
+        wide = value_dim <= 128 and rows > 1024
+        return hopper_tile(192 if wide else 128, 64, 2)
+    return hopper_tile(128, 64, 3) if rows <= 512 else hopper_tile(128, 128, 2)
+
+
+def plain_heuristic(
+    gpu: Gpu,
+    rows: int,
+    head_dim: int,
+    value_dim: int,
+    is_float32: bool,
+    one_loop: bool,
+    has_window: bool,
+) -> Config:
     """Tiles that spill nowhere: large ones where tensor maps and 227 KB of shared memory are."""
     if gpu.arch == INTERPRETER:
         # Tiles small enough that small samples have whole and crossed ones.
@@ -185,9 +231,7 @@ def _large_tile(
     is_hopper: bool, rows: int, head_dim: int, one_loop: bool, has_window: bool
 ) -> Config:
     if rows <= 64:
-        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        stages = 4 if rows <= 32 else 3
-        return tile(block_m, 32, 4, 3) if head_dim > 128 else tile(block_m, 64, 4, stages)
+        return _few_rows(is_hopper, rows, head_dim, one_loop)
     if head_dim > 128:
         # With two products for the scores the larger tile spills on Blackwell.
         return tile(128, 64, 8, 2) if is_hopper or head_dim > 192 else tile(64, 64, 4, 2)
@@ -199,6 +243,24 @@ def _large_tile(
         return tile(128, 128, 8, 3)
     # Two blocks to an SM hide each other's latencies.
     return tile(128, 64, 4, 2)
+
+
+def _few_rows(is_hopper: bool, rows: int, head_dim: int, one_loop: bool) -> Config:
+    """A block that has all of a KV head's few rows.
+
+    Hopper's tensor cores multiply 64 rows as asynchronously as loads by TMA come. One query of 32
+    heads over 8 of 128 takes 14.4 us on 8,192 keys in blocks of 64 rows and 19.6 in blocks of 16
+    without TMA, 32 sequences of 4,096 take 124 for 132, and of 8 queries 126 for 145. Of lengths on
+    the device 64 sequences of up to 1,024 take 46.4 by 64 keys, 38.8 by 32, and 39.6 in blocks of
+    16. One query of heads of 64 takes less in blocks of 16, 23.8 for 26.5 on 32,768 keys
+    (``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each, H200,
+    cdd887f).
+    """
+    block_n = 32 if head_dim > 128 else 64
+    if is_hopper and (rows > 16 or head_dim > 64):
+        return tile(64, 32 if rows <= 32 and not one_loop else block_n, 4, 3)
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    return tile(block_m, block_n, 4, 4 if rows <= 32 and head_dim <= 128 else 3)
 
 
 def tile(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:

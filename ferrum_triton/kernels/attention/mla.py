@@ -12,7 +12,6 @@ of 64 heads where a measured row asks for it.
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +35,9 @@ from ferrum_triton.ops.attention import mla as ops
 # Keys a split has at least: with fewer, the merge costs more than the parallelism gains.
 MIN_KEYS = 128
 MAX_SPLITS = 128
+# What merging splits takes, where a tile of TIMED_KEYS keys takes 1: a launch, and each split's
+# numbers. More splits than EASILY_MERGED take half as long again each.
+TIMED_KEYS, MERGING, NUMBERS_OF_TILE, EASILY_MERGED = 64, 4, 480_000, 16
 
 # The configurations of Hopper's kernel: two tiles fill shared memory.
 HOPPER: list[Config] = [
@@ -265,15 +267,30 @@ mla_config = Tunable(
 
 
 @functools.cache
-def pick_splits(programs: int, places: int, most: int) -> int:
-    """Splits of a sequence: the fewest whose waves over ``places`` are nearly as full as any's."""
+def pick_splits(programs: int, places: int, tiles: int, most: int, numbers: int) -> int:
+    """Splits of a sequence: the number that takes least time, counted in tiles of keys.
 
-    def fullness(splits: int) -> float:
-        waves = programs * splits / places
-        return waves / math.ceil(waves)
+    Splits run in waves over ``places``, and their parts are merged. By 24 sequences of 4,096 keys
+    and 128 heads two splits take 68 us, and the five that fill waves best 79; by 48 one takes 112
+    and four 133, by 3 sixteen take 23 and twenty-two 36 (``bench.timing.Replay`` of
+    ``mla_attention`` by each number, H200, cdd887f).
 
-    filled = [fullness(splits) for splits in range(1, most + 1)]
-    return 1 + next(i for i, full in enumerate(filled) if full >= 0.85 * max(filled))
+    Args:
+        programs: blocks of rows of all sequences.
+        tiles: of the keys that a sequence may have.
+        most: splits at most.
+        numbers: of all sequences' results.
+    """
+
+    def time(splits: int) -> float:
+        waves = cdiv(programs * splits, places)
+        merging = 0.0
+        if splits > 1:
+            each = numbers / NUMBERS_OF_TILE
+            merging = MERGING + splits * (each if splits <= EASILY_MERGED else 1.5 * each)
+        return waves * cdiv(tiles, splits) + merging
+
+    return min(range(1, most + 1), key=time)
 
 
 def fp8_conversion(cache: Tensor) -> str:
@@ -406,7 +423,13 @@ def mla_attention(
             attend, config = attend_plain, mla_heuristic(gpu_of(q.device), *shape)
     row_blocks = cdiv(rows, config["BLOCK_M"])
     most_splits = min(cdiv(capacity, MIN_KEYS), MAX_SPLITS)
-    splits = pick_splits(batch * row_blocks, processors(q.device), most_splits)
+    splits = pick_splits(
+        batch * row_blocks,
+        processors(q.device),
+        cdiv(capacity, TIMED_KEYS),
+        most_splits,
+        batch * rows * kv_lora_rank,
+    )
     axes = ("batch", "query", "head")
     target, sums = y, lse
     steps = strides_of("out", y, *axes) | strides_of("lse", lse, *axes)

@@ -122,7 +122,8 @@ def paged_varlen_attention(
     if has_long:
         # Only decode takes codes in words.
         in_words = call.pool.layout.quantised
-        launch_prefill(call._replace(pool=as_pool(*caches)) if in_words else call, few)
+        prompts = call._replace(pool=as_pool(*caches)) if in_words else call
+        launch_prefill(prompts, few, longest)
     config = configure(call, k_cache.dtype, layout, call.group)
     launch_decode(call, config, few, False, after_prefill=has_long)
     return y

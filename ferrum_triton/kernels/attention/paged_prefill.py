@@ -307,14 +307,29 @@ def prefill_heuristic(
 
     Args:
         is_simple: no window, over a pool of floats whose vectors are contiguous.
-        has_decodes: sequences have less than MANY_QUERIES queries on average, so that the decode
-            launch behind has most of them. Its programs find room on an SM beside the plain
-            kernel's, and none beside Hopper's: a prompt of 2048 and 63 decodes took 431 us with the
-            plain kernel, at 696a01f, and 509 with Hopper's, at 1137d98
+        has_decodes: sequences have less than MANY_QUERIES queries on average and may differ, so
+            that the decode launch behind may have most of them. Its programs find room on an SM
+            beside the plain kernel's, and none beside Hopper's: a prompt of 2048 and 63 decodes
+            took 431 us with the plain kernel, at 696a01f, and 509 with Hopper's, at 1137d98
             (``python -m bench.run paged_varlen_attention --case mixed``).
         codes: format of an 8-bit pool's, ``"e4m3"`` or ``"int8"``; else "". A row of one kind of
-            pool says nothing of the others: Hopper's kernel widens codes beside the products.
+            pool says nothing of the others: Hopper's kernel widens codes beside the products. Of a
+            pool in e4m3 that prompt and those decodes take 485 us for the plain kernel's 936, and
+            eight sequences of 9 to 64 queries and 4,096 keys 91 to 98 for 186 to 193
+            (``bench.timing.Replay`` of ``paged_varlen_attention`` under ``prefill_config.forced``
+            of each, H200, cdd887f).
     """
+    config = hopper_tile(128, 128 if head_dim <= 128 else 64, 2)
+    shape = (head_dim, is_float32, is_simple, has_decodes, codes)
+    if not (codes == "" and has_decodes) and not prefill_refusal(gpu, config, *shape):
+        return config
+    return plain_heuristic(gpu, *shape)
+
+
+def plain_heuristic(
+    gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, has_decodes: bool, codes: str
+) -> Config:
+    """Rows, keys, warps and stages of a program of the plain kernel."""
     if is_float32:
         return tile(32, 32, 4, 1)
     if head_dim > 128 or gpu.capability[0] not in LARGE:
@@ -368,8 +383,8 @@ prefill_config = Tunable(
 )
 
 
-def launch_prefill(call: Call, few: int) -> None:
-    """Attention of a varlen call's sequences of more than ``few`` queries.
+def launch_prefill(call: Call, few: int, longest: int) -> None:
+    """Attention of a varlen call's sequences of more than ``few`` queries, and up to ``longest``.
 
     A decode launch must follow that takes the others, told that it is ``after_prefill``.
     """
@@ -377,7 +392,9 @@ def launch_prefill(call: Call, few: int) -> None:
     num_seqs = call.block_tables.shape[0]
     num_tokens, _, head_dim = q.shape[1:]
     is_simple = not (call.sliding_window or pool.layout.quantised or pool.layout.k_piece)
-    has_decodes = num_tokens < MANY_QUERIES * num_seqs
+    # Where the longest are about as long as all are, none is a decode.
+    may_differ = longest * num_seqs > 2 * num_tokens
+    has_decodes = may_differ and num_tokens < MANY_QUERIES * num_seqs
     shape = (head_dim, q.dtype == torch.float32, is_simple, has_decodes, pool.codes)
     config = prefill_config.pick(q.device, *shape)
     if "path" in config:
@@ -386,7 +403,7 @@ def launch_prefill(call: Call, few: int) -> None:
         if can_gather(call):
             attend_pages(call, few, config)
             return
-        config = prefill_heuristic(gpu_of(q.device), *shape)
+        config = plain_heuristic(gpu_of(q.device), *shape)
     block_m = max(config["BLOCK_M"], next_power_of_2(call.group))
     # A sequence of these has more than `few` queries, so there are at most so many.
     most_seqs = min(num_seqs, num_tokens // (few + 1))

@@ -26,8 +26,8 @@ FEW_TOKENS = 64
 MOST_NARROW = 32
 # Rows of weights from which a program of threads takes sixteen: fewer would leave SMs idle.
 MANY_ROWS = 8192
-# Tokens that threads along K are tried for, of which each reads the weights.
-MOST_IN_GEMV = 4
+# Tokens that threads along K take: of more, each would read the weights.
+MOST_IN_GEMV = 1
 # Columns that a split of K is worth a program for.
 LEAST_OF_SPLIT = 1024
 # Stages of a pipeline at most: steps of a loop in flight; with TALL_STAGES two programs fit an SM.
@@ -103,11 +103,16 @@ def tile_tokens(num_tokens: int) -> int:
 
 
 def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: int) -> Config:
-    """One token by threads; few in narrow tiles, K in parts so that all SMs read; more in tall.
+    """One token by threads; more in tiles, K in parts that fill the GPU; many by Hopper's kernel.
 
     Tiles of 64 tokens by 128 rows leave an SM two programs, of which one adds up sums while the
     other multiplies. By 4,096 tokens they take 1,047 us for 28672 x 4096, and tiles of 128 by 128
-    take 1,088: ``python -m bench.tune gemm_fp8_128x128`` on an H200.
+    take 1,088: ``python -m bench.tune gemm_fp8_128x128`` on an H200. They serve few tokens too,
+    since a load reads no token that is not there: 4096 x 14336 by 16 takes 23.4 us, and in tiles of
+    16 by 64 23.8, 28672 x 4096 by 24 33.4, and in tiles of 32 by 64 44.5. Hopper's kernel takes
+    less where its larger tiles occupy half of the SMs: 28672 x 4096 by 128 40.7 for 49.9, 6144 x
+    4096 by 384 33.6 for 39.8, but 4096 x 14336 by 384 100 for 71 (``bench.timing.Replay`` of
+    ``gemm_fp8_128x128`` under ``TILES.forced`` of each, H200, cdd887f with such loads).
     """
     if gpu.arch == INTERPRETER:
         if num_tokens == 1:
@@ -115,15 +120,20 @@ def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: 
         return tiles(LEAST_TOKENS, 32, 2 if num_cols > BLOCK else 1, 0, 4, 2)
     if num_tokens == 1:
         return gemv(16, 512, 4, 4) if num_rows >= MANY_ROWS else gemv(8, 1024, 4, 4)
-    tokens = tile_tokens(num_tokens)
+    shape = (native, num_tokens, num_rows, num_cols)
+    hopper_tiles = cdiv(num_tokens, 2 * hopper.TOKENS) * cdiv(num_rows, 2 * hopper.ROWS)
+    config = hopper.dense(TOKENS_TOGETHER, 4, 1)
+    fills = num_tokens > MOST_TOKENS and 2 * hopper_tiles > gpu.num_sms
+    if fills and not fits(gpu, config, *shape):
+        return config
     # Codes that become float16 take registers: larger tiles spill on sm_80.
-    tall = native and tokens > MOST_NARROW
-    rows, warps = 128 if tall else 64, 4
-    lines = 4 if num_tokens <= FEW_TOKENS else 0
+    tokens, rows = (MOST_TOKENS, 128) if native else (tile_tokens(num_tokens), 64)
+    tall, warps = native, 4
+    lines = 4 if not native and num_tokens <= FEW_TOKENS else 0
     num_tiles = cdiv(num_rows, rows) * cdiv(num_tokens, tokens)
     most = min(max(num_cols // LEAST_OF_SPLIT, 1), 16)
-    splits = min(max(gpu.num_sms // num_tiles, 1), most)
-    shape = (native, num_tokens, num_rows, num_cols)
+    together = 2 * gpu.num_sms if native else gpu.num_sms
+    splits = min(max(together // num_tiles, 1), most)
     for stages in range(TALL_STAGES if tall else MOST_STAGES, 1, -1):
         config = tiles(tokens, rows, splits, lines, warps, stages)
         if not fits(gpu, config, *shape):
@@ -145,9 +155,10 @@ def candidates(
         ]
     if num_tokens <= 2 * FEW_TOKENS:
         found += [
-            tiles(tokens, rows, splits, lines, 4, stages)
+            tiles(each, rows, splits, lines, 4, stages)
+            for each in sorted({tokens, MOST_TOKENS})
             for rows in (64, 128)
-            for splits in (1, 2, 4)
+            for splits in (1, 2, 4, 8)
             for lines, stages in ((0, 4), (4, 4), (4, 6), (16, 4))
         ]
     if num_tokens > FEW_TOKENS:
@@ -173,6 +184,8 @@ def fits(
 ) -> str:
     """Why a launch cannot take a shape; "" if it can."""
     if config.get("path") == "gemv":
+        if num_tokens > MOST_IN_GEMV:
+            return f"by threads {num_tokens} tokens would each read the weights"
         return gemv_refusal(gpu, config, 1)
     if config.get("path") == "hopper":
         if not native:
