@@ -156,6 +156,8 @@ def test_it_is_chosen_for_its_gpu_where_it_was_seen_to_gain():
     shape = (128, False, True, False, "")
     assert prefill_config.heuristic(hopper, *shape) == WIDE
     assert prefill_config.heuristic(hopper, 128, False, False, True, "e4m3") == WIDE
+    assert prefill_config.heuristic(hopper, 128, False, False, False, "") == SMALL  # windows
+    assert prefill_config.heuristic(hopper, 256, False, True, False, "") == SMALL
     for gpu, *of_plain in (
         (other, *shape),
         (hopper, 128, False, True, True, ""),  # decodes find room beside the plain kernel

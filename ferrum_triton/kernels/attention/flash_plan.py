@@ -250,15 +250,17 @@ def _few_rows(is_hopper: bool, rows: int, head_dim: int, one_loop: bool) -> Conf
 
     Hopper's tensor cores multiply 64 rows as asynchronously as loads by TMA come. One query of 32
     heads over 8 of 128 takes 14.4 us on 8,192 keys in blocks of 64 rows and 19.6 in blocks of 16
-    without TMA, 32 sequences of 4,096 take 124 for 132, and of 8 queries 126 for 145. Of lengths on
-    the device 64 sequences of up to 1,024 take 46.4 by 64 keys, 38.8 by 32, and 39.6 in blocks of
-    16. One query of heads of 64 takes less in blocks of 16, 23.8 for 26.5 on 32,768 keys
-    (``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each, H200,
-    cdd887f).
+    without TMA, 32 sequences of 4,096 take 124 for 132, and of 8 queries 126 for 145. One query of
+    heads of 64 takes less in blocks of 16, 23.8 for 26.5 on 32,768 keys (``bench.timing.Replay`` of
+    ``flash_attention`` under ``flash_config.forced`` of each, H200, cdd887f). With lengths on the
+    device, blocks of 16 rows by 32 keys: eight sequences of up to 4,096 take 25.2 us, and in blocks
+    of 64 by 64 28.3, 32 of them 83.2 for 88.0, 64 of up to 1,024 40.8 for 46.4 (the same, e50bc87).
     """
     block_n = 32 if head_dim > 128 else 64
+    if is_hopper and rows <= 16 and not one_loop and head_dim > 64:
+        return tile(16, 32, 4, 3)
     if is_hopper and (rows > 16 or head_dim > 64):
-        return tile(64, 32 if rows <= 32 and not one_loop else block_n, 4, 3)
+        return tile(64, block_n, 4, 3)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     return tile(block_m, block_n, 4, 4 if rows <= 32 and head_dim <= 128 else 3)
 

@@ -317,9 +317,12 @@ def prefill_heuristic(
             pool in e4m3 that prompt and those decodes take 485 us for the plain kernel's 936, and
             eight sequences of 9 to 64 queries and 4,096 keys 91 to 98 for 186 to 193
             (``bench.timing.Replay`` of ``paged_varlen_attention`` under ``prefill_config.forced``
-            of each, H200, cdd887f).
+            of each, H200, cdd887f). So did four of 600 queries and 2,048 keys at e50bc87: heads of
+            64 107 us for 150, of 96 134 for 196, of 256 252 for 418; in windows of 512 heads of 128
+            74 by tiles of 64 keys, 85 by 128, and 94 by the plain kernel.
     """
-    config = hopper_tile(128, 128 if head_dim <= 128 else 64, 2)
+    block_n = 128 if head_dim <= 128 and (is_simple or codes) else 64
+    config = hopper_tile(128, block_n, 2)
     shape = (head_dim, is_float32, is_simple, has_decodes, codes)
     if not (codes == "" and has_decodes) and not prefill_refusal(gpu, config, *shape):
         return config
