@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ferrum_triton.gluon_emulator import EmulationError, run
 from ferrum_triton.gluon_emulator.mutants import mutants
 from ferrum_triton.kernels.fp8 import config as fp8_config
 from ferrum_triton.kernels.fp8 import experts_config as fp8_experts_config
+from ferrum_triton.kernels.fp8 import product
 from ferrum_triton.kernels.gpu import gpu_of, gpu_of_arch
 from ferrum_triton.kernels.hopper_config import dense, experts, serves
 from ferrum_triton.kernels.jit import OPTIONS, note_launches, record_launches
@@ -25,6 +27,7 @@ from ferrum_triton.testing import TensorFactory, assert_close
 from tests import test_fp8, test_fp8_experts
 from tests.compiling import compiled
 from tests.test_pdl import find_fault
+from tests.test_quant_formats import assert_same_bits
 
 INTERPRET = get_backend("interpret")
 CHOICES = {
@@ -279,8 +282,8 @@ def test_machine_code(op, tmp_path):
 
 
 @pytest.mark.parametrize("op", CHOICES)
-def test_a_row_of_a_table_alone_asks_for_hopper(op):
-    """And for a GPU that runs such kernels alone."""
+def test_hopper_is_asked_for_on_its_gpu_alone(op):
+    """Of experts by a row of a table alone."""
     tunable, config = CHOICES[op], CONFIGS[op]
     sizes = {"native": True, "num_tokens": 4096, "num_pairs": 32768, "num_experts": 128}
     sizes |= {"num_rows": 2048, "num_cols": 768, "element_size": 2}
@@ -289,8 +292,49 @@ def test_a_row_of_a_table_alone_asks_for_hopper(op):
     config = config | {"STAGES": 4, "OUTPUTS": 1} if "OUTPUTS" in config else experts(4, False)
     assert config in tunable.candidates(hopper, *shape)
     assert not tunable.refusal(hopper, config, *shape)
-    assert tunable.heuristic(hopper, *shape)["path"] != "hopper"
+    by_heuristic = tunable.heuristic(hopper, *shape)["path"] == "hopper"
+    assert by_heuristic == (op == "gemm_fp8_128x128")
+    assert tunable.heuristic(other, *shape)["path"] != "hopper"
     assert not any(c["path"] == "hopper" for c in tunable.candidates(other, *shape))
     assert "not for sm_100" in tunable.refusal(other, config, *shape)
     odd = [sizes[name] + (name == "num_cols") for name in tunable.dims]
     assert "multiples of 16" in tunable.refusal(hopper, config, *odd)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "path", "splits"),
+    [
+        (1, 28672, 4096, "gemv", None),
+        (2, 28672, 4096, "tiles", 1),
+        (24, 4096, 14336, "tiles", 8),
+        (64, 28672, 4096, "tiles", 1),
+        (65, 28672, 4096, "hopper", None),
+        (128, 4096, 4096, "tiles", 4),
+        (192, 4096, 14336, "tiles", 2),
+        (384, 4096, 14336, "tiles", 1),
+        (384, 6144, 4096, "hopper", None),
+    ],
+)
+def test_dense_choices_are_those_that_a_map_of_sizes_gave(m, n, k, path, splits):
+    """Without a row of a table: ``TILES.forced`` of each on an H200, see the heuristic."""
+    tunable = CHOICES["gemm_fp8_128x128"]
+    config = tunable.heuristic(gpu_of_arch("sm_90"), True, m, n, k)
+    assert (config["path"], config.get("SPLITS")) == (path, splits)
+    assert not tunable.refusal(gpu_of_arch("sm_90"), config, True, m, n, k)
+
+
+def test_codes_of_no_token_are_not_in_a_result(monkeypatch):
+    """Tiles are read whole: codes behind the last token are in memory, and any."""
+    arguments, results, quantised = test_fp8.call(m=5, n=200, k=304), [], product.quantised
+
+    def filled(fill, *given):
+        codes, steps = quantised(*given)
+        assert len(codes) == 128
+        codes[5:] = fill
+        return codes, steps
+
+    for fill in (0, 0x7F):  # and no number
+        monkeypatch.setattr(product, "quantised", partial(filled, fill))
+        results.append(by_hopper("gemm_fp8_128x128", arguments, kernel="_fp8_gemm_kernel")[0])
+    assert_same_bits(*results)
+    assert results[0].isfinite().all()

@@ -4,6 +4,7 @@ import itertools
 import re
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,9 @@ def tokens(m, k, dtype=torch.float16, seed=1):
     return torch.randn(m, k, generator=seeded(seed)).to(dtype)
 
 
-def emulate(a, blocks, kind, config, y=None, seed=0, mutant=None, **added):
+def emulate(a, blocks, kind, config, y=None, seed=0, mutant=None, arranging=arrange, **added):
     """The product with matrices side by side, and the tickets that it left."""
-    arranged, matrices = arrange(a, order_of(config)), [planes_of(each, kind) for each in blocks]
+    arranged, matrices = arranging(a, order_of(config)), [planes_of(each, kind) for each in blocks]
     if y is None:
         y = a.new_full((len(a), sum(map(len, matrices))), torch.nan)
     with note_launches(runs=False) as launches:
@@ -100,6 +101,23 @@ def assert_values(kind, config, m=20, n=330, k=512, dtype=torch.float16, scale=1
     y, tickets = emulate(a, blocks, kind, config)
     assert error(y, wanted(a, blocks, kind)) < LIMITS[dtype]
     assert not tickets.any()
+
+
+def test_what_lies_behind_the_last_token_is_not_in_a_result():
+    """Tiles are read whole: rows of no token are in memory, and any numbers."""
+    a, blocks, results = tokens(9, 512), [matrix("Q4_K", 130, 512)], []
+
+    def filled(fill, *given):
+        arranged = arrange(*given)
+        assert len(arranged.x) == SMALL.tokens
+        for part in filter(torch.is_tensor, arranged[:3]):  # some take no sums
+            part[9:] = fill
+        return arranged
+
+    for fill in (0.0, torch.nan):
+        results.append(emulate(a, blocks, "Q4_K", SMALL, arranging=partial(filled, fill))[0])
+    assert torch.equal(*results)
+    assert results[0].isfinite().all()
 
 
 @pytest.mark.parametrize(

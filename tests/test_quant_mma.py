@@ -129,6 +129,24 @@ def test_tickets_are_zeros_again_for_the_next_product():
     assert not arranged.tickets.any() and results[0].any()
 
 
+@pytest.mark.parametrize("use_tma", (False, True))
+@pytest.mark.parametrize("m", (3, 9, 33))
+def test_what_lies_behind_the_last_token_is_not_in_a_result(m, use_tma):
+    """Tiles are read whole: rows of no token are in memory, and any numbers."""
+    a = torch.randn(m, 512, generator=seeded(m)).half()
+    planes = planes_of(packed("Q4_K", 70, 512), "Q4_K")
+    config = SMALL._replace(use_tma=use_tma)
+    arranged, results = arrange(a, order_of("Q4_K", config)), []
+    assert len(arranged.x) == {3: 4, 9: 16, 33: 64}[m]
+    for fill in (0.0, torch.nan):
+        for part in arranged[:3]:
+            part[m:] = fill
+        y = torch.empty(m, 70, dtype=torch.float16)
+        results.append(mma_products(y, arranged, [planes], "Q4_K:planes", config, 512))
+    assert_same_bits(*results)
+    assert results[0].isfinite().all()
+
+
 def test_more_tiles_than_tickets_are_not_split():
     a = torch.randn(3, 256, generator=seeded(1)).half()
     planes = planes_of(packed("Q4_0", 24 * 257, 256), "Q4_0")

@@ -128,14 +128,13 @@ def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: 
         return config
     # Codes that become float16 take registers: larger tiles spill on sm_80.
     tokens, rows = (MOST_TOKENS, 128) if native else (tile_tokens(num_tokens), 64)
-    tall, warps = native, 4
     lines = 4 if not native and num_tokens <= FEW_TOKENS else 0
     num_tiles = cdiv(num_rows, rows) * cdiv(num_tokens, tokens)
     most = min(max(num_cols // LEAST_OF_SPLIT, 1), 16)
-    together = 2 * gpu.num_sms if native else gpu.num_sms
-    splits = min(max(together // num_tiles, 1), most)
-    for stages in range(TALL_STAGES if tall else MOST_STAGES, 1, -1):
-        config = tiles(tokens, rows, splits, lines, warps, stages)
+    at_once = 2 * gpu.num_sms if native else gpu.num_sms
+    splits = min(max(at_once // num_tiles, 1), most)
+    for stages in range(TALL_STAGES if native else MOST_STAGES, 1, -1):
+        config = tiles(tokens, rows, splits, lines, 4, stages)
         if not fits(gpu, config, *shape):
             return config
     return tiles(min(tokens, 32), 64, splits, lines, 4, 2)

@@ -32,8 +32,6 @@ SIZES = {
 LAYER = {"num_experts": 128, "top_k": 8}
 # What files of experts hold most.
 BENCH_KINDS = ("Q4_K", "Q6_K", "MXFP4", "Q4_K:planes", "Q6_K:planes")
-
-
 # Tokens of the bench cases over planes.
 PLANE_TOKENS = (64, 256, 512, 1024, 2048, 4096)
 
