@@ -32,6 +32,33 @@ def test_prefill_is_launched_where_a_sequence_may_be_long(q_lens, told):
     assert before == ([prefill] if longest > FEW_QUERIES else [])
 
 
+@pytest.mark.parametrize(
+    ("seqs", "queries", "group", "told", "cache_dtype", "by_prefill"),
+    [
+        (8, 5, 4, 5, None, True),
+        (8, 4, 4, 4, None, False),  # sixteen rows are decode's
+        (8, 5, 2, 5, None, False),
+        (8, 2, 32, 2, None, True),
+        (4, 5, 4, 5, None, False),  # too few for the SMs, which decode splits keys among
+        (8, 5, 4, None, None, False),  # any may be long
+        (8, 3, 4, 8, None, False),
+        (8, 5, 4, 5, torch.int8, False),
+    ],
+)
+def test_prefill_takes_few_queries_of_many_sequences(
+    seqs, queries, group, told, cache_dtype, by_prefill
+):
+    op = OPS["paged_varlen_attention"]
+    axes = {"num_kv_heads": 8, "group_size": group, "head_dim": 128, "q_lens": (queries,) * seqs}
+    more = {"cache_dtype": cache_dtype, "max_offset": 100}
+    call = op.make_sample(TensorFactory(torch.bfloat16, "meta"), **axes, **more)
+    with record_launches((9, 0)) as launches:
+        op.impls["triton"](**call | {"max_q_len": told})
+    names = [launch.kernel.name for launch in launches]
+    assert "_paged_decode_kernel" in names
+    assert ("_hopper_paged_kernel" in names) == by_prefill
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_batch_invariant_tiles_are_those_of_any_batch(batch_invariant):
     """What the products are cut into may follow from the batch and its capacity otherwise."""

@@ -1,7 +1,7 @@
 """Attention over paged pools: which launches a call takes.
 
-Sequences of up to FEW_QUERIES queries go to paged decode, which splits their keys; longer ones to
-paged prefill, a launch of its own before it.
+Sequences of few queries go to paged decode, which splits their keys; longer ones to paged prefill,
+a launch of its own before it.
 """
 
 import torch
@@ -9,14 +9,20 @@ from torch import Tensor
 
 from ferrum_triton.kernels.attention.decode_config import decode_config, is_plain
 from ferrum_triton.kernels.attention.paged_decode import Call, launch_decode, sizes_of
-from ferrum_triton.kernels.attention.paged_prefill import launch_prefill
+from ferrum_triton.kernels.attention.paged_prefill import (
+    choose_prefill,
+    launch_prefill,
+    may_differ,
+)
 from ferrum_triton.kernels.attention.pages import as_pool
+from ferrum_triton.kernels.jit import processors
 from ferrum_triton.kernels.tuning import Config
 from ferrum_triton.ops.attention.paged_decode import paged_decode_attention as decode_op
 from ferrum_triton.ops.attention.paged_varlen import paged_varlen_attention as varlen_op
 
-# Queries of a sequence up to which it is a decode step's.
-FEW_QUERIES = 8
+# Queries of a sequence up to which it may be a decode step's, and rows of a KV head, queries times
+# heads, up to which it is one whatever the GPU.
+FEW_QUERIES, FEW_ROWS = 8, 16
 
 
 def configure(
@@ -74,6 +80,26 @@ def paged_decode_attention(
     return y
 
 
+def _few_queries(call: Call, longest: int) -> int:
+    """Queries up to which a sequence of a call is paged decode's.
+
+    Over floats, Hopper's prefill reads a sequence's keys once for 128 rows where decode has tiles
+    of 32. Sequences of about as many queries that give work to two fifths of the SMs are sooner
+    done by it: eight of five on 4,096 keys, 32 heads over 8 of 128, take 60 us for 73, 64 of them
+    270 for 355, but one on 8,192 101 for 32 (``bench.timing.Replay`` of ``paged_varlen_attention``
+    with ``FEW_QUERIES`` of 4 under ``prefill_config.forced``, and under ``decode_config.forced``,
+    H200, cdd887f).
+    """
+    few = min(FEW_QUERIES, longest)
+    if few * call.group <= FEW_ROWS or longest > few or call.pool.layout.quantised:
+        return few
+    programs = call.block_tables.shape[0] * call.pool.num_kv_heads
+    has_work = 5 * programs >= 2 * processors(call.q.device)
+    if not has_work or may_differ(call, longest) or "path" not in choose_prefill(call, longest):
+        return few
+    return max(FEW_ROWS // call.group, 1)
+
+
 @varlen_op.impl("triton")
 def paged_varlen_attention(
     q: Tensor,
@@ -117,13 +143,13 @@ def paged_varlen_attention(
         softcap=softcap,
     )
     longest = num_tokens if max_q_len is None else min(max_q_len, num_tokens)
-    few = min(FEW_QUERIES, longest)
+    few = _few_queries(call, longest)
     has_long = longest > few
     if has_long:
         # Only decode takes codes in words.
         in_words = call.pool.layout.quantised
         prompts = call._replace(pool=as_pool(*caches)) if in_words else call
-        launch_prefill(prompts, few, longest)
+        launch_prefill(prompts, few, choose_prefill(prompts, longest))
     config = configure(call, k_cache.dtype, layout, call.group)
     launch_decode(call, config, few, False, after_prefill=has_long)
     return y

@@ -386,27 +386,45 @@ prefill_config = Tunable(
 )
 
 
-def launch_prefill(call: Call, few: int, longest: int) -> None:
-    """Attention of a varlen call's sequences of more than ``few`` queries, and up to ``longest``.
+def may_differ(call: Call, longest: int) -> bool:
+    """Whether sequences of up to ``longest`` queries may have half as many and less."""
+    return longest * call.block_tables.shape[0] > 2 * call.q.shape[1]
 
-    A decode launch must follow that takes the others, told that it is ``after_prefill``.
-    """
+
+def choose_prefill(call: Call, longest: int) -> Config:
+    """The configuration for a varlen call's sequences, of up to ``longest`` queries."""
     pool, q = call.pool, call.q
-    num_seqs = call.block_tables.shape[0]
     num_tokens, _, head_dim = q.shape[1:]
     is_simple = not (call.sliding_window or pool.layout.quantised or pool.layout.k_piece)
     # Where the longest are about as long as all are, none is a decode.
-    may_differ = longest * num_seqs > 2 * num_tokens
-    has_decodes = may_differ and num_tokens < MANY_QUERIES * num_seqs
+    is_short = num_tokens < MANY_QUERIES * call.block_tables.shape[0]
+    has_decodes = is_short and may_differ(call, longest)
     shape = (head_dim, q.dtype == torch.float32, is_simple, has_decodes, pool.codes)
     config = prefill_config.pick(q.device, *shape)
     if "path" in config:
-        from ferrum_triton.kernels.hopper.attention_paged import attend_pages, can_gather
+        from ferrum_triton.kernels.hopper.attention_paged import can_gather
 
-        if can_gather(call):
-            attend_pages(call, few, config)
-            return
-        config = plain_heuristic(gpu_of(q.device), *shape)
+        if not can_gather(call):
+            config = plain_heuristic(gpu_of(q.device), *shape)
+    return config
+
+
+def launch_prefill(call: Call, few: int, config: Config) -> None:
+    """Attention of a varlen call's sequences of more than ``few`` queries.
+
+    A decode launch must follow that takes the others, told that it is ``after_prefill``.
+
+    Args:
+        config: what :func:`choose_prefill` gave.
+    """
+    if "path" in config:
+        from ferrum_triton.kernels.hopper.attention_paged import attend_pages
+
+        attend_pages(call, few, config)
+        return
+    pool, q = call.pool, call.q
+    num_seqs = call.block_tables.shape[0]
+    num_tokens = q.shape[1]
     block_m = max(config["BLOCK_M"], next_power_of_2(call.group))
     # A sequence of these has more than `few` queries, so there are at most so many.
     most_seqs = min(num_seqs, num_tokens // (few + 1))

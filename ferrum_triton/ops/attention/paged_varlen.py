@@ -107,9 +107,10 @@ def paged_varlen_attention(
         sinks: [num_heads], or None.
         lse: [num_tokens, num_heads] float32, written if given, as in
             :func:`paged_decode_attention`.
-        max_q_len: a bound on the tokens of any sequence, if known: 8 or less spares a launch. Where
-            ``cu_seqlens_q`` lies on the host it is checked; on a GPU a sequence of more tokens than
-            a bound of 8 or less is left out, its rows of the result unwritten.
+        max_q_len: a bound on the tokens of any sequence, if known: 8 or less may spare a launch,
+            and one near the mean says that no sequence is a decode's. Where ``cu_seqlens_q`` lies
+            on the host it is checked; on a GPU a sequence of more tokens than a bound of 8 or less
+            may be left out, its rows of the result unwritten.
         softmax_scale: None means 1 / sqrt(head_dim).
         sliding_window: keys a query sees, itself included; 0 means all.
         softcap: 0 means none.
