@@ -55,6 +55,7 @@ ALSO = {
     "gemm_quant/q4_0/n4096k14336/m2": ("sm_80", "sm_100"),
     "gemm_quant/q4_K/n4096k14336/m4": ("sm_100",),
     "gemm_quant/q4_K/n4096k14336/m16": ("gfx942",),
+    "gemm_quant_moe_id/q4_0:planes/e128k8n2048k768/m256": ("sm_90",),
     "gemm_quant_moe_id/q4_k:planes/e128k8n768k2048/m4096": ("sm_100",),
     "gemm_quant_moe_id/q4_k:planes/e128k8n768k2048/m64": ("sm_80", "gfx942"),
     "gemm_quant_moe_id_gate_up_silu/q4_k:planes/e128k8n768k2048/m64": ("sm_100",),
