@@ -267,8 +267,8 @@ def test_splits_are_as_few_as_share_the_keys_alike(capacity, batch, kv_heads, he
     k = torch.empty(batch, kv_heads, capacity, head_dim, dtype=torch.float16, device="meta")
     with record_launches((9, 0)):
         plan = flash_plan.choose_plan(q, k, k, q, capacity, None, 0)
-        a_block = 4 if plan.tile["BLOCK_M"] <= 32 else 1
-        programs_at_once = a_block * gpu_of(q.device).num_sms
+        on_an_sm = 4 if plan.tile["BLOCK_M"] <= 32 else 1
+        programs_at_once = on_an_sm * gpu_of(q.device).num_sms
     most = min(max(programs_at_once // (batch * kv_heads), 1), flash_plan.MAX_SPLITS)
     tiles = -(-capacity // plan.tile["BLOCK_N"])
     shares = [max(-(-tiles // splits), plan.min_tiles) for splits in range(1, most + 1)]

@@ -497,3 +497,12 @@ def test_splits_take_least_time(batch, heads, splits):
         kernels.pick_splits(programs, 132, 64, most, batch * heads * 512) for most in (1, 2, 32)
     ]
     assert picked == [1, min(splits, 2), splits]
+
+
+def test_splits_are_never_more_than_asked_for():
+    for programs in range(1, 300):
+        for most in (1, 8, 128):
+            for numbers in (0, 10**6, 10**9):
+                assert 1 <= kernels.pick_splits(programs, 132, 128, most, numbers) <= most
+    assert kernels.pick_splits(64, 132, 128, 64, 64 * 64 * 512) == 2
+    assert kernels.pick_splits(256, 132, 64, 32, 128 * 128 * 512) == 1

@@ -11,7 +11,7 @@ from ferrum_triton.kernels.tuning import Config, Dim, Tunable
 # Keys of a unit where results may not depend on the batch.
 INVARIANT_KEYS = 1024
 
-# Pairs of sequence and head, and their keys, from which on cuts do not have to fill the GPU.
+# The least pairs of sequence and head, and keys of all, that need no cuts to fill the GPU.
 MANY_PAIRS, MANY_KEYS = 128, 250_000
 
 # Shared memory that the queues below take; other GPUs have tiles that fit 64 KB.
@@ -38,13 +38,14 @@ def decode_heuristic(
 
     From 256 pairs of sequence and head on, cuts only make up for sequences of different lengths;
     they aim at fewer programs than 512 pairs have, so that those of equal length are not cut for a
-    remainder's sake. Of keys in plenty that holds from 128 pairs on: of 4,096 keys each, 31
-    sequences take 132 us for 153 and 16 take 68 for 78, in e4m3 31 take 78 for 106.
+    remainder's sake. The same holds from MANY_PAIRS on where they have MANY_KEYS. By 4,096 keys, 31
+    sequences of 8 KV heads take 132 us for 153, and 16 take 68 us for 78. In e4m3, 31 take 78 us
+    for 106 (``bench.timing.Replay`` of ``paged_decode_attention`` under ``decode_config.forced`` of
+    each, H200, cdd887f).
 
-    Sequences that differ in their queries, and more rows than 16, take tiles of 128 keys: eight of
-    four queries on 4,096 keys take 55 us for 59, 64 of them 259 for 330, eight of five 73 for 92
-    (``bench.timing.Replay`` of ``paged_decode_attention`` and ``paged_varlen_attention`` under
-    ``decode_config.forced`` of each, H200, cdd887f).
+    Tiles of 128 keys serve sequences that differ in their queries, and more than 16 rows. Eight
+    sequences of four queries on 4,096 keys take 55 us for 59, and 64 of them 259 us for 330. Eight
+    of five queries take 73 us for 92 (the same of ``paged_varlen_attention``).
 
     Args:
         key_bytes: bytes of a key and its value.
@@ -64,11 +65,13 @@ def decode_heuristic(
         return queue(batch * num_kv_heads, capacity, key_bytes)
     pairs = batch * num_kv_heads
     config = _deep_queue(pairs, capacity, key_bytes)
-    if rows <= 16 and (not is_varlen or key_bytes > 512):
-        return config
+    few_rows = rows <= 16
     if key_bytes > 512:
-        return {**_free(config), "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
-    if rows <= 16 and key_bytes < 512 and pairs >= 256:
+        many = {**_free(config), "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+        return config if few_rows else many
+    if few_rows and not is_varlen:
+        return config
+    if few_rows and key_bytes < 512 and pairs >= 256:
         # What tells sequences apart takes registers that deeper queues on 2 warps do not leave.
         return {**_free(config), "num_warps": 4, "num_stages": 3}
     return _config(128, 256, 128, 4, 2)
@@ -84,9 +87,10 @@ def _deep_queue(pairs: int, capacity: int, key_bytes: int) -> Config:
     if pairs * capacity <= 16384:
         return _config(128, 256, 128, 4, 3, prefetch=2)
     in_plenty = pairs >= MANY_PAIRS and pairs * capacity >= MANY_KEYS
+    if key_bytes < 512 and in_plenty and pairs < 256:
+        return _config(64, 396, 256, 2, 5)
     if key_bytes < 512:
-        fewer = in_plenty and pairs < 256
-        return _config(64, 396, 256, 2, 5) if fewer else _config(64, 512, 128, 2, 5)
+        return _config(64, 512, 128, 2, 5)
     if pairs >= 256 or in_plenty:
         # Shared memory holds five of these programs on an SM; with 200 registers so do registers,
         # of which the assembler takes 255 unasked, to no end: nothing spills.

@@ -14,7 +14,6 @@ from torch import Tensor
 from ferrum_triton.kernels.attention.tensor_maps import LARGE, can_describe
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu, gpu_of
 from ferrum_triton.kernels.hopper_config import serves
-from ferrum_triton.kernels.jit import capability
 from ferrum_triton.kernels.parameters import one_of, shared_refusal
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 from ferrum_triton.kernels.tuning import Config, Dim, Tunable, cached_picks
@@ -40,12 +39,12 @@ HOPPER_BARRIERS = 1024
 # Registers of a consumer's thread where the producer widens 8-bit pages, which takes 72.
 WIDE_REGISTERS = 216
 
-# Rows up to which loads through pointers are as fast as through tensor maps, but for Hopper.
+# Rows up to which loads through pointers are as fast as through tensor maps, except on Hopper.
 FEW_ROWS = 32
 
-# Keys from which on a call of few blocks is split among the SMs that those leave idle, by the plain
-# kernel. By 129 queries of 32 heads of 128, on 512 keys it takes 14.6 us and Hopper's 11.2, on
-# 1,024 18.5 and 16.8, on 2,048 26.9 and 28.1, on 4,096 43.3 and 50.3 (``bench.timing.Replay`` of
+# The least keys for which the plain kernel gains by splitting a call of few blocks among idle SMs.
+# With 129 queries of 32 heads of 128, it takes 14.6 us on 512 keys and Hopper's kernel 11.2; 18.5
+# and 16.8 on 1,024; 26.9 and 28.1 on 2,048; 43.3 and 50.3 on 4,096 (``bench.timing.Replay`` of
 # ``flash_attention`` under ``flash_config.forced`` of each, H200, cdd887f).
 MANY_KEYS = 2048
 
@@ -91,13 +90,14 @@ def choose_plan(
     group = num_heads // num_kv_heads
     packed = is_packed(group, q_len)
     rows = q_len * group if packed else q_len
+    gpu = gpu_of(q.device)
+    gains = rows > FEW_ROWS or gpu.capability == (9, 0)
     # In the interpreter always, so that tests see them.
-    gains = rows > FEW_ROWS or capability(q.device) == (9, 0)
     worth = q.device.type == "cpu" or (gains and q.dtype != torch.float32)
     use_tma = worth and most_keys > 0 and all(can_describe(x) for x in (q, k, v, out))
     return _plan(
         q.device,
-        gpu_of(q.device),
+        gpu,
         q.dtype,
         batch * num_kv_heads,
         1 if packed else group,
@@ -165,34 +165,31 @@ def _plan(
     )
 
 
-def flash_heuristic(
-    gpu: Gpu,
-    rows: int,
-    head_dim: int,
-    value_dim: int,
-    is_float32: bool,
-    one_loop: bool,
-    has_window: bool,
-) -> Config:
-    """Of many queries Hopper's kernel, where it serves; else the plain one."""
-    shape = (rows, head_dim, value_dim, is_float32)
+def flash_heuristic(gpu: Gpu, rows: int, head_dim: int, value_dim: int, *others: bool) -> Config:
+    """Hopper's kernel for many queries, where it serves; else the plain one."""
+    shape = (rows, head_dim, value_dim, *others)
     config = _hopper_choice(rows, head_dim, value_dim)
     if config and not flash_refusal(gpu, config, *shape):
         return config
-    return plain_heuristic(gpu, *shape, one_loop, has_window)
+    return plain_heuristic(gpu, *shape)
 
 
 def _hopper_choice(rows: int, head_dim: int, value_dim: int) -> Config | None:
     """Hopper's tiles where they take less time than the plain kernel's; else None.
 
-    Of up to 512 queries tiles of 64 keys: 16 sequences of 255 queries and keys, 32 heads over 8 of
-    128, take 41.8 us for the plain kernel's 64.0, four of heads of 96 12.4 for 17.1, one of heads
-    of 256 10.6 for 14.4. Of more, tiles of 128 keys: eight sequences of 2,048, heads of 80, take
-    403 us for 528, of 160 728 for 1,057, of 128 in windows of 512 293 for 427, of lengths on the
-    device 245 for 302. Heads of 64 leave the plain kernel's tensor cores little to wait for: one
-    sequence of 255 takes 6.9 us for 11.0, but eight of 700 take 59.3 for 54.3
-    (``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each, H200,
-    cdd887f).
+    Up to 512 queries take tiles of 64 keys. With 255 queries and keys and 32 heads over 8, sixteen
+    sequences with heads of 128 take 41.8 us for the plain kernel's 64.0, and four with heads of 96
+    take 12.4 us for 17.1. One sequence with 8 heads over 4 of 256 takes 10.6 us for 14.4.
+
+    More queries take tiles of 128 keys, and of 64 with heads above 128. By eight sequences of
+    2,048, heads of 80 take 403 us for 528, and heads of 160 take 728 us for 1,057. Heads of 128
+    take 293 us for 427 in windows of 512, and 245 us for 302 with lengths on the device.
+
+    Heads of 64 leave the plain kernel's tensor cores little to wait for. One sequence of 255 takes
+    6.9 us for 11.0, but eight of 700 take 59.3 us for 54.3.
+
+    ``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each timed all
+    of these on an H200, at cdd887f.
     """
     if head_dim <= 64:
         return hopper_tile(128, 64, 3) if rows <= 512 else None
@@ -248,13 +245,16 @@ def _large_tile(
 def _few_rows(is_hopper: bool, rows: int, head_dim: int, one_loop: bool) -> Config:
     """A block that has all of a KV head's few rows.
 
-    Hopper's tensor cores multiply 64 rows as asynchronously as loads by TMA come. One query of 32
-    heads over 8 of 128 takes 14.4 us on 8,192 keys in blocks of 64 rows and 19.6 in blocks of 16
-    without TMA, 32 sequences of 4,096 take 124 for 132, and of 8 queries 126 for 145. One query of
-    heads of 64 takes less in blocks of 16, 23.8 for 26.5 on 32,768 keys (``bench.timing.Replay`` of
-    ``flash_attention`` under ``flash_config.forced`` of each, H200, cdd887f). With lengths on the
-    device, blocks of 16 rows by 32 keys: eight sequences of up to 4,096 take 25.2 us, and in blocks
-    of 64 by 64 28.3, 32 of them 83.2 for 88.0, 64 of up to 1,024 40.8 for 46.4 (the same, e50bc87).
+    Blocks of 64 rows gain on Hopper, whose tensor cores multiply them asynchronously while TMA
+    loads. One query of 32 heads over 8 of 128 takes 14.4 us on 8,192 keys, and 19.6 in blocks of 16
+    rows without TMA. On 4,096 keys 32 sequences take 124 us for 132, and 126 us for 145 with eight
+    queries each. Heads of 64 take less in blocks of 16 rows: one query on 32,768 keys takes 23.8 us
+    for 26.5 (``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each,
+    H200, cdd887f).
+
+    Blocks of 16 rows by 32 keys gain with lengths on the device. Eight sequences of up to 4,096
+    keys take 25.2 us, and 28.3 in blocks of 64 by 64; 32 of them take 83.2 us for 88.0 (the same,
+    e50bc87). By 64 sequences of up to 1,024 keys they take 40.8 us for 46.4 (cdd887f).
     """
     block_n = 32 if head_dim > 128 else 64
     if is_hopper and rows <= 16 and not one_loop and head_dim > 64:

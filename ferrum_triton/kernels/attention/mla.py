@@ -35,8 +35,9 @@ from ferrum_triton.ops.attention import mla as ops
 # Keys a split has at least: with fewer, the merge costs more than the parallelism gains.
 MIN_KEYS = 128
 MAX_SPLITS = 128
-# What merging splits takes, where a tile of TIMED_KEYS keys takes 1: a launch, and each split's
-# numbers. More splits than EASILY_MERGED take half as long again each.
+# What a merge costs, in the time that a program takes for TIMED_KEYS keys: MERGING for its launch,
+# and 1 for every NUMBERS_OF_TILE numbers of a split. Above EASILY_MERGED splits each costs half as
+# much again. Fitted to the times that :func:`pick_splits` quotes.
 TIMED_KEYS, MERGING, NUMBERS_OF_TILE, EASILY_MERGED = 64, 4, 480_000, 16
 
 # The configurations of Hopper's kernel: two tiles fill shared memory.
@@ -268,27 +269,27 @@ mla_config = Tunable(
 
 @functools.cache
 def pick_splits(programs: int, places: int, tiles: int, most: int, numbers: int) -> int:
-    """Splits of a sequence: the number that takes least time, counted in tiles of keys.
+    """The number of splits of a sequence that takes least time.
 
-    Splits run in waves over ``places``, and their parts are merged. By 24 sequences of 4,096 keys
-    and 128 heads two splits take 68 us, and the five that fill waves best 79; by 48 one takes 112
-    and four 133, by 3 sixteen take 23 and twenty-two 36 (``bench.timing.Replay`` of
-    ``mla_attention`` by each number, H200, cdd887f).
+    Splits run in waves over ``places``, and their parts are merged. Times of 128 heads on 4,096
+    keys: 24 sequences take 68 us in two splits, and 79 in the five that fill waves best; 48 take
+    112 us in one and 133 in four; 3 take 23 us in sixteen and 36 in twenty-two
+    (``bench.timing.Replay`` of ``mla_attention`` by each number, H200, cdd887f).
 
     Args:
         programs: blocks of rows of all sequences.
-        tiles: of the keys that a sequence may have.
-        most: splits at most.
-        numbers: of all sequences' results.
+        places: programs that run at once.
+        tiles: tiles of TIMED_KEYS keys that the longest sequence may have.
+        most: the most splits there may be.
+        numbers: how many numbers the result of all sequences has.
     """
 
     def time(splits: int) -> float:
-        waves = cdiv(programs * splits, places)
-        merging = 0.0
-        if splits > 1:
-            each = numbers / NUMBERS_OF_TILE
-            merging = MERGING + splits * (each if splits <= EASILY_MERGED else 1.5 * each)
-        return waves * cdiv(tiles, splits) + merging
+        attending = cdiv(programs * splits, places) * cdiv(tiles, splits)
+        if splits == 1:
+            return attending
+        each = numbers / NUMBERS_OF_TILE
+        return attending + MERGING + splits * (each if splits <= EASILY_MERGED else 1.5 * each)
 
     return min(range(1, most + 1), key=time)
 

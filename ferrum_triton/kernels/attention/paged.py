@@ -20,8 +20,8 @@ from ferrum_triton.kernels.tuning import Config
 from ferrum_triton.ops.attention.paged_decode import paged_decode_attention as decode_op
 from ferrum_triton.ops.attention.paged_varlen import paged_varlen_attention as varlen_op
 
-# Queries of a sequence up to which it may be a decode step's, and rows of a KV head, queries times
-# heads, up to which it is one whatever the GPU.
+# The most queries of a sequence that paged decode takes, and the rows of a KV head, queries times
+# heads, that it always takes.
 FEW_QUERIES, FEW_ROWS = 8, 16
 
 
@@ -80,24 +80,23 @@ def paged_decode_attention(
     return y
 
 
-def _few_queries(call: Call, longest: int) -> int:
-    """Queries up to which a sequence of a call is paged decode's.
+def _prefill_of_few(call: Call, longest: int) -> Config | None:
+    """Hopper's prefill for sequences of few queries, where it takes less time than decode.
 
-    Over floats, Hopper's prefill reads a sequence's keys once for 128 rows where decode has tiles
-    of 32. Sequences of about as many queries that give work to two fifths of the SMs are sooner
-    done by it: eight of five on 4,096 keys, 32 heads over 8 of 128, take 60 us for 73, 64 of them
-    270 for 355, but one on 8,192 101 for 32 (``bench.timing.Replay`` of ``paged_varlen_attention``
-    with ``FEW_QUERIES`` of 4 under ``prefill_config.forced``, and under ``decode_config.forced``,
-    H200, cdd887f).
+    It does over floats, where a sequence's rows are more than FEW_ROWS, sequences have about as
+    many, and two fifths of the SMs have work: decode has tiles of 32 rows, and prefill of 128. With
+    32 heads over 8 of 128, eight sequences of five queries on 4,096 keys take 60 us for 73, and 64
+    of them 270 us for 355, but one on 8,192 keys takes 101 us for 32 (``bench.timing.Replay`` of
+    ``paged_varlen_attention`` with ``FEW_QUERIES`` of 4 under ``prefill_config.forced``, and under
+    ``decode_config.forced``, H200, cdd887f).
     """
-    few = min(FEW_QUERIES, longest)
-    if few * call.group <= FEW_ROWS or longest > few or call.pool.layout.quantised:
-        return few
+    if longest > FEW_QUERIES or longest * call.group <= FEW_ROWS or call.pool.layout.quantised:
+        return None
     programs = call.block_tables.shape[0] * call.pool.num_kv_heads
-    has_work = 5 * programs >= 2 * processors(call.q.device)
-    if not has_work or may_differ(call, longest) or "path" not in choose_prefill(call, longest):
-        return few
-    return max(FEW_ROWS // call.group, 1)
+    if 5 * programs < 2 * processors(call.q.device) or may_differ(call, longest):
+        return None
+    config = choose_prefill(call, longest)
+    return config if "path" in config else None
 
 
 @varlen_op.impl("triton")
@@ -143,13 +142,14 @@ def paged_varlen_attention(
         softcap=softcap,
     )
     longest = num_tokens if max_q_len is None else min(max_q_len, num_tokens)
-    few = _few_queries(call, longest)
+    of_few = _prefill_of_few(call, longest)
+    few = min(FEW_QUERIES, longest) if of_few is None else max(FEW_ROWS // call.group, 1)
     has_long = longest > few
     if has_long:
         # Only decode takes codes in words.
         in_words = call.pool.layout.quantised
         prompts = call._replace(pool=as_pool(*caches)) if in_words else call
-        launch_prefill(prompts, few, choose_prefill(prompts, longest))
+        launch_prefill(prompts, few, of_few or choose_prefill(prompts, longest))
     config = configure(call, k_cache.dtype, layout, call.group)
     launch_decode(call, config, few, False, after_prefill=has_long)
     return y

@@ -299,11 +299,7 @@ def is_narrow(pool: PoolTensors) -> bool:
 def prefill_heuristic(
     gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, has_decodes: bool, codes: str
 ) -> Config:
-    """Rows, keys, warps and stages of a program.
-
-    Windows, whose edges cost larger tiles more, codes and vectors in pieces leave no registers for
-    tiles of 128 keys, nor does Blackwell; those and three stages of loads are what keeps Hopper's
-    tensor cores busy.
+    """Hopper's kernel where it serves, unless the batch may be mostly decodes over floats.
 
     Args:
         is_simple: no window, over a pool of floats whose vectors are contiguous.
@@ -313,18 +309,20 @@ def prefill_heuristic(
             took 431 us with the plain kernel, at 696a01f, and 509 with Hopper's, at 1137d98
             (``python -m bench.run paged_varlen_attention --case mixed``).
         codes: format of an 8-bit pool's, ``"e4m3"`` or ``"int8"``; else "". A row of one kind of
-            pool says nothing of the others: Hopper's kernel widens codes beside the products. Of a
-            pool in e4m3 that prompt and those decodes take 485 us for the plain kernel's 936, and
-            eight sequences of 9 to 64 queries and 4,096 keys 91 to 98 for 186 to 193
-            (``bench.timing.Replay`` of ``paged_varlen_attention`` under ``prefill_config.forced``
-            of each, H200, cdd887f). So did four of 600 queries and 2,048 keys at e50bc87: heads of
-            64 107 us for 150, of 96 134 for 196, of 256 252 for 418; in windows of 512 heads of 128
-            74 by tiles of 64 keys, 85 by 128, and 94 by the plain kernel.
+            pool says nothing of the others: Hopper's kernel widens codes beside the products. Over
+            a pool in e4m3 that prompt and those decodes take 485 us for the plain kernel's 936.
+            Eight sequences of 9 to 64 queries on 4,096 keys take 91 to 98 us for 186 to 193.
+
+    Four sequences of 600 queries and 2,048 keys take 107 us for the plain kernel's 150 with heads
+    of 64, 134 us for 196 with heads of 96, and 252 us for 418 with heads of 256. In windows of 512,
+    heads of 128 take 74 us by tiles of 64 keys, 85 by tiles of 128, and 94 by the plain kernel
+    (``bench.timing.Replay`` of ``paged_varlen_attention`` under ``prefill_config.forced`` of each,
+    H200, e50bc87; those in e4m3 at cdd887f).
     """
     block_n = 128 if head_dim <= 128 and (is_simple or codes) else 64
     config = hopper_tile(128, block_n, 2)
     shape = (head_dim, is_float32, is_simple, has_decodes, codes)
-    if not (codes == "" and has_decodes) and not prefill_refusal(gpu, config, *shape):
+    if (codes or not has_decodes) and not prefill_refusal(gpu, config, *shape):
         return config
     return plain_heuristic(gpu, *shape)
 
@@ -332,7 +330,12 @@ def prefill_heuristic(
 def plain_heuristic(
     gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, has_decodes: bool, codes: str
 ) -> Config:
-    """Rows, keys, warps and stages of a program of the plain kernel."""
+    """Rows, keys, warps and stages of a program of the plain kernel.
+
+    Windows, whose edges cost larger tiles more, codes and vectors in pieces leave no registers for
+    tiles of 128 keys, nor does Blackwell; those and three stages of loads are what keeps Hopper's
+    tensor cores busy.
+    """
     if is_float32:
         return tile(32, 32, 4, 1)
     if head_dim > 128 or gpu.capability[0] not in LARGE:
@@ -387,7 +390,7 @@ prefill_config = Tunable(
 
 
 def may_differ(call: Call, longest: int) -> bool:
-    """Whether sequences of up to ``longest`` queries may have half as many and less."""
+    """Whether the mean of queries is under half of ``longest``, so that some may be decodes."""
     return longest * call.block_tables.shape[0] > 2 * call.q.shape[1]
 
 
@@ -396,7 +399,6 @@ def choose_prefill(call: Call, longest: int) -> Config:
     pool, q = call.pool, call.q
     num_tokens, _, head_dim = q.shape[1:]
     is_simple = not (call.sliding_window or pool.layout.quantised or pool.layout.k_piece)
-    # Where the longest are about as long as all are, none is a decode.
     is_short = num_tokens < MANY_QUERIES * call.block_tables.shape[0]
     has_decodes = is_short and may_differ(call, longest)
     shape = (head_dim, q.dtype == torch.float32, is_simple, has_decodes, pool.codes)

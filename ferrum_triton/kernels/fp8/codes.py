@@ -115,7 +115,7 @@ def quantised(x: Tensor, multiple: int = 1, tile: int = 1) -> tuple[Tensor, Tens
     Args:
         x: [rows, k], or [num_tokens, top_k, k] of as many rows.
         multiple: the scales' stride from group to group is rounded up to a multiple of it.
-        tile: the codes' rows are rounded up to a multiple of it, by any that are in memory.
+        tile: the codes' rows are rounded up to a multiple of it, by rows that are not written.
     """
     num_cols = x.shape[-1]
     num_rows = x.numel() // num_cols

@@ -107,12 +107,18 @@ def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: 
 
     Tiles of 64 tokens by 128 rows leave an SM two programs, of which one adds up sums while the
     other multiplies. By 4,096 tokens they take 1,047 us for 28672 x 4096, and tiles of 128 by 128
-    take 1,088: ``python -m bench.tune gemm_fp8_128x128`` on an H200. They serve few tokens too,
-    since a load reads no token that is not there: 4096 x 14336 by 16 takes 23.4 us, and in tiles of
-    16 by 64 23.8, 28672 x 4096 by 24 33.4, and in tiles of 32 by 64 44.5. Hopper's kernel takes
-    less where its larger tiles occupy half of the SMs: 28672 x 4096 by 128 40.7 for 49.9, 6144 x
-    4096 by 384 33.6 for 39.8, but 4096 x 14336 by 384 100 for 71 (``bench.timing.Replay`` of
-    ``gemm_fp8_128x128`` under ``TILES.forced`` of each, H200, cdd887f with such loads).
+    take 1,088: ``python -m bench.tune gemm_fp8_128x128`` on an H200.
+
+    The same tiles serve few tokens, since a load reads no token that is not there. By 16 tokens
+    4096 x 14336 takes 23.4 us, and 23.8 in tiles of 16 by 64. By 24 tokens 28672 x 4096 takes 33.4
+    us, and 44.5 in tiles of 32 by 64. Tables had rows of 16 and 64 tokens by 28672 x 4096, 34.6 and
+    36.3 us, for which these tiles take 33.6 and 35.0; and of 64 by 4096 x 4096 tiles of 64 by 64,
+    11.7 us here, for which they take 12.2.
+
+    Hopper's kernel takes less where its larger tiles occupy half of the SMs. By 128 tokens 28672 x
+    4096 takes 40.7 us for 49.9, and by 384 tokens 6144 x 4096 takes 33.6 us for 39.8, but 4096 x
+    14336 takes 100 us for 71 (``bench.timing.Replay`` of ``gemm_fp8_128x128`` under
+    ``TILES.forced`` of each, H200, what became 6c5ad5e).
     """
     if gpu.arch == INTERPRETER:
         if num_tokens == 1:

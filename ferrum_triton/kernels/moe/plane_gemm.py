@@ -166,7 +166,7 @@ def multiply_pairs(
         planes_ptr = tl.where(is_up, up_ptr, planes_ptr)
     row = tl.minimum(first.to(tl.int64) * ROWS + row, num_rows - 1)  # past the end the last again
     m = tl.arange(0, BLOCK_M)
-    # Behind the last the first again, and so on: one row for all would be asked for by all.
+    # Padding takes the tile's own pairs again, in turn: of one row, all programs would ask L2.
     pair = tl.load(pairs_ptr + m % tl.maximum(left, 1)).to(tl.int64)
     x_row = pair if BUCKETS.per_pair else pair // BUCKETS.top_k
     # A stack without a stride is one expert to a descriptor.

@@ -248,7 +248,12 @@ class Order(NamedTuple):
 
 
 def whole_tiles(num_tokens: int) -> int:
-    """Rows that tokens take in whole tiles of the products, of at most LARGEST_TILE."""
+    """Rows of memory for tokens, so that they end with a whole tile of the products.
+
+    Tiles are a power of two of tokens, LARGEST_TILE at most. What they read behind the last token
+    is never stored, but has to be in memory: filled in or read again it takes longer (docs/quant.md
+    has the figures).
+    """
     tile = min(next_power_of_2(num_tokens), LARGEST_TILE)
     return cdiv(num_tokens, tile) * tile
 
@@ -257,9 +262,8 @@ def room_for(
     num_tokens: int, num_weights: int, device: torch.device, order: Order, *, splits_k: bool = False
 ) -> Arranged:
     """Memory for activations in an order; with tickets where products may split K."""
-    # Interleaved ones are as many as the order says; others are read in whole tiles.
-    interleaved = max(order.interleave, num_tokens)
-    num_rows = interleaved if order.interleave else whole_tiles(num_tokens)
+    interleave = order.interleave
+    num_rows = max(interleave, num_tokens) if interleave else whole_tiles(num_tokens)
     padded = cdiv(num_weights, STEP) * STEP
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
