@@ -9,7 +9,7 @@ import torch
 
 from ferrum_triton import get_backend
 from ferrum_triton.kernels import hopper_config
-from ferrum_triton.kernels.attention.flash_plan import flash_config, hopper_tile
+from ferrum_triton.kernels.attention.flash_plan import choose_plan, flash_config, hopper_tile
 from ferrum_triton.kernels.gpu import gpu_of, gpu_of_arch
 from ferrum_triton.kernels.hopper_config import is_gluon
 from ferrum_triton.kernels.jit import record_launches
@@ -285,7 +285,7 @@ def test_the_plain_kernel_serves_what_this_one_cannot():
         "a result off the grid": ((q, k, v), {"out": torch.empty_like(narrow[:, :1]).expand_as(q)}),
         "one key for all": ((q, k[:, :, :1].expand_as(k), v), {}),
         "float32": (tensors(256, dtype=torch.float32), {}),
-        "queries of a group as rows": (tensors(127), {}),
+        "half a block of queries": (tensors(64), {}),
         "blocks for less than half the GPU, of many keys": (tensors(256, heads=32, keys=2048), {}),
         "no key": ((q, k, v), {"kv_len": 0}),
     }
@@ -309,7 +309,9 @@ def test_few_blocks_of_few_keys_are_this_kernels_too():
         (1024, 192, 128, (128, 64)),
         (2048, 192, 128, (192, 64)),
         (513, 64, 64, None),
-        (127, 128, 128, None),
+        (65, 128, 128, (128, 64)),
+        (64, 128, 128, None),
+        (127, 64, 64, None),
     ],
 )
 def test_it_is_chosen_where_it_was_seen_to_gain(rows, head_dim, value_dim, chosen):
@@ -322,6 +324,37 @@ def test_it_is_chosen_where_it_was_seen_to_gain(rows, head_dim, value_dim, chose
         assert not flash_config.refusal(gpu_of_arch("sm_90"), config, *shape)
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "head_dim", "q_len", "keys", "chosen"),
+    [
+        (16, 32, 8, 128, 96, 96, "packed"),
+        (16, 32, 8, 128, 97, 97, "hopper"),
+        (16, 32, 8, 64, 112, 112, "packed"),
+        (1, 8, 4, 256, 65, 65, "hopper"),
+        (1, 8, 4, 256, 65, 512, "packed, split"),
+        (1, 8, 8, 128, 100, 256, "hopper"),
+        (1, 8, 8, 128, 100, 512, "apart, split"),
+        (1, 32, 8, 128, 128, 512, "hopper"),
+        (1, 32, 8, 128, 128, 1024, "apart, split"),
+        (1, 32, 8, 128, 129, 1024, "hopper"),
+        (1, 32, 8, 128, 129, 8192, "packed, split"),
+        (1, 32, 8, 128, 225, 8192, "apart, split"),
+        (1, 8, 4, 256, 129, 2048, "apart, split"),
+    ],
+)
+def test_heads_are_packed_and_keys_split_as_timed(
+    batch, heads, kv_heads, head_dim, q_len, keys, chosen
+):
+    """As ``packing_saves``, SPLIT_KEYS and FEW_SPLITS of ``flash_plan`` say."""
+    q = torch.empty(batch, heads, q_len, head_dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, kv_heads, keys, head_dim, dtype=torch.bfloat16, device="meta")
+    with record_launches((9, 0)):
+        plan = choose_plan(q, k, k, q, keys, None, 0)
+    packing = "packed" if plan.packed else "apart"
+    split = ", split" if plan.splits > 1 else ""
+    assert ("hopper" if "path" in plan.tile else packing + split) == chosen
+
+
 def test_it_is_chosen_for_its_gpu_alone():
     """Of a GPU that it serves, with a Triton that it was tested on."""
     shape = (4096, 128, 128, False, True, False)
@@ -332,7 +365,7 @@ def test_it_is_chosen_for_its_gpu_alone():
     assert not flash_config.refusal(hopper, WIDE, *shape)
     assert "not for sm_100" in flash_config.refusal(other, WIDE, *shape)
     for change, reason in (
-        ((100, 128, 128, False), "128 queries"),
+        ((64, 128, 128, False), "more than 64 queries"),
         ((4096, 128, 128, True), "16 bits"),
         ((4096, 256, 256, False), "registers"),
         ((4096, 256, 128, False), "shared memory"),

@@ -44,13 +44,18 @@ CONFIGS = {
 
 def by_hopper(op, arguments, config=None, kernel="_experts_kernel"):
     """What an op gives by its path for Hopper, and the launch of the product."""
+    y, (launch,) = launches_by_hopper(op, arguments, config, kernel)
+    return y, launch
+
+
+def launches_by_hopper(op, arguments, config, kernel):
+    """What an op gives by its path for Hopper, and the launches of products."""
     with (
         CHOICES[op].forced(config or CONFIGS[op]),
         note_launches(runs=True) as launches,
     ):
         y = getattr(INTERPRET, op)(**arguments)
-    (launch,) = [launch for launch in launches if launch.kernel.name == kernel]
-    return y, launch
+    return y, [launch for launch in launches if launch.kernel.name == kernel]
 
 
 def sixteen_bits(dtype, num_tokens=90, num_experts=3, top_k=3, n=208, k=144, **more):
@@ -321,6 +326,40 @@ def test_dense_choices_are_those_that_a_map_of_sizes_gave(m, n, k, path, splits)
     config = tunable.heuristic(gpu_of_arch("sm_90"), True, m, n, k)
     assert (config["path"], config.get("SPLITS")) == (path, splits)
     assert not tunable.refusal(gpu_of_arch("sm_90"), config, True, m, n, k)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "first"),
+    [
+        (1024, 4096, 14336, 0),
+        (1025, 4096, 14336, 1024),
+        (1536, 4096, 14336, 1024),
+        (2049, 4096, 14336, 2048),
+        (3000, 4096, 14336, 0),
+        (4097, 4096, 14336, 0),
+        (513, 7168, 2048, 512),
+        (1537, 7168, 2048, 0),
+        (1025, 28672, 4096, 0),
+    ],
+)
+def test_few_tokens_beyond_whole_waves_are_a_product_of_their_own(m, n, k, first):
+    """Where both together were seen to take less on an H200, see the function."""
+    assert fp8_config.whole_waves(gpu_of_arch("sm_90"), m, n, k) == first
+    arguments = TensorFactory(torch.bfloat16, "meta")
+    arguments = OPS["gemm_fp8_128x128"].make_sample(arguments, m=m, n=n, k=k)
+    with record_launches((9, 0)) as launches:
+        OPS["gemm_fp8_128x128"].impls["triton"](**arguments)
+    names = [launch.kernel.name for launch in launches]
+    assert names[:2] == ["_quantise_kernel", "_fp8_gemm_kernel"]
+    assert (len(names) > 2) == bool(first), names
+
+
+def test_tokens_of_both_products_are_in_the_result(monkeypatch):
+    monkeypatch.setattr(product, "whole_waves", lambda gpu, m, n, k: 128 if m > 128 else 0)
+    arguments = test_fp8.call(m=130, n=264, k=128)
+    y, launches = launches_by_hopper("gemm_fp8_128x128", arguments, None, "_fp8_gemm_kernel")
+    assert len(launches) == 2
+    assert_close(y, test_fp8.exact_product(**arguments))
 
 
 def test_codes_of_no_token_are_not_in_a_result(monkeypatch):

@@ -28,8 +28,12 @@ MAX_SPLITS = 64
 # Keys for which a split is worth its share of the merging.
 MIN_KEYS = 128
 
-# Queries from which on a block holds those of one head instead of a KV head's whole group.
+# Queries of a block where there are many: from as many on it holds those of one head, not of a KV
+# head's whole group.
 MANY_QUERIES = 128
+
+# Queries up to which half of a block of Hopper's kernel would be empty.
+FEW_QUERIES = 64
 
 # Registers of a thread of Hopper's kernel by its consumers, and bytes of its barriers and of what
 # roles are told by.
@@ -42,11 +46,22 @@ WIDE_REGISTERS = 216
 # Rows up to which loads through pointers are as fast as through tensor maps, except on Hopper.
 FEW_ROWS = 32
 
-# The least keys for which the plain kernel gains by splitting a call of few blocks among idle SMs.
-# With 129 queries of 32 heads of 128, it takes 14.6 us on 512 keys and Hopper's kernel 11.2; 18.5
-# and 16.8 on 1,024; 26.9 and 28.1 on 2,048; 43.3 and 50.3 on 4,096 (``bench.timing.Replay`` of
-# ``flash_attention`` under ``flash_config.forced`` of each, H200, cdd887f).
-MANY_KEYS = 2048
+# The least keys, and the least keys for each block, for which the plain kernel gains by splitting a
+# call of few blocks among idle SMs. With 128 queries of 8 heads of 128, it takes 9.2 us on 512 keys
+# and Hopper's kernel 11.2; 11.1 and 18.1 on 1,024. With 32 heads, it takes 15.6 and 11.4 on 512;
+# 17.7 and 18.4 on 1,024. With 256 queries of 32 heads, it takes 19.9 and 16.6 on 1,024; 27.9 and
+# 28.0 on 2,048 (``bench.timing.Replay`` of ``flash_attention`` with each, H200, c6cf87f). With 129
+# queries of 32 heads of 128, each in blocks of its own, it takes 14.6 us on 512 keys and Hopper's
+# kernel 11.2; 18.5 and 16.8 on 1,024; 26.9 and 28.1 on 2,048; 43.3 and 50.3 on 4,096 (the same
+# under ``flash_config.forced`` of each, cdd887f).
+SPLIT_KEYS, SPLIT_KEYS_OF_BLOCK = 512, 32
+
+# Splits of a block up to which heads are packed that fill fewer blocks together. With 129 queries
+# of 32 heads over 8 of 128, a block has two splits. Packed, they take 22.5 us for 26.9 on 2,048
+# keys, and 55.6 for 75.8 on 8,192. With 8 heads over 4 of 256 a block has eight, and packed heads
+# take 23.0 us for 20.3 on 2,048 keys (``bench.timing.Replay`` of ``flash_attention`` with each,
+# H200, c6cf87f).
+FEW_SPLITS = 3
 
 
 class FlashPlan(NamedTuple):
@@ -88,34 +103,53 @@ def choose_plan(
     num_kv_heads, capacity = k.shape[1], k.shape[2]
     value_dim = v.shape[3]
     group = num_heads // num_kv_heads
-    packed = is_packed(group, q_len)
-    rows = q_len * group if packed else q_len
     gpu = gpu_of(q.device)
-    gains = rows > FEW_ROWS or gpu.capability == (9, 0)
-    # In the interpreter always, so that tests see them.
-    worth = q.device.type == "cpu" or (gains and q.dtype != torch.float32)
-    use_tma = worth and most_keys > 0 and all(can_describe(x) for x in (q, k, v, out))
-    return _plan(
-        q.device,
-        gpu,
-        q.dtype,
-        batch * num_kv_heads,
-        1 if packed else group,
-        rows,
-        head_dim,
-        value_dim,
-        min(capacity, window + q_len - 1) if window else capacity,
-        min(most_keys, window + q_len - 1) if window else most_keys,
-        window > 0,
-        packed,
-        use_tma,
-        use_tma and kv_lens is None,
-    )
+
+    def plan(packed: bool) -> FlashPlan:
+        rows = q_len * group if packed else q_len
+        gains = rows > FEW_ROWS or gpu.capability == (9, 0)
+        # In the interpreter always, so that tests see them.
+        worth = q.device.type == "cpu" or (gains and q.dtype != torch.float32)
+        use_tma = worth and most_keys > 0 and all(can_describe(x) for x in (q, k, v, out))
+        return _plan(
+            q.device,
+            gpu,
+            q.dtype,
+            batch * num_kv_heads,
+            1 if packed else group,
+            rows,
+            head_dim,
+            value_dim,
+            min(capacity, window + q_len - 1) if window else capacity,
+            min(most_keys, window + q_len - 1) if window else most_keys,
+            window > 0,
+            packed,
+            use_tma,
+            use_tma and kv_lens is None,
+        )
+
+    saves = packing_saves(group, q_len)
+    if saves and q_len < MANY_QUERIES:
+        return plan(packed=True)
+    apart = plan(packed=False)
+    if group == 1 or "path" in apart.tile:
+        return apart
+    packs = q_len < MANY_QUERIES or (saves and 1 < apart.splits <= FEW_SPLITS)
+    return plan(packed=True) if packs else apart
 
 
-def is_packed(group: int, q_len: int) -> bool:
-    """Whether the heads of a group are rows of one block."""
-    return group > 1 and q_len < MANY_QUERIES
+def packing_saves(group: int, q_len: int) -> bool:
+    """Whether a group's heads fill fewer blocks of MANY_QUERIES rows together than apart.
+
+    Where they do, the plain kernel has less to do. With 32 heads over 8 of 128, sixteen sequences
+    of 80 queries on 1,024 keys take 64.3 us for it and 67.5 for Hopper's kernel.
+
+    Where they do not, Hopper's kernel takes less, from 65 queries on. The same sequences take 68.2
+    us for 82.7 by 112 queries, and 19.2 for 24.6 on no more keys than queries. With 8 heads over 4
+    of 256, eight sequences of 65 queries on 1,024 keys take 26.4 us for 33.9
+    (``bench.timing.Replay`` of ``flash_attention`` with each, H200, c6cf87f).
+    """
+    return cdiv(group * q_len, MANY_QUERIES) < group * cdiv(q_len, MANY_QUERIES)
 
 
 @cached_picks
@@ -138,7 +172,8 @@ def _plan(
     shape = (rows, head_dim, value_dim, dtype == torch.float32, one_loop, has_window)
     picked = flash_config.pick(device, *shape)
     programs = kv_heads * blocks_per_head * cdiv(rows, picked["BLOCK_M"])
-    splits_pay = 2 * programs < gpu.num_sms and capacity >= MANY_KEYS
+    enough = capacity >= max(SPLIT_KEYS, SPLIT_KEYS_OF_BLOCK * programs)
+    splits_pay = 2 * programs < gpu.num_sms and enough
     if "path" in picked and (packed or not use_tma or splits_pay):
         picked = plain_heuristic(gpu, *shape)
     block_m, block_n = picked["BLOCK_M"], picked["BLOCK_N"]
@@ -192,7 +227,7 @@ def _hopper_choice(rows: int, head_dim: int, value_dim: int) -> Config | None:
     of these on an H200, at cdd887f.
     """
     if head_dim <= 64:
-        return hopper_tile(128, 64, 3) if rows <= 512 else None
+        return hopper_tile(128, 64, 3) if MANY_QUERIES <= rows <= 512 else None
     if head_dim > 128:
         wide = value_dim <= 128 and rows > 1024
         return hopper_tile(192 if wide else 128, 64, 2)
@@ -317,8 +352,8 @@ def flash_refusal(
         return ""
     if not serves(gpu):
         return f"Hopper's kernel is not for {gpu.arch}, or not with this version of Triton"
-    if is_float32 or rows < MANY_QUERIES:
-        return f"Hopper's kernel takes 16 bits and {MANY_QUERIES} queries or more"
+    if is_float32 or rows <= FEW_QUERIES:
+        return f"Hopper's kernel takes 16 bits and more than {FEW_QUERIES} queries"
     # What a thread holds of results, scores and weights, beside which it needs some forty more.
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     registers = padded(value_dim) // 2 + block_n * 3 // 4

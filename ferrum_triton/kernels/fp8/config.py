@@ -146,6 +146,30 @@ def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: 
     return tiles(min(tokens, 32), 64, splits, lines, 4, 2)
 
 
+def whole_waves(gpu: Gpu, num_tokens: int, num_rows: int, num_cols: int) -> int:
+    """Tokens of a first call, where two of Hopper's kernel take less than one; or 0.
+
+    A wave is as many tiles as there are SMs. The last one takes as long as the others, however few
+    tiles it has. Two calls, one of the tokens that fill the waves before it and one of the rest,
+    take less where the rest is short. 4096 x 14336 takes 141 us for 213 by 1,025 tokens, 195 us for
+    222 by 1,536, and 254 us for 322 by 2,049. By 1,025 tokens 4096 x 4096 takes 44 us for 64, and
+    by 513 tokens 7168 x 2048 takes 27 us for 35. They take more where a wave takes little: 28672 x
+    4096 246 us for 238 by 1,025 tokens, and 7168 x 2048 59 us for 52 by 1,537
+    (``bench.timing.Replay`` of ``gemm_fp8_128x128`` in two calls and in one, H200, c6cf87f).
+
+    Microseconds are those of an H200. A wave takes 8 for every 1,000 columns. A short product takes
+    five, its weights at 4 TB/s, and its multiplications at 1 PFLOP/s.
+    """
+    tiles_n = cdiv(num_rows, 2 * hopper.ROWS)
+    waves = cdiv(tiles_n * cdiv(num_tokens, 2 * hopper.TOKENS), gpu.num_sms)
+    tiles_m = (waves - 1) * gpu.num_sms // tiles_n
+    tokens = 2 * hopper.TOKENS * tiles_m
+    saved = 0.008 * num_cols * (waves - cdiv(tiles_m * tiles_n, gpu.num_sms))
+    weights = num_rows * num_cols
+    rest = 5 + weights / 4e6 + 2 * (num_tokens - tokens) * weights / 1e9
+    return tokens if tokens and saved > 1.1 * rest else 0
+
+
 def candidates(
     gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: int
 ) -> list[Config]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ferrum_triton.kernels.attention.mla_tiles import widen_e4m3
 from ferrum_triton.kernels.fp8.codes import BLOCK, multiplies_codes, operands_of, quantised
-from ferrum_triton.kernels.fp8.config import TILES
+from ferrum_triton.kernels.fp8.config import TILES, whole_waves
 from ferrum_triton.kernels.fp8.gemv import LINE, gemv
 from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import can_overlap, kernel
@@ -191,6 +191,11 @@ def gemm_fp8_128x128(
     shape = (native, num_tokens, num_rows, num_cols)
     config = TILES.pick(a.device, *shape)
     if config["path"] == "hopper":
+        first = whole_waves(gpu_of(a.device), num_tokens, num_rows, num_cols)
+        if first:
+            gemm_fp8_128x128(a[:first], weight, scales, out=y[:first])
+            gemm_fp8_128x128(a[first:], weight, scales, out=y[first:])
+            return y
         if _by_hopper(y, a, weight, scales, config):
             return y
         config = TILES.heuristic(gpu_of(a.device), *shape)
