@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.attention.softmax import LN_2, LOG2_E, LOWEST
-from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.gpu import Gpu, gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -26,6 +26,14 @@ FEW_PARTS = 4
 
 # Parts a program loads at once, at most, and columns of each.
 MAX_PARTS, MAX_COLUMNS = 64, 128
+
+# Programs for an SM from more than which on the launch behind begins when they end, not beside
+# them: some SMs would have room for its programs before others. Eight sequences of four queries on
+# 16,384 keys, 32 heads over 8, take 133.7 us for 139.0 so, and three of 128 heads over latents of
+# 4,096 keys 19.8 us for 21.3. Of few programs that costs 0.8 to 1.2 us: a sequence of 1,024 keys
+# takes 7.8 us for 7.0, and eight 16.3 for 15.2 (``bench.timing.Replay`` of
+# ``paged_decode_attention`` and ``mla_attention`` with each, H200, 01c8ab3).
+MANY_PROGRAMS = 4
 
 
 @triton.jit
@@ -118,6 +126,7 @@ def _merge_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    LATE: tl.constexpr,  # whether the next launch begins when programs end
     PDL: tl.constexpr,
 ):
     """lse = log Σᵢ exp(lseᵢ) and out = Σᵢ exp(lseᵢ - lse) outᵢ, over the parts i of each row.
@@ -126,7 +135,8 @@ def _merge_kernel(
     cu_seqlens_q a program has a head of a sequence, and takes its queries in turns.
     """
     pdl_wait(PDL)
-    pdl_trigger(PDL)
+    if not LATE:
+        pdl_trigger(PDL)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_rows = row < num_rows
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -186,15 +196,27 @@ def _merge_kernel(
         part_lse_rows += stride_part_lses_token
         if lse_ptr is not None:
             lse_rows += stride_lse_token
+    if LATE:
+        pdl_trigger(PDL)
 
 
 def merge_heuristic(gpu: Gpu, num_rows: int, num_parts: int, head_dim: int) -> Config:
-    """Tiles of TILE elements for rows that fill the GPU, else every part of a row at once."""
+    """Tiles of TILE elements for rows that fill the GPU, else every part of a row at once.
+
+    Few warps take a row's parts. The launch behind begins while rows are merged, and its programs
+    find room on an SM beside few threads. Where attention is that launch, it takes longer if some
+    SMs got more of its programs than others. By 32 sequences of 4,096 keys 8 heads over one of 256
+    take 44.0 us with two warps, 44.9 with four and 51.8 with eight. By 12 such sequences 32 heads
+    over 8 of 128 take 61.2, 62.5 and 67.8 us. By 16 sequences of 4,000 keys heads of 96 take 57.0,
+    58.2 and 61.1 us (``bench.timing.Replay`` of ``paged_decode_attention`` with each, H200,
+    01c8ab3). 64 parts by 128 columns spill on two.
+    """
     block_d = min(next_power_of_2(max(head_dim, 1)), MAX_COLUMNS)
     fill = num_rows // (4 * gpu.num_sms)
     if fill > 1 and num_parts <= FEW_PARTS:
         return _config(min(next_power_of_2(fill), TILE // block_d), 1, block_d)
-    return _config(1, min(next_power_of_2(max(num_parts, 1)), MAX_PARTS), block_d)
+    block_p = min(next_power_of_2(max(num_parts, 1)), MAX_PARTS)
+    return _config(1, block_p, block_d) | {"num_warps": max(block_p * block_d // (TILE // 2), 1)}
 
 
 def _config(block_r: int, block_p: int, block_d: int) -> Config:
@@ -265,6 +287,9 @@ def merge_parts(
     else:
         # One row a program, whatever the batch: sequences differ in their parts.
         config = merge_config.pick(out.device, 1, most_parts, head_dim)
+        if cu_seqlens_q is not None:
+            # A loop over queries takes registers: 32 parts by 128 columns spill on two warps.
+            config = {**config, "num_warps": 2 * config["num_warps"]}
         turns = 1 if cu_seqlens_q is not None else num_tokens
         num_rows = (cu_parts.shape[0] - 1) * turns * num_heads
         is_one = cu_parts.shape[0] == 2 and cu_seqlens_q is None and config["BLOCK_R"] == 1
@@ -277,8 +302,9 @@ def merge_parts(
         | strides_of("parts", parts, "part", *axes)
         | strides_of("part_lses", part_lses, "part", *axes)
     )
+    grid = cdiv(num_rows, config["BLOCK_R"]), cdiv(head_dim, config["BLOCK_D"])
     _merge_kernel.launch(
-        (cdiv(num_rows, config["BLOCK_R"]), cdiv(head_dim, config["BLOCK_D"])),
+        grid,
         out_ptr=out,
         lse_ptr=lse,
         parts_ptr=parts,
@@ -292,6 +318,7 @@ def merge_parts(
         num_rows=num_rows,
         HEAD_DIM=head_dim,
         ROOM=room,
+        LATE=grid[0] * grid[1] > MANY_PROGRAMS * gpu_of(out.device).num_sms,
         **config,
     )
 
