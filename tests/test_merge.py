@@ -11,6 +11,7 @@ from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
+from tests.compiling import compiled
 from tests.harness import BACKENDS
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -166,3 +167,29 @@ def test_is_one_launch(num_parts):
             **op.make_sample(make, num_parts=num_parts, num_tokens=7, num_heads=3, head_dim=40)
         )
     assert len(launches) == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "axes", "warps", "late"),
+    [
+        ("paged_decode_attention", {"batch": 1, "max_len": 8192}, 2, False),
+        ("paged_decode_attention", {"batch": 8, "max_len": 16384, "q_len": 4}, 2, True),
+        ("paged_varlen_attention", {"q_lens": (4,) * 8, "offsets": (4092,) * 8}, 4, False),
+    ],
+)
+def test_the_launch_behind_many_programs_begins_at_their_end(op, axes, warps, late):
+    """Its trigger then stands behind the last store, else before the first load."""
+    axes = {"num_kv_heads": 8, "group_size": 4, "head_dim": 128, **axes}
+    if op == "paged_decode_attention":
+        axes["full"] = True
+    arguments = OPS[op].make_sample(TensorFactory(torch.bfloat16, "meta"), **axes)
+    with record_launches((9, 0)) as launches:
+        OPS[op].impls["triton"](**arguments)
+    merging = launches[-1]
+    assert merging.kernel.name == "_merge_kernel"
+    assert merging.meta["num_warps"] == warps
+    ptx = compiled(merging).asm["ptx"]
+    trigger = ptx.index("griddepcontrol.launch_dependents")
+    assert ptx.index("griddepcontrol.wait") < trigger
+    assert (trigger > ptx.rindex("st.global")) == late
+    assert (trigger < ptx.index("ld.global")) != late
