@@ -258,6 +258,25 @@ def test_offsets_past_int32(dim, forced):
     assert torch.equal(far["lse"], near["lse"])
 
 
+@pytest.mark.parametrize("backend_name", KERNELS)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("q_len", "kv_len", "pos_offset"), [(129, 300, 171), (150, 280, 0)])
+def test_a_group_of_many_queries_may_share_blocks(
+    backend_name, splits, q_len, kv_len, pos_offset, forced
+):
+    backend = get_backend(backend_name)
+    q, k, v = draw(backend, q_len, kv_len, heads=4, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    blocks = (16, 16, 1, 1) if backend_name == "interpret" else (128, 64, 8, 3)
+    forced(packed=True, splits=splits, heads_at_once=1, tile=flash_plan.tile(*blocks))
+    lse = new_lse(q)
+    got = backend.flash_attention(q, k, v, pos_offset=pos_offset, lse=lse)
+    cpu = [x.double().cpu() for x in (q, k, v)]
+    want_lse = new_lse(cpu[0])
+    want = OPS["flash_attention"].reference(*cpu, pos_offset=pos_offset, lse=want_lse)
+    assert_close(got.cpu(), want)
+    assert_close(lse.cpu(), want_lse.double())
+
+
 @pytest.mark.parametrize("capacity", [1, 100, 1000, 5000, 8192, 70_001])
 @pytest.mark.parametrize(("batch", "kv_heads"), [(1, 8), (1, 3), (7, 4), (64, 8)])
 @pytest.mark.parametrize("head_dim", [64, 128])
