@@ -28,7 +28,7 @@ FEW_PARTS = 4
 MAX_PARTS, MAX_COLUMNS = 64, 128
 
 # Programs for an SM from more than which on the launch behind begins when they end, not beside
-# them: some SMs would have room for its programs before others. Eight sequences of four queries on
+# them, where some SMs most likely have room before others. Eight sequences of four queries on
 # 16,384 keys, 32 heads over 8, take 133.7 us for 139.0 so, and three of 128 heads over latents of
 # 4,096 keys 19.8 us for 21.3. Of few programs that costs 0.8 to 1.2 us: a sequence of 1,024 keys
 # takes 7.8 us for 7.0, and eight 16.3 for 15.2 (``bench.timing.Replay`` of
@@ -204,12 +204,12 @@ def merge_heuristic(gpu: Gpu, num_rows: int, num_parts: int, head_dim: int) -> C
     """Tiles of TILE elements for rows that fill the GPU, else every part of a row at once.
 
     Few warps take a row's parts. The launch behind begins while rows are merged, and its programs
-    find room on an SM beside few threads. Where attention is that launch, it takes longer if some
-    SMs got more of its programs than others. By 32 sequences of 4,096 keys 8 heads over one of 256
-    take 44.0 us with two warps, 44.9 with four and 51.8 with eight. By 12 such sequences 32 heads
-    over 8 of 128 take 61.2, 62.5 and 67.8 us. By 16 sequences of 4,000 keys heads of 96 take 57.0,
-    58.2 and 61.1 us (``bench.timing.Replay`` of ``paged_decode_attention`` with each, H200,
-    01c8ab3). 64 parts by 128 columns spill on two.
+    find room on an SM beside few threads. Beside many, some SMs most likely get more of them than
+    others. By 32 sequences of 4,096 keys 8 heads over one of 256 take 44.0 us with two warps, 44.9
+    with four and 51.8 with eight. By 12 such sequences 32 heads over 8 of 128 take 61.2, 62.5 and
+    67.8 us. By 16 sequences of 4,000 keys heads of 96 take 57.0, 58.2 and 61.1 us
+    (``bench.timing.Replay`` of ``paged_decode_attention`` with each, H200, 01c8ab3). 64 parts by
+    128 columns spill on two.
     """
     block_d = min(next_power_of_2(max(head_dim, 1)), MAX_COLUMNS)
     fill = num_rows // (4 * gpu.num_sms)

@@ -147,7 +147,7 @@ def heuristic(gpu: Gpu, native: bool, num_tokens: int, num_rows: int, num_cols: 
 
 
 def whole_waves(gpu: Gpu, num_tokens: int, num_rows: int, num_cols: int) -> int:
-    """Tokens of a first call, where two of Hopper's kernel take less than one; or 0.
+    """Tokens of the first of two calls, where they take less than one of Hopper's kernel; else 0.
 
     A wave is as many tiles as there are SMs. The last one takes as long as the others, however few
     tiles it has. Two calls, one of the tokens that fill the waves before it and one of the rest,
