@@ -77,7 +77,12 @@ ASKED: dict[str, list[tuple]] = {
         (STAR, (64, 128, 192, 256), 128, BOOL, BOOL, BOOL),
         ((16, 64, 4096), STAR, 128, False, True, False),
     ],
-    "merge_attention_states": [(STAR, (2, 32), 128), ((1, 5000), STAR, 128), ((1, 5000), 8, STAR)],
+    "merge_attention_states": [
+        (STAR, (2, 32), 128, False),
+        (1, STAR, 128, BOOL),
+        (5000, STAR, 128, False),
+        ((1, 5000), 8, STAR, False),
+    ],
     "mla_attention": [(STAR, (0, 16, 64), ("float32", "16 bits", "8 bits"), BOOL)],
     "paged_decode_attention": [
         (STAR, 8, 4096, 512, 4, BOOL, BOOL),
@@ -138,7 +143,7 @@ TRIED: dict[str, list[tuple]] = {
         (4096, 192, 128, False, True, False),
         (4096, (64, 256), (64, 256), False, True, False),
     ],
-    "merge_attention_states": [(1, 4, (64, 128, 512))],
+    "merge_attention_states": [(1, 4, (64, 128, 512), False)],
     "mla_attention": [((16, 128), (0, 16, 64), "16 bits", BOOL)],
     "paged_decode_attention": [(1, 8, 4096, (512, 4096), 4, False, True)],
     "qkv_paged_decode_attention": [(1, 8, 4096, (512, 1024), 4, True)],

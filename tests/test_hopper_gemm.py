@@ -345,10 +345,10 @@ def test_dense_choices_are_those_that_a_map_of_sizes_gave(m, n, k, path, splits)
 def test_few_tokens_beyond_whole_waves_are_a_product_of_their_own(m, n, k, first):
     """Where both together were seen to take less on an H200, see the function."""
     assert fp8_config.whole_waves(gpu_of_arch("sm_90"), m, n, k) == first
-    arguments = TensorFactory(torch.bfloat16, "meta")
-    arguments = OPS["gemm_fp8_128x128"].make_sample(arguments, m=m, n=n, k=k)
+    op = OPS["gemm_fp8_128x128"]
+    arguments = op.make_sample(TensorFactory(torch.bfloat16, "meta"), m=m, n=n, k=k)
     with record_launches((9, 0)) as launches:
-        OPS["gemm_fp8_128x128"].impls["triton"](**arguments)
+        op.impls["triton"](**arguments)
     names = [launch.kernel.name for launch in launches]
     assert names[:2] == ["_quantise_kernel", "_fp8_gemm_kernel"]
     assert (len(names) > 2) == bool(first), names

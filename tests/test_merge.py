@@ -118,7 +118,7 @@ def test_every_candidate_computes_the_same(backend_name):
     lses[:, 3:] -= torch.arange(9.0, device=lses.device)[:, None, None]
     want = lses.double().logsumexp(dim=0)
     weights = (lses.double() - want).exp()[..., None]
-    for config in merge_candidates(gpu_of(torch.device(backend.device)), 15, 9, 40):
+    for config in merge_candidates(gpu_of(torch.device(backend.device)), 15, 9, 40, False):
         with merge_config.forced(config):
             out, lse = backend.merge_attention_states(outs, lses)
         assert_close(out, (weights * outs).sum(dim=0))
@@ -172,16 +172,19 @@ def test_is_one_launch(num_parts):
 @pytest.mark.parametrize(
     ("op", "axes", "warps", "late"),
     [
-        ("paged_decode_attention", {"batch": 1, "max_len": 8192}, 2, False),
-        ("paged_decode_attention", {"batch": 8, "max_len": 16384, "q_len": 4}, 2, True),
+        ("paged_decode_attention", {"batch": 1, "max_len": 8192, "full": True}, 2, False),
+        (
+            "paged_decode_attention",
+            {"batch": 8, "max_len": 16384, "full": True, "q_len": 4},
+            2,
+            True,
+        ),
         ("paged_varlen_attention", {"q_lens": (4,) * 8, "offsets": (4092,) * 8}, 4, False),
     ],
 )
 def test_the_launch_behind_many_programs_begins_at_their_end(op, axes, warps, late):
     """Its trigger then stands behind the last store, else before the first load."""
     axes = {"num_kv_heads": 8, "group_size": 4, "head_dim": 128, **axes}
-    if op == "paged_decode_attention":
-        axes["full"] = True
     arguments = OPS[op].make_sample(TensorFactory(torch.bfloat16, "meta"), **axes)
     with record_launches((9, 0)) as launches:
         OPS[op].impls["triton"](**arguments)

@@ -200,7 +200,9 @@ def _merge_kernel(
         pdl_trigger(PDL)
 
 
-def merge_heuristic(gpu: Gpu, num_rows: int, num_parts: int, head_dim: int) -> Config:
+def merge_heuristic(
+    gpu: Gpu, num_rows: int, num_parts: int, head_dim: int, in_turns: bool
+) -> Config:
     """Tiles of TILE elements for rows that fill the GPU, else every part of a row at once.
 
     Few warps take a row's parts. The launch behind begins while rows are merged, and its programs
@@ -209,14 +211,18 @@ def merge_heuristic(gpu: Gpu, num_rows: int, num_parts: int, head_dim: int) -> C
     with four and 51.8 with eight. By 12 such sequences 32 heads over 8 of 128 take 61.2, 62.5 and
     67.8 us. By 16 sequences of 4,000 keys heads of 96 take 57.0, 58.2 and 61.1 us
     (``bench.timing.Replay`` of ``paged_decode_attention`` with each, H200, 01c8ab3). 64 parts by
-    128 columns spill on two.
+    128 columns spill on two, and with a loop over queries 32 parts do.
+
+    Args:
+        in_turns: whether a program takes a sequence's queries in turns.
     """
     block_d = min(next_power_of_2(max(head_dim, 1)), MAX_COLUMNS)
     fill = num_rows // (4 * gpu.num_sms)
     if fill > 1 and num_parts <= FEW_PARTS:
         return _config(min(next_power_of_2(fill), TILE // block_d), 1, block_d)
     block_p = min(next_power_of_2(max(num_parts, 1)), MAX_PARTS)
-    return _config(1, block_p, block_d) | {"num_warps": max(block_p * block_d // (TILE // 2), 1)}
+    warps = max(block_p * block_d // (TILE // 2), 1) * (2 if in_turns else 1)
+    return _config(1, block_p, block_d) | {"num_warps": warps}
 
 
 def _config(block_r: int, block_p: int, block_d: int) -> Config:
@@ -224,7 +230,9 @@ def _config(block_r: int, block_p: int, block_d: int) -> Config:
     return {"BLOCK_R": block_r, "BLOCK_P": block_p, "BLOCK_D": block_d, "num_warps": warps}
 
 
-def merge_candidates(gpu: Gpu, num_rows: int, num_parts: int, head_dim: int) -> list[Config]:
+def merge_candidates(
+    gpu: Gpu, num_rows: int, num_parts: int, head_dim: int, in_turns: bool
+) -> list[Config]:
     """Tiles of 1 to 32 rows and up to 16 parts."""
     block_d = min(next_power_of_2(max(head_dim, 1)), MAX_COLUMNS)
     return [
@@ -237,7 +245,7 @@ def merge_candidates(gpu: Gpu, num_rows: int, num_parts: int, head_dim: int) -> 
 
 merge_config = Tunable(
     "merge_attention_states",
-    ("num_rows", "num_parts", "head_dim"),
+    ("num_rows", "num_parts", "head_dim", "in_turns"),
     merge_heuristic,
     merge_candidates,
 )
@@ -283,16 +291,13 @@ def merge_parts(
     room = 0
     if cu_parts is None:
         num_rows = num_seqs * num_tokens * num_heads
-        config = merge_config.pick(out.device, num_rows, num_parts, head_dim)
+        config = merge_config.pick(out.device, num_rows, num_parts, head_dim, False)
     else:
         # One row a program, whatever the batch: sequences differ in their parts.
-        config = merge_config.pick(out.device, 1, most_parts, head_dim)
-        if cu_seqlens_q is not None:
-            # A loop over queries takes registers: 32 parts by 128 columns spill on two warps.
-            config = {**config, "num_warps": 2 * config["num_warps"]}
-        turns = 1 if cu_seqlens_q is not None else num_tokens
-        num_rows = (cu_parts.shape[0] - 1) * turns * num_heads
-        is_one = cu_parts.shape[0] == 2 and cu_seqlens_q is None and config["BLOCK_R"] == 1
+        in_turns = cu_seqlens_q is not None
+        config = merge_config.pick(out.device, 1, most_parts, head_dim, in_turns)
+        num_rows = (cu_parts.shape[0] - 1) * (1 if in_turns else num_tokens) * num_heads
+        is_one = cu_parts.shape[0] == 2 and not in_turns and config["BLOCK_R"] == 1
         if is_one and most_parts <= config["BLOCK_P"]:
             room = most_parts
     axes = ("seq", "token", "head")

@@ -191,14 +191,15 @@ def gemm_fp8_128x128(
     shape = (native, num_tokens, num_rows, num_cols)
     config = TILES.pick(a.device, *shape)
     if config["path"] == "hopper":
-        first = whole_waves(gpu_of(a.device), num_tokens, num_rows, num_cols)
+        gpu = gpu_of(a.device)
+        first = whole_waves(gpu, num_tokens, num_rows, num_cols)
         if first:
             gemm_fp8_128x128(a[:first], weight, scales, out=y[:first])
             gemm_fp8_128x128(a[first:], weight, scales, out=y[first:])
             return y
         if _by_hopper(y, a, weight, scales, config):
             return y
-        config = TILES.heuristic(gpu_of(a.device), *shape)
+        config = TILES.heuristic(gpu, *shape)
     if config["path"] == "gemv":
         gemv(y, a, (weight, scales), config)
         return y
