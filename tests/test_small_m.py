@@ -14,10 +14,9 @@ from ferrum_triton.kernels.quant.products import (
     heuristic,
     product,
     products,
-    small_m_of,
 )
 from ferrum_triton.kernels.quant.products import small_m as choice
-from ferrum_triton.kernels.quant.small_m_config import SmallM
+from ferrum_triton.kernels.quant.small_m_config import SmallM, limits, small_m_heuristic
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -124,35 +123,59 @@ def test_what_is_chosen_for_few_tokens():
     assert warps == [2, 4, 8, 1]
 
 
-def test_formats_without_integer_scales_are_launched_by_what_an_sm_holds():
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "num_blocks", "launch"),
+    [
+        # All programs run at once.
+        ("Q4_K", 4096, 56, SmallM(8)),
+        ("Q4_K", 2048, 8, SmallM(4)),
+        ("Q4_0", 4096, 56, SmallM(8, unrolled=True)),
+        ("Q4_1", 4096, 56, SmallM(8)),
+        ("Q8_0", 4096, 56, SmallM(8, unrolled=True)),
+        ("IQ4_XS", 4096, 56, SmallM(8, unrolled=True)),
+        ("Q4_0", 18944, 14, SmallM(2, unrolled=True)),
+        ("Q4_K", 16384, 16, SmallM(2)),
+        # Few programs of long rows.
+        ("Q4_K", 5120, 100, SmallM(4, steps_ahead=2)),
+        ("Q6_K", 6144, 64, SmallM(4, steps_ahead=2)),
+        ("Q4_K", 7168, 64, SmallM(4)),
+        ("Q4_K", 5120, 20, SmallM(4)),
+        ("Q3_K", 5120, 100, SmallM(4, late_tokens=True)),
+        ("Q2_K", 5120, 100, SmallM(4)),
+        ("Q4_1", 5120, 100, SmallM(8, late_tokens=True)),
+        # Programs follow each other.
+        ("Q4_K", 24576, 32, SmallM(4)),
+        ("Q4_K", 28672, 16, SmallM(2, late_tokens=True)),
+        ("Q4_K", 24576, 16, SmallM(4)),
+        ("Q4_K", 24576, 4, SmallM(2)),
+        ("Q5_K", 17408, 20, SmallM(4, late_tokens=True)),
+        ("Q5_K", 24576, 32, SmallM(4)),
+        ("Q2_K", 24576, 32, SmallM(4, late_tokens=True)),
+        ("IQ4_NL", 28672, 16, SmallM(4, unrolled=True)),
+        ("Q8_0", 28672, 16, SmallM(1)),
+        ("Q8_0", 35840, 16, SmallM(4, unrolled=True)),
+        ("Q4_1", 28672, 16, SmallM(2, unrolled=True, late_tokens=True)),
+        ("Q4_0", 24576, 32, SmallM(4)),
+    ],
+)
+def test_what_is_launched_on_hopper(kind, num_rows, num_blocks, launch):
     hopper = gpu_of_capability((9, 0))
-
-    def chosen(kind, num_rows, blocks):
-        return small_m_of(heuristic(hopper, kind, "few", 8, num_rows, 8 * blocks))
-
-    for kind in ("Q4_0", "Q4_1"):
-        assert chosen(kind, 28672, 16) == SmallM(2, unrolled=True, late_tokens=True)
-    assert chosen("Q4_0", 4096, 56) == SmallM(8, unrolled=True)
-    assert chosen("Q4_1", 4096, 56) == SmallM(8)
-    assert chosen("Q8_0", 28672, 16) == chosen("Q4_K", 28672, 16) == SmallM(1)
-    assert chosen("Q8_0", 4096, 56) == SmallM(8, unrolled=True)
-    # All of 18944 rows' warps run at once where a thread has few registers.
-    assert chosen("Q4_0", 18944, 14) == SmallM(2, unrolled=True)
-    assert chosen("Q4_0", 24576, 16) == SmallM(1, unrolled=True)
+    assert small_m_heuristic(hopper, kind, num_rows, num_blocks) == launch
 
 
-def test_one_warp_where_two_do_not_run_at_once():
-    hopper, ada = (gpu_of_capability(capability) for capability in ((9, 0), (8, 9)))
+def test_an_sm_holds_two_programs_of_eight_warps():
+    assert limits(SmallM(8), 4) == limits(SmallM(8, unrolled=True), 6) == {"maxnreg": 128}
+    others = [SmallM(4), SmallM(8, late_tokens=True), SmallM(8, steps_ahead=2)]
+    assert [limits(launch, 4) for launch in others] == [{}, {}, {}]
+    assert limits(SmallM(8), 8) == {}
 
-    def warps(gpu, num_rows, blocks=16, kind="Q4_K"):
-        return small_m_of(heuristic(gpu, kind, "few", 8, num_rows, 8 * blocks)).warps
 
-    sizes = (14336, 16384, 18944, 24576, 25600, 28672)
-    assert [warps(hopper, rows) for rows in sizes] == [2, 2, 1, 1, 1, 1]
-    assert {warps(ada, rows) for rows in sizes} == {2}
-    assert [warps(hopper, rows, 32) for rows in sizes] == [2, 2, 1, 2, 2, 2]
-    assert [warps(hopper, rows, 16, "IQ4_NL") for rows in (22016, 24576)] == [2, 2]
-    assert [warps(hopper, rows, 32, "Q8_0") for rows in (16384, 30720, 40960)] == [2, 1, 2]
+def test_other_gpus_have_plain_launches():
+    ada = gpu_of_capability((8, 9))
+    for kind in ("Q4_K", "Q4_0", "IQ4_NL", "Q3_K"):
+        sizes = ((4096, 56), (5120, 100), (14336, 16), (28672, 16))
+        launches = [small_m_heuristic(ada, kind, *size) for size in sizes]
+        assert launches == [SmallM(8), SmallM(4), SmallM(2), SmallM(2)]
 
 
 def test_a_measured_launch_serves_no_shape_that_it_does_not_fill():
@@ -161,7 +184,7 @@ def test_a_measured_launch_serves_no_shape_that_it_does_not_fill():
     for rows, served in ((14336, False), (16384, False), (16912, True), (24576, True)):
         assert (not fits(hopper, choice(SmallM(1)), "Q4_K", "few", 8, rows, 128)) is served
     # Short rows are shared by few warps in any case.
-    assert not fits(hopper, choice(SmallM(1)), "Q4_K", "few", 8, 4096, 56)
+    assert not fits(hopper, choice(SmallM(1)), "Q4_K", "few", 8, 4096, 24)
     with record_launches((9, 0)):
         picked = products.pick(torch.device("meta"), "Q4_K", "few", 8, 14336, 128)
     assert picked["warps"] == 2
@@ -169,7 +192,13 @@ def test_a_measured_launch_serves_no_shape_that_it_does_not_fill():
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q4_K"])
 @pytest.mark.parametrize(
-    "launch", [SmallM(2, unrolled=True), SmallM(1, late_tokens=True), SmallM(2, True, True)]
+    "launch",
+    [
+        SmallM(2, unrolled=True),
+        SmallM(1, late_tokens=True),
+        SmallM(2, True, True),
+        SmallM(2, steps_ahead=2),
+    ],
 )
 def test_every_launch_sums_in_one_order(kind, launch, device):
     """The same bits, of an odd number of steps and an even one."""
@@ -206,11 +235,14 @@ def test_matrices_side_by_side_and_gate_beside_up(kinds, num_tokens, device):
 # Every format for Hopper, and for Ampere one of each shape that codes and scales have.
 @pytest.mark.parametrize(
     ("kind", "target", "n", "k"),
-    [(form.file.name, "sm_90", 512, 1024) for form in PLANE_FORMATS.values()]
+    [(form.file.name, "sm_90", 512, 8192) for form in PLANE_FORMATS.values()]
     + [(kind, "sm_80", 4096, 14336) for kind in ("Q4_0", "Q8_0", "Q2_K", "Q5_K", "Q6_K", "MXFP4")],
 )
 def test_what_is_launched_compiled(kind, target, n, k):
-    """Wide loads to registers, from which tensor cores take weights; no conversion, no spill."""
+    """Wide loads to registers, from which tensor cores take weights.
+
+    Nothing is converted, and nothing spills in the loop.
+    """
     planes = torch.empty(n, PLANE_FORMATS[f"{kind}:planes"].row_bytes(k), dtype=torch.uint8)
     a = torch.empty(4, k, dtype=torch.bfloat16, device="meta")
     with record_launches(TARGETS[target].capability) as launches:
@@ -225,7 +257,10 @@ def test_what_is_launched_compiled(kind, target, n, k):
     assert len(wide) == (1 + steps) * 2 * loads
     products = sum(name.startswith("HMMA.16816") for name in code)
     assert products == steps * (16 + 2 * (kind in ("Q2_K", "Q4_K", "Q5_K")))
-    assert not [name for name in code if name.startswith(("I2F", "LDL", "STL"))]
+    assert not [name for name in code if name.startswith("I2F")]
+    multiplies = [i for i, name in enumerate(code) if name.startswith("HMMA")]
+    loop = code[multiplies[0] : multiplies[-1]]
+    assert not [name for name in loop if name.startswith(("LDL", "STL"))]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

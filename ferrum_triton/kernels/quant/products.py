@@ -342,6 +342,7 @@ PARAMETERS = {
     "late_trigger": FLAG,
     "unrolled": FLAG,
     "late_tokens": FLAG,
+    "steps_ahead": one_of(1, 2),
     "prepared": FLAG,
     "ctas_per_sm": integer(1, 16),
     "deferred": FLAG,

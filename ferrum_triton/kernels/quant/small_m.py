@@ -6,8 +6,8 @@ side (Q, K and V), or gate and up with the activation between them.
 
 A warp multiplies 16 rows, as :mod:`ferrum_triton.kernels.quant.quad_products` says, and blocks of a
 row are shared out to warps, whose sums are added at the end. Weights of a step are loaded during
-the step before. So are its activations, or they are loaded late, in the step itself, which takes
-fewer registers and so leaves room for more warps (:class:`SmallM`).
+the step before, or two steps ahead. Its activations are loaded during the step before too, or late,
+in the step itself, which takes fewer registers and so leaves room for more warps (:class:`SmallM`).
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from ferrum_triton.kernels.quant.quad_weights import (
     quad_layout,
     sums_minimums,
 )
-from ferrum_triton.kernels.quant.small_m_config import SmallM
+from ferrum_triton.kernels.quant.small_m_config import SmallM, limits
 from ferrum_triton.kernels.quant.thread_sums import (
     Opening,
     OpenNorm,
@@ -80,6 +80,7 @@ def _sums_of_rows(
     """
     WARPS: tl.constexpr = LAUNCH.warps
     LATE: tl.constexpr = LAUNCH.late_tokens
+    AHEAD: tl.constexpr = LAUNCH.steps_ahead
     FACTOR: tl.constexpr = 2 if LAUNCH.unrolled else 1
     BOTH: tl.constexpr = FIRST if SECOND is None else SECOND
     BLOCKS: tl.constexpr = FIRST.groups // 8
@@ -87,7 +88,10 @@ def _sums_of_rows(
     warp, quad, thread = i // 32, i // 4 % 8, i % 4
     row = (row + quad).to(tl.int64)
     # Weights past a row's end are 0, and multiplied by the last block's activations.
-    rows = two_rows(first, second, row, thread, warp, warp < BLOCKS, FIRST, SECOND)
+    window = ()
+    for step in tl.static_range(AHEAD):
+        ahead = step * WARPS + warp
+        window += (two_rows(first, second, row, thread, ahead, ahead < BLOCKS, FIRST, SECOND),)
     # Columns past the last token are its again, and not stored.
     token = tl.minimum(quad, num_tokens - 1)
     x_ptr = x.x.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
@@ -104,16 +108,19 @@ def _sums_of_rows(
         sums = None
         if sums_minimums(FIRST.format) or sums_minimums(BOTH.format):
             sums = load_words(sums_ptr + block * PIECE, None, 4, FIRST.asm != "", "")
-        ahead = (step + 1) * WARPS + warp
         if LATE:
             now = activations_of(x_ptr, block, PIECE, FIRST.asm != "")
         else:
             now = activations
-            next_block = tl.minimum(ahead, BLOCKS - 1)
+            next_block = tl.minimum((step + 1) * WARPS + warp, BLOCKS - 1)
             activations = activations_of(x_ptr, next_block, PIECE, FIRST.asm != "")
+        ahead = (step + AHEAD) * WARPS + warp
         later = two_rows(first, second, row, thread, ahead, ahead < BLOCKS, FIRST, SECOND)
-        acc = add_block(acc, rows, now, sums, FIRST, BOTH)
-        rows = later
+        acc = add_block(acc, window[0], now, sums, FIRST, BOTH)
+        if AHEAD == 2:
+            window = (window[1], later)
+        else:
+            window = (later,)
     return summed_over_warps(acc, 4)
 
 
@@ -270,5 +277,6 @@ def small_m_product(
         ACTIVATION=activation,
         LAUNCH=launch,
         num_warps=launch.warps,
+        **limits(launch, max(layout.format.bits for layout in layouts)),
     )
     return out

@@ -12,11 +12,13 @@ from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
 from ferrum_triton.quant.formats import FORMATS
 
 # Warps that run on an SM at once: of 128 registers a thread, and of formats below eight bits that
-# have no integer scales. Q4_0's threads have 81 registers where activations are loaded early, which
-# count as 88 (``compile_launch`` of ``gemm_quant`` for sm_90, 9b9811a).
+# have neither integer scales nor codebooks. Q4_0's threads have 81 registers where activations are
+# loaded early, which count as 88 (``compile_launch`` of ``gemm_quant`` for sm_90, 9b9811a).
 WARPS, LIGHT_WARPS = 16, 23
 # Warps of a program at most.
 MOST_WARPS = 8
+# Blocks of 256 weights from which on a row is long.
+LONG_BLOCKS = 32
 
 
 class SmallM(NamedTuple):
@@ -26,77 +28,120 @@ class SmallM(NamedTuple):
         warps: warps of a program, a power of two.
         unrolled: two steps are one turn of the loop, so that no register is copied at its end.
         late_tokens: a step's activations are loaded in it, not in the one before.
+        steps_ahead: steps by which weights are loaded ahead, 1 or 2.
     """
 
     warps: int
     unrolled: bool = False
     late_tokens: bool = False
+    steps_ahead: int = 1
 
 
-def warps_at_once(kind: str) -> int:
-    """Warps that run on an SM at once, of a product with weights of ``kind``."""
+def is_light(kind: str) -> bool:
+    """Whether few registers are taken by weights of ``kind``."""
     fmt = FORMATS[kind]
-    return WARPS if fmt.scale_code or fmt.bits == 8 else LIGHT_WARPS
+    return not (fmt.scale_code or fmt.values or fmt.bits == 8)
 
 
-def programs_alone(kind: str, num_blocks: int) -> int:
-    """The most programs for an SM that are faster with one warp than with two, in two waves.
+def limits(launch: SmallM, bits: int) -> dict[str, int]:
+    """Limits that a launch's compiler is given, for weights of ``bits`` bits.
 
-    By eight tokens of Q8_0 30720x4096 takes 33.4 us on 1 warp and 35.1 on 2, 24576x8192 53.9 and
-    75.7. Of Q4_K 24576x4096 takes 20.5 and 21.8, 28672x4096 23.3 and 23.8, 22016x11008 48.5 and
-    50.7, but 24576x8192 41.8 and 39.1, 25600x5120 27.6 and 26.6. Of Q6_K 24576x4096 takes 25.0 and
-    26.4, but 28672x4096 29.0 and 28.4. Of Q4_0, which has unrolled loops and late tokens there,
-    28672x4096 takes 22.3 and 19.8. Codebooks are looked up: of IQ4_NL 24576x4096 takes 28.0 and
-    26.8 (``bench.behind.time_call`` of ``gemm_quant``, H200, d6a1879 and 8b1f087 with each).
+    An SM holds two programs of eight warps where a thread has 128 registers at most. Of itself
+    ptxas takes 130 for rows of 20 or 68 blocks of Q4_K, and an SM holds one. Elsewhere a limit
+    makes it take more than it would: Q4_0's 28672x4096 by eight tokens took 21.6 us for 19.8,
+    Q6_K's 5120x25600 41.2 for 36.2. Weights of eight bits would spill in the loop.
     """
-    fmt = FORMATS[kind]
-    if fmt.bits == 8:
-        return WARPS
-    if num_blocks > 16 or fmt.values:
-        return 11
-    return 14 if fmt.bits == 4 and fmt.scale_code else 12
+    is_full = launch.warps == MOST_WARPS and not launch.late_tokens and launch.steps_ahead == 1
+    return {"maxnreg": 128} if is_full and bits < 8 else {}
 
 
 def most_warps(num_blocks: int) -> int:
-    """The most warps that share a row of ``num_blocks`` blocks of 256 weights."""
-    return min(MOST_WARPS, previous_power_of_2(max(num_blocks // 4, 1)))
+    """The most warps that share a row of ``num_blocks`` blocks of 256 weights.
+
+    Each has two blocks or more. 4096x4096 by eight tokens of Q4_K takes 6.1 us on 8 warps and 6.6
+    on 4, 2048x2048 3.4 on 8, 4.0 on 4 and 5.2 on 2 (:func:`small_m_heuristic` says how they were
+    timed).
+    """
+    return min(MOST_WARPS, previous_power_of_2(max(num_blocks // 2, 1)))
 
 
 def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> SmallM:
     """Warps of a program: as many as share a row's blocks, if all programs run at once.
 
-    At 128 registers a thread, an SM holds 16 warps. 12288x4096 by five tokens of Q4_K takes 11.4 us
-    on 2 warps, 14.1 on 4 and 19.5 on 8; 5120x25600 29.6 on 4 and 34.5 on 8; 4096x14336 14.1 on 8
-    and 16.9 on 4.
+    At 128 registers a thread, an SM holds 16 warps. 12288x4096 by eight tokens of Q4_K takes 11.5
+    us on 2 warps, 12.9 on 4 and 13.2 on 8; 5120x25600 31.1 on 4 and 41.6 on 8; 4096x14336 12.9 on 8
+    and 17.4 on 4. Where two warps do not run at once, :func:`_in_waves` says what gains.
 
-    On Hopper one warp gains where two do not run at once, up to :func:`programs_alone`. Where they
-    do, they gain: 16384x4096 by eight tokens of Q4_K takes 13.9 us on 2 warps and 17.7 on 1
-    (``bench.behind.time_call`` of ``gemm_quant``, H200, d6a1879 with each).
+    Rows that few programs share take long on few warps: weights come two steps ahead there, which
+    takes up to 168 registers, so that an SM holds 12 warps. 5120x25600 of Q4_K takes 28.8 us so and
+    31.1 without, 6144x16384 20.0 and 23.4, of Q6_K 5120x25600 36.2 and 37.1. Light formats have
+    more warps instead, whose activations are loaded late: of Q4_0 it takes 26.4 us on 8 and 28.0 on
+    4, of Q4_1 28.4 and 30.7. Nor does it gain for Q2_K, 35.2 for 30.0, or codebooks.
 
-    Formats without integer scales have more choices on Hopper. Where the grid has more warps than
-    run at once, unrolled loops with late tokens gain, except Q8_0's: 28672x4096 by eight tokens of
-    Q4_0 takes 20.1 us so and 23.8 without, of Q4_1 22.3 and 24.7. Elsewhere unrolling alone gains,
-    except where there are minimums: 4096x14336 of Q4_0 takes 13.5 us so and 17.5 without, of Q4_1
-    15.2 and 13.3 (``device_us`` of ``gemm_quant`` under ``products.forced``, H200, what became
-    a2d8e4f). One warp of Q8_0's takes 31.1 us without unrolling and 31.7 with it, by 28672x4096
-    (``bench.behind.time_call``, 8b1f087).
+    Formats without integer scales gain by unrolled loops elsewhere, except where there are
+    minimums: 4096x14336 of Q4_0 takes 13.5 us so and 17.5 without, of Q4_1 15.2 and 13.3
+    (``device_us`` of ``gemm_quant`` under ``products.forced``, H200, what became a2d8e4f).
+
+    All other figures are of ``bench.timing.Replay`` of ``gemm_quant`` by eight tokens under
+    ``products.forced`` on an H200, in a copy of 37a2fb1 that had what became {COMMIT}.
     """
     programs = cdiv(num_rows, 16)
     warps = MOST_WARPS
     while warps > 2 and programs * warps > gpu.num_sms * WARPS:
         warps //= 2
-    fmt, on_hopper = FORMATS[kind], gpu.capability[0] == 9
-    in_waves = programs * warps > gpu.num_sms * warps_at_once(kind)
-    if on_hopper and in_waves and programs <= gpu.num_sms * programs_alone(kind, num_blocks):
-        warps = 1
+    fmt, on_hopper, light = FORMATS[kind], gpu.capability[0] == 9, is_light(kind)
+    at_once = gpu.num_sms * (LIGHT_WARPS if light and not fmt.has_minimum else WARPS)
+    if programs * warps > at_once and on_hopper:
+        launch = _in_waves(gpu, kind, programs, num_blocks)
+        return launch._replace(warps=min(launch.warps, most_warps(num_blocks)))
     launch = SmallM(min(warps, most_warps(num_blocks)))
-    if fmt.scale_code or not on_hopper:
+    if not on_hopper:
         return launch
-    if programs * launch.warps > gpu.num_sms * LIGHT_WARPS:
-        gains = fmt.bits < 8
-        return launch._replace(unrolled=gains, late_tokens=gains)
-    is_alone = fmt.bits == 8 and launch.warps == 1
-    return launch._replace(unrolled=not fmt.has_minimum and not is_alone)
+    if launch.warps == 4 and num_blocks >= LONG_BLOCKS:
+        if light and programs * MOST_WARPS <= gpu.num_sms * LIGHT_WARPS:
+            return SmallM(MOST_WARPS, late_tokens=True)
+        if fmt.bits == 3:
+            return launch._replace(late_tokens=True)
+        if fmt.scale_code and not fmt.values and fmt.bits >= 4 and programs <= gpu.num_sms * 3:
+            return launch._replace(steps_ahead=2)
+    gains = bool(fmt.values) if fmt.scale_code else not fmt.has_minimum
+    return launch._replace(unrolled=gains)
+
+
+def _in_waves(gpu: Gpu, kind: str, programs: int, num_blocks: int) -> SmallM:
+    """What gains on Hopper where programs of two warps do not all run at once.
+
+    Programs that come after others start with nothing in flight, so that few steps in each gain: on
+    four warps for one or two 24576x8192 by eight tokens of Q4_K takes 34.6 us for 39.6, 17408x5120
+    19.9 for 22.4 and 20480x4096 17.9 for 18.7, of Q6_K 42.7 for 52.1, 23.9 for 27.2 and 22.0 for
+    23.2. Eight gain nothing, 38.9, 31.8 and 19.8 of Q4_K.
+
+    Late activations leave room for more warps on an SM, where weights take few registers:
+    17408x5120 of Q2_K takes 17.2 us for 18.9, of Q3_K 19.3 for 21.1, of Q5_K 21.1 for 22.4, but
+    Q5_K's long rows, 24576x8192, 44.1 for 41.4. Of Q4_K all of 28672x4096's programs of two warps
+    then run at once: 22.7 us for 23.4 on four, but 24576x4096 takes 21.7 for 19.9.
+
+    Codebooks gain by unrolled loops: 17408x5120 of IQ4_NL takes 24.4 us for 25.7, 28672x4096 of
+    IQ4_XS 30.0 for 30.8. Q8_0's rows of up to 16 blocks take one warp, where that runs at once:
+    28672x4096 32.3 us for 33.5 on four, unrolled. Light formats have two warps, unrolled and late:
+    17408x5120 of Q4_1 takes 18.9 us so, 19.2 to 21.8 on four; Q4_0's long rows, 24576x8192, 33.6
+    and 30.3.
+    """
+    fmt = FORMATS[kind]
+    if fmt.values:
+        return SmallM(4, unrolled=True)
+    if fmt.bits in (2, 3):
+        return SmallM(4, late_tokens=True)
+    if num_blocks >= LONG_BLOCKS:
+        return SmallM(4)
+    if fmt.bits == 8:
+        is_alone = num_blocks <= 16 and programs <= gpu.num_sms * WARPS
+        return SmallM(1) if is_alone else SmallM(4, unrolled=True)
+    if is_light(kind):
+        return SmallM(2, unrolled=True, late_tokens=True)
+    if fmt.bits == 4 and 13 * gpu.num_sms < programs <= 14 * gpu.num_sms:
+        return SmallM(2, late_tokens=True)
+    return SmallM(4, late_tokens=fmt.bits == 5)
 
 
 def small_m_refusal(gpu: Gpu, launch: SmallM, num_rows: int, num_blocks: int) -> str:
@@ -114,7 +159,9 @@ def small_m_refusal(gpu: Gpu, launch: SmallM, num_rows: int, num_blocks: int) ->
 def small_m_candidates(kind: str) -> list[SmallM]:
     """Launches worth timing."""
     found = [SmallM(warps) for warps in (1, 2, 4, 8)]
+    found += [SmallM(warps, late_tokens=True) for warps in (2, 4, 8)]
+    found += [SmallM(4, steps_ahead=2), SmallM(4, unrolled=True)]
     if not FORMATS[kind].scale_code:
-        found += [SmallM(warps, unrolled=True) for warps in (1, 2, 4, 8)]
-        found += [launch._replace(late_tokens=True) for launch in found[-4:]]
+        found += [SmallM(warps, unrolled=True) for warps in (1, 2, 8)]
+        found += [SmallM(warps, unrolled=True, late_tokens=True) for warps in (1, 2, 4, 8)]
     return found

@@ -127,10 +127,20 @@ def summed(values, PADDED: tl.constexpr, PTX: tl.constexpr, mask=None, WHOLE: tl
 
 @triton.jit
 def summed_over_warps(values, COUNT: tl.constexpr):
-    """The sum over warps of COUNT tensors [threads]: [32 COUNT], a lane's beside each other."""
+    """The sum over warps of COUNT tensors [threads]: [32 COUNT], a lane's beside each other.
+
+    Halves are added to each other. Triton then moves all warps' values of an entry to one thread,
+    by one barrier and in words of 16 bytes. For a sum along an axis of warps it stores them one by
+    one, a warp's lanes 4 · warps · COUNT bytes apart: of eight warps all in one bank.
+    """
     WARPS: tl.constexpr = values[0].shape[0] // 32
-    each = tl.reshape(_side_by_side(values, COUNT), (WARPS, 32 * COUNT))
-    return tl.sum(each, axis=0)
+    total = tl.reshape(_side_by_side(values, COUNT), (WARPS * 32 * COUNT,))
+    for _ in tl.static_range(5):
+        if total.shape[0] > 32 * COUNT:
+            both = tl.permute(tl.reshape(total, (2, total.shape[0] // 2)), (1, 0))
+            first, second = tl.split(both)
+            total = first + second
+    return total
 
 
 @triton.jit
