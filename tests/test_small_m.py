@@ -16,7 +16,12 @@ from ferrum_triton.kernels.quant.products import (
     products,
 )
 from ferrum_triton.kernels.quant.products import small_m as choice
-from ferrum_triton.kernels.quant.small_m_config import SmallM, limits, small_m_heuristic
+from ferrum_triton.kernels.quant.small_m_config import (
+    SmallM,
+    limits,
+    of_gate_and_up,
+    small_m_heuristic,
+)
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.planes import PLANE_FORMATS
@@ -168,6 +173,13 @@ def test_an_sm_holds_two_programs_of_eight_warps():
     others = [SmallM(4), SmallM(8, late_tokens=True), SmallM(8, steps_ahead=2)]
     assert [limits(launch, 4) for launch in others] == [{}, {}, {}]
     assert limits(SmallM(8), 8) == {}
+
+
+def test_a_pair_of_one_kind_has_no_late_activations():
+    late = SmallM(2, late_tokens=True)
+    assert of_gate_and_up(late, "Q4_K", "Q4_K") == SmallM(2)
+    for kinds in (("Q4_K", "Q6_K"), ("Q2_K", "Q2_K"), ("Q4_0", "Q4_0")):
+        assert of_gate_and_up(late, *kinds) == late
 
 
 def test_other_gpus_have_plain_launches():

@@ -38,6 +38,7 @@ from ferrum_triton.kernels.quant.products import (
     tiled_products,
 )
 from ferrum_triton.kernels.quant.small_m import ORDER, small_m_product, takes_small_m
+from ferrum_triton.kernels.quant.small_m_config import of_gate_and_up
 from ferrum_triton.kernels.quant.thread_products import Activations
 from ferrum_triton.kernels.quant.thread_sums import (
     Opening,
@@ -308,8 +309,8 @@ def _gate_up(
     config = pick(a, kind, num_rows)
     is_tiled = config["path"] in TILED and kind == up_kind
     if takes_small_m(a, num_rows) and not is_tiled:
-        arranged, launch = tokens.arranged(ORDER), small_m_of(config)
-        small_m_product(arranged, parts, launch, out, activation=activation)
+        launch = of_gate_and_up(small_m_of(config), file_kind(kind), file_kind(up_kind))
+        small_m_product(tokens.arranged(ORDER), parts, launch, out, activation=activation)
         return True
     if a.shape[0] <= FEW:
         a, opened = tokens.open()

@@ -83,7 +83,7 @@ def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> Sm
     (``device_us`` of ``gemm_quant`` under ``products.forced``, H200, what became a2d8e4f).
 
     All other figures are of ``bench.timing.Replay`` of ``gemm_quant`` by eight tokens under
-    ``products.forced`` on an H200, in a copy of 37a2fb1 that had what became {COMMIT}.
+    ``products.forced`` on an H200, in a copy of 37a2fb1 that had what became 1af424a.
     """
     programs = cdiv(num_rows, 16)
     warps = MOST_WARPS
@@ -142,6 +142,20 @@ def _in_waves(gpu: Gpu, kind: str, programs: int, num_blocks: int) -> SmallM:
     if fmt.bits == 4 and 13 * gpu.num_sms < programs <= 14 * gpu.num_sms:
         return SmallM(2, late_tokens=True)
     return SmallM(4, late_tokens=fmt.bits == 5)
+
+
+def of_gate_and_up(launch: SmallM, gate_kind: str, up_kind: str) -> SmallM:
+    """How a pair's launch differs from one of as many rows of one matrix.
+
+    Late activations gain less where weights of two matrices take registers: by eight tokens two of
+    14336x4096 take 24.5 us without and 26.0 with them of Q4_K, 27.9 and 29.0 of Q5_K. With them
+    take less 14336x4096 of Q2_K, 20.9 for 23.3, and Q4_K beside Q6_K, 26.2 for 30.1 (Replay of
+    ``gemv_quant_gate_up_silu`` under ``products.forced``, H200, 1af424a).
+    """
+    fmt = FORMATS[gate_kind]
+    if gate_kind == up_kind and fmt.scale_code and fmt.bits > 3:
+        return launch._replace(late_tokens=False)
+    return launch
 
 
 def small_m_refusal(gpu: Gpu, launch: SmallM, num_rows: int, num_blocks: int) -> str:
