@@ -21,7 +21,7 @@ from ferrum_triton.kernels.quant.small_m_config import SmallM
 from ferrum_triton.models.linear import Linear, Norm, apply, apply_to_norm, gated_norm
 from ferrum_triton.quant import FusedTensor, QuantizedTensor
 from ferrum_triton.quant.kinds import quantize_rows
-from ferrum_triton.testing import assert_close
+from ferrum_triton.testing import TensorFactory, assert_close
 from tests.harness import BACKENDS
 from tests.test_quant_ops import seeded
 
@@ -61,6 +61,21 @@ def test_few_rows_in_planes_are_one_launch(kinds, m, count):
     assert len(launches("gemv_quant_gate_up_silu", a, gate.blocks, up.blocks, *kinds)) == count
     qkv = launches("gemv_quant_qkv", a, gate.blocks, None, up.blocks, kinds[0], "", kinds[1])
     assert (len(qkv) == 1) == (count == 1)
+
+
+@pytest.mark.parametrize(
+    ("m", "num_rows", "num_blocks", "rows"),
+    [(1, 5120, 16, 16), (2, 5120, 16, 8), (1, 2560, 8, 8), (1, 9216, 16, 8), (1, 5120, 8, 8)],
+)
+def test_programs_of_one_token_by_q_k_and_v_have_16_rows(m, num_rows, num_blocks, rows):
+    """Of a Q4_K_M model's Q and K in Q4_K beside V in Q6_K, where 8 took 20 % longer."""
+    op = OPS["gemv_quant_qkv"]
+    kinds = {"q_kind": "Q4_K:planes", "k_kind": None, "v_kind": "Q6_K:planes"}
+    axes = {"nq": num_rows, "nkv": 512, "num_blocks": num_blocks, "m": m}
+    sample = op.make_sample(TensorFactory(torch.bfloat16, "meta"), **kinds, **axes)
+    with record_launches((9, 0)) as recorded:
+        op.impls["triton"](**sample)
+    assert [launch.meta["PLAN"].rows for launch in recorded] == [rows]
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 12, 70])

@@ -259,7 +259,7 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
         if len(parts) == 1:
             product(a, *parts[0], out=out, opened=opened)
             return True
-        config = _plain(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts))
+        config = _plain_beside(pick(a, parts[0][1], sum(counts)), a, parts, sum(counts))
         _launch_several(a, parts, config, out, opened)
         return True
     kinds = list(dict.fromkeys(kind for _, kind in parts))
@@ -330,3 +330,21 @@ def _plain(config: Config, a: Tensor, parts: Sequence[tuple[Tensor, str]], num_r
     num_tokens, num_weights = a.shape
     kind, is_wide = file_kind(parts[0][1]), a.dtype == torch.float32
     return gemv_heuristic(kind, num_tokens, num_rows, num_weights // 32, is_wide)
+
+
+def _plain_beside(
+    config: Config, a: Tensor, parts: Sequence[tuple[Tensor, str]], num_rows: int
+) -> Config:
+    """:func:`_plain` of matrices side by side.
+
+    One token by 6144 rows of 4096 takes less time on half as many programs of 16 rows: Q and K of
+    Q4_K and V of Q6_K 5.3 us for 5.9, and behind an open norm 5.7 for 6.8, of Q5_K and Q6_K 6.9 for
+    7.6; but 3072 rows of 2048 2.8 for 2.5 (``bench.timing.Replay`` of ``gemv_quant_qkv`` and
+    ``open_norm_quant_qkv`` under ``products.forced``, H200, c7bdf02).
+    """
+    plain = _plain(config, a, parts, num_rows)
+    gains = file_kind(parts[0][1]) in ("Q4_K", "Q5_K") and 4096 <= num_rows < 8192
+    is_narrow_token = a.shape[0] == 1 and a.dtype != torch.float32
+    if config["path"] != "gemv" and gains and is_narrow_token and a.shape[1] >= 4096:
+        return {**plain, "rows": 16}
+    return plain
