@@ -49,7 +49,8 @@ def limits(launch: SmallM, bits: int) -> dict[str, int]:
     An SM holds two programs of eight warps where a thread has 128 registers at most. Of itself
     ptxas takes 130 for rows of 20 or 68 blocks of Q4_K, and an SM holds one. Elsewhere a limit
     makes it take more than it would: Q4_0's 28672x4096 by eight tokens took 21.6 us for 19.8,
-    Q6_K's 5120x25600 41.2 for 36.2. Weights of eight bits would spill in the loop.
+    Q6_K's 5120x25600 41.2 for 36.2 (timed as :func:`small_m_heuristic` says). Weights of eight bits
+    would spill in the loop.
     """
     is_full = launch.warps == MOST_WARPS and not launch.late_tokens and launch.steps_ahead == 1
     return {"maxnreg": 128} if is_full and bits < 8 else {}
@@ -59,8 +60,7 @@ def most_warps(num_blocks: int) -> int:
     """The most warps that share a row of ``num_blocks`` blocks of 256 weights.
 
     Each has two blocks or more. 4096x4096 by eight tokens of Q4_K takes 6.1 us on 8 warps and 6.6
-    on 4, 2048x2048 3.4 on 8, 4.0 on 4 and 5.2 on 2 (:func:`small_m_heuristic` says how they were
-    timed).
+    on 4, 2048x2048 3.4 on 8, 4.0 on 4 and 5.2 on 2 (timed as :func:`small_m_heuristic` says).
     """
     return min(MOST_WARPS, previous_power_of_2(max(num_blocks // 2, 1)))
 
@@ -72,11 +72,12 @@ def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> Sm
     us on 2 warps, 12.9 on 4 and 13.2 on 8; 5120x25600 31.1 on 4 and 41.6 on 8; 4096x14336 12.9 on 8
     and 17.4 on 4. Where two warps do not run at once, :func:`_in_waves` says what gains.
 
-    Rows that few programs share take long on few warps: weights come two steps ahead there, which
-    takes up to 168 registers, so that an SM holds 12 warps. 5120x25600 of Q4_K takes 28.8 us so and
-    31.1 without, 6144x16384 20.0 and 23.4, of Q6_K 5120x25600 36.2 and 37.1. Light formats have
-    more warps instead, whose activations are loaded late: of Q4_0 it takes 26.4 us on 8 and 28.0 on
-    4, of Q4_1 28.4 and 30.7. Nor does it gain for Q2_K, 35.2 for 30.0, or codebooks.
+    Long rows shared by 4 warps of few programs leave little in flight. Weights of Q4_K, Q5_K and
+    Q6_K come two steps ahead there, which takes 129 to 156 registers, so that an SM holds 12 warps:
+    5120x25600 of Q4_K takes 28.8 us so and 31.1 without, 6144x16384 20.0 and 23.4, of Q6_K
+    5120x25600 36.2 and 37.1. Light formats have twice the warps instead, and late activations: of
+    Q4_0 it takes 26.4 us so and 28.0 on 4, of Q4_1 28.4 and 30.7. Q2_K's weights gain nothing by
+    coming two steps ahead, 35.2 for 30.0, nor do those of codebooks.
 
     Formats without integer scales gain by unrolled loops elsewhere, except where there are
     minimums: 4096x14336 of Q4_0 takes 13.5 us so and 17.5 without, of Q4_1 15.2 and 13.3
@@ -124,8 +125,8 @@ def _in_waves(gpu: Gpu, kind: str, programs: int, num_blocks: int) -> SmallM:
     Codebooks gain by unrolled loops: 17408x5120 of IQ4_NL takes 24.4 us for 25.7, 28672x4096 of
     IQ4_XS 30.0 for 30.8. Q8_0's rows of up to 16 blocks take one warp, where that runs at once:
     28672x4096 32.3 us for 33.5 on four, unrolled. Light formats have two warps, unrolled and late:
-    17408x5120 of Q4_1 takes 18.9 us so, 19.2 to 21.8 on four; Q4_0's long rows, 24576x8192, 33.6
-    and 30.3.
+    17408x5120 of Q4_1 takes 18.9 us so and 19.2 to 21.8 on four; but Q4_0's long rows, 24576x8192,
+    take 33.6 on two and 30.3 on four. All were timed as :func:`small_m_heuristic` says.
     """
     fmt = FORMATS[kind]
     if fmt.values:
