@@ -91,7 +91,7 @@ FAMILIES = {
         "test_merge test_paged_attention test_flash_laws",
     ),
     K + "attention/flash": ("interpret and flash", "test_flash_laws"),
-    K + "attention/mla": ("interpret and mla", "test_mla test_hopper_mla"),
+    K + "attention/mla": ("interpret and mla", "test_mla test_mla_launches test_hopper_mla"),
     K + "attention/strips": ("", "test_strips"),
     K + "attention/paged_step": ("interpret and qkv_paged", "test_paged_step"),
     K + "attention/new_heads": ("interpret and qkv_paged", "test_paged_step"),
