@@ -46,11 +46,11 @@ def is_light(kind: str) -> bool:
 def limits(launch: SmallM, bits: int) -> dict[str, int]:
     """Limits that a launch's compiler is given, for weights of ``bits`` bits.
 
-    An SM holds two programs of eight warps where a thread has 128 registers at most. Of itself
-    ptxas takes 130 for rows of 20 or 68 blocks of Q4_K, and an SM holds one. Elsewhere a limit
-    makes it take more than it would: Q4_0's 28672x4096 by eight tokens took 21.6 us for 19.8,
-    Q6_K's 5120x25600 41.2 for 36.2 (timed as :func:`small_m_heuristic` says). Weights of eight bits
-    would spill in the loop.
+    An SM holds two programs of eight warps where a thread has 128 registers at most. Without a
+    limit ptxas takes 130 for rows of 20 or 68 blocks of Q4_K, and an SM holds one
+    (``compile_launch`` of ``gemm_quant`` for sm_90, before 1af424a). Elsewhere a limit slows:
+    Q4_0's 28672x4096 by eight tokens took 21.6 us for 19.8, Q6_K's 5120x25600 41.2 for 36.2 (timed
+    as :func:`small_m_heuristic` says). Weights of eight bits would spill in the loop.
     """
     is_full = launch.warps == MOST_WARPS and not launch.late_tokens and launch.steps_ahead == 1
     return {"maxnreg": 128} if is_full and bits < 8 else {}
@@ -112,10 +112,10 @@ def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> Sm
 def _in_waves(gpu: Gpu, kind: str, programs: int, num_blocks: int) -> SmallM:
     """What gains on Hopper where programs of two warps do not all run at once.
 
-    Programs that come after others start with nothing in flight, so that few steps in each gain: on
-    four warps for one or two 24576x8192 by eight tokens of Q4_K takes 34.6 us for 39.6, 17408x5120
-    19.9 for 22.4 and 20480x4096 17.9 for 18.7, of Q6_K 42.7 for 52.1, 23.9 for 27.2 and 22.0 for
-    23.2. Eight gain nothing, 38.9, 31.8 and 19.8 of Q4_K.
+    Four warps gain over one or two. By eight tokens of Q4_K 24576x8192 takes 34.6 us for 39.6,
+    17408x5120 19.9 for 22.4 and 20480x4096 17.9 for 18.7; of Q6_K they take 42.7 for 52.1, 23.9 for
+    27.2 and 22.0 for 23.2. Most likely a program that follows another starts with nothing in
+    flight, and shorter ones overlap more. Eight gain nothing: 38.9, 31.8 and 19.8 of Q4_K.
 
     Late activations leave room for more warps on an SM, where weights take few registers:
     17408x5120 of Q2_K takes 17.2 us for 18.9, of Q3_K 19.3 for 21.1, of Q5_K 21.1 for 22.4, but
@@ -148,10 +148,11 @@ def _in_waves(gpu: Gpu, kind: str, programs: int, num_blocks: int) -> SmallM:
 def of_gate_and_up(launch: SmallM, gate_kind: str, up_kind: str) -> SmallM:
     """How a pair's launch differs from one of as many rows of one matrix.
 
-    Late activations gain less where weights of two matrices take registers: by eight tokens two of
-    14336x4096 take 24.5 us without and 26.0 with them of Q4_K, 27.9 and 29.0 of Q5_K. With them
-    take less 14336x4096 of Q2_K, 20.9 for 23.3, and Q4_K beside Q6_K, 26.2 for 30.1 (Replay of
-    ``gemv_quant_gate_up_silu`` under ``products.forced``, H200, 1af424a).
+    Late activations lose where two matrices of four bits or more take registers for their weights.
+    By eight tokens a pair of 14336x4096 of Q4_K takes 26.0 us with them and 24.5 without, of Q5_K
+    29.0 and 27.9. They still gain for Q2_K, 20.9 for 23.3, and for Q4_K beside Q6_K, 26.2 for 30.1
+    (``bench.timing.Replay`` of ``gemv_quant_gate_up_silu`` under ``products.forced``, H200,
+    1af424a).
     """
     fmt = FORMATS[gate_kind]
     if gate_kind == up_kind and fmt.scale_code and fmt.bits > 3:
