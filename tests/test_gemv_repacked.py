@@ -5,7 +5,8 @@ import torch
 
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
-from ferrum_triton.kernels.quant.products import gemv, persistent, product, products
+from ferrum_triton.kernels.quant.gemv_config import gemv, persistent
+from ferrum_triton.kernels.quant.products import product, products
 from ferrum_triton.quant import FORMATS, dequantize_blocks, to_planes
 from ferrum_triton.quant.planes import PLANE_FORMATS, views
 from tests.compiling import compiled, in_turns

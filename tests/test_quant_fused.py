@@ -5,14 +5,13 @@ import torch
 
 from ferrum_triton import OPS, InputError, get_backend
 from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant.gemv_config import gemv, persistent
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.quant.products import (
     gemm_quant,
-    gemv,
     linear_quant,
     mma,
-    persistent,
     product,
     products,
     small_m,
@@ -76,6 +75,55 @@ def test_programs_of_one_token_by_q_k_and_v_have_16_rows(m, num_rows, num_blocks
     with record_launches((9, 0)) as recorded:
         op.impls["triton"](**sample)
     assert [launch.meta["PLAN"].rows for launch in recorded] == [rows]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "n", "num_blocks", "names"),
+    [
+        (("Q4_K", "Q4_K"), 8192, 8, ["_arrange_kernel", "_small_m_kernel"]),
+        (("Q4_K", "Q4_K"), 12288, 16, ["_arrange_kernel", "packed_kernel"]),
+        (("Q4_K", "Q6_K"), 12288, 16, ["_arrange_kernel", "_small_m_kernel"]),
+    ],
+)
+def test_a_pair_of_16_tokens_is_one_launch(kinds, n, num_blocks, names):
+    """Tiles would take gate and up of two kinds in a launch each."""
+    op, (gate, up) = OPS["gemv_quant_gate_up_silu"], kinds
+    axes = {"n": n, "num_blocks": num_blocks, "activation": "silu", "m": 16}
+    sample = op.make_sample(
+        TensorFactory(torch.bfloat16, "meta"),
+        gate_kind=f"{gate}:planes",
+        up_kind=f"{up}:planes",
+        **axes,
+    )
+    with record_launches((9, 0)) as recorded:
+        op.impls["triton"](**sample)
+    assert [launch.kernel.name for launch in recorded] == names
+
+
+@pytest.mark.parametrize(
+    ("kinds", "nq", "name"),
+    [
+        (("Q4_K", "Q6_K"), 4096, "_small_m_kernel"),
+        (("Q4_K", "Q6_K"), 8192, "_mma_quant_kernel"),
+        (("Q5_K", "Q6_K"), 8192, "_small_m_kernel"),
+    ],
+)
+def test_q_k_and_v_of_two_kinds_are_one_launch(kinds, nq, name):
+    """Where the kinds have no tile together, even if tiles of one kind would take less time."""
+    op, (qk, v) = OPS["gemv_quant_qkv"], kinds
+    sample = op.make_sample(
+        TensorFactory(torch.bfloat16, "meta"),
+        q_kind=f"{qk}:planes",
+        k_kind=None,
+        v_kind=f"{v}:planes",
+        nq=nq,
+        nkv=2048,
+        num_blocks=16,
+        m=12,
+    )
+    with record_launches((9, 0)) as recorded:
+        op.impls["triton"](**sample)
+    assert [launch.kernel.name for launch in recorded] == ["_arrange_kernel", name]
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 12, 70])

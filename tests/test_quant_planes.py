@@ -9,18 +9,11 @@ import torch
 
 from ferrum_triton import InputError
 from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant.gemv_config import gemv, gemv_heuristic
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv
 from ferrum_triton.kernels.quant.integer_activations import int16_activations
 from ferrum_triton.kernels.quant.mma_config import MmaConfig
-from ferrum_triton.kernels.quant.products import (
-    gemm_quant,
-    gemv,
-    gemv_heuristic,
-    gemv_quant,
-    mma,
-    products,
-    small_m,
-)
+from ferrum_triton.kernels.quant.products import gemm_quant, gemv_quant, mma, products, small_m
 from ferrum_triton.kernels.quant.products import product as chosen_product
 from ferrum_triton.kernels.quant.rows import dequantize
 from ferrum_triton.kernels.quant.small_m_config import SmallM

@@ -5,8 +5,9 @@ import torch
 
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant.gemv_config import gemv
 from ferrum_triton.kernels.quant.mma_config import mma_heuristic
-from ferrum_triton.kernels.quant.products import gemv, mma, product, products
+from ferrum_triton.kernels.quant.products import mma, product, products
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS

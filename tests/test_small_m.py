@@ -1,4 +1,4 @@
-"""Products of three to eight activations on tensor cores that are fed from memory."""
+"""Products of three to 16 activations on tensor cores that are fed from memory."""
 
 import pytest
 import torch
@@ -16,10 +16,14 @@ from ferrum_triton.kernels.quant.products import (
     products,
 )
 from ferrum_triton.kernels.quant.products import small_m as choice
+from ferrum_triton.kernels.quant.small_m import small_m_order, small_m_product
 from ferrum_triton.kernels.quant.small_m_config import (
     SmallM,
     limits,
+    limits_of_sixteen,
     of_gate_and_up,
+    of_several,
+    of_sixteen,
     small_m_heuristic,
 )
 from ferrum_triton.kernels.resources import TARGETS
@@ -55,7 +59,7 @@ def small_m(a, planes, kind, launch=SmallM(2), **options):
 
 
 @KINDS
-@pytest.mark.parametrize(("num_tokens", "warps"), [(3, 2), (8, 4)])
+@pytest.mark.parametrize(("num_tokens", "warps"), [(3, 2), (8, 4), (9, 2), (16, 1)])
 def test_every_row_and_block_is_met_once(kind, num_tokens, warps, device):
     """The last rows are part of two programs, and three blocks of K are for two or four warps."""
     planes, weights = matrix(kind, 37, 768, device)
@@ -121,7 +125,8 @@ def test_what_is_chosen_for_few_tokens():
         return heuristic(gpu, "Q4_K", bucket, num_tokens, num_rows, k // 32)["path"]
 
     assert path(hopper, 8, 768, 16) == "small_m"
-    assert path(hopper, 9, 768, 16) == "mma"
+    assert path(hopper, 16, 768, 16) == "small_m"
+    assert path(hopper, 17, 768, 16) == path(amd, 9, 768, 16) == "mma"
     assert path(hopper, 8, 800, 16) == path(hopper, 8, 768, 15) == path(amd, 8, 768, 16) == "gemv"
     sizes = ((12288, 16), (5120, 100), (4096, 56), (64, 1))
     warps = [heuristic(hopper, "Q4_K", "few", 5, n, 8 * blocks)["warps"] for n, blocks in sizes]
@@ -133,7 +138,8 @@ def test_what_is_chosen_for_few_tokens():
     [
         # All programs run at once.
         ("Q4_K", 4096, 56, SmallM(8)),
-        ("Q4_K", 2048, 8, SmallM(4)),
+        ("Q4_K", 2048, 8, SmallM(8)),
+        ("Q4_K", 4096, 4, SmallM(4)),
         ("Q4_0", 4096, 56, SmallM(8, unrolled=True)),
         ("Q4_1", 4096, 56, SmallM(8)),
         ("Q8_0", 4096, 56, SmallM(8, unrolled=True)),
@@ -168,6 +174,76 @@ def test_what_is_launched_on_hopper(kind, num_rows, num_blocks, launch):
     assert small_m_heuristic(hopper, kind, num_rows, num_blocks) == launch
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "num_blocks", "launch"),
+    [
+        # All programs run at once, on eight warps or four.
+        ("Q4_K", 4096, 56, SmallM(8, late_tokens=True)),
+        ("Q4_K", 4096, 16, SmallM(8, unrolled=True, late_tokens=True)),
+        ("Q5_K", 4096, 56, SmallM(8, unrolled=True, late_tokens=True)),
+        ("Q4_0", 4096, 56, SmallM(8, unrolled=True, late_tokens=True)),
+        ("Q4_K", 2048, 2, SmallM(2, unrolled=True, late_tokens=True)),
+        ("Q4_K", 6144, 16, SmallM(4, late_tokens=True)),
+        ("Q5_K", 6144, 16, SmallM(4, late_tokens=True)),
+        ("Q5_K", 8192, 16, SmallM(4, unrolled=True, late_tokens=True)),
+        ("Q2_K", 8192, 16, SmallM(4, unrolled=True, late_tokens=True)),
+        ("Q2_K", 8192, 32, SmallM(4, late_tokens=True)),
+        ("Q4_K", 5120, 100, None),
+        ("Q3_K", 5120, 100, None),
+        ("Q4_K", 8192, 112, SmallM(4, late_tokens=True)),
+        # They fill waves, or do not.
+        ("Q4_K", 12288, 16, None),
+        ("Q6_K", 12288, 16, SmallM(4, late_tokens=True)),
+        ("Q4_K", 16384, 16, SmallM(4, late_tokens=True)),
+        ("Q4_K", 18432, 16, None),
+        ("Q4_0", 18432, 16, SmallM(4, unrolled=True, late_tokens=True)),
+        ("Q5_K", 24576, 16, SmallM(4, unrolled=True, late_tokens=True)),
+        ("Q8_0", 24576, 16, None),
+        ("Q8_0", 24576, 32, SmallM(4, unrolled=True, late_tokens=True)),
+        ("Q3_K", 20480, 16, SmallM(4, unrolled=True, late_tokens=True)),
+        ("Q3_K", 28672, 16, None),
+        ("MXFP4", 32768, 16, SmallM(4, unrolled=True, late_tokens=True)),
+        ("MXFP4", 57344, 32, None),
+    ],
+)
+def test_what_takes_two_groups_of_tokens_on_hopper(kind, num_rows, num_blocks, launch):
+    hopper, ada = gpu_of_capability((9, 0)), gpu_of_capability((8, 9))
+    assert of_sixteen(hopper, kind, num_rows, num_blocks) == launch
+    assert of_sixteen(ada, kind, num_rows, num_blocks) is None
+
+
+def test_kinds_that_have_no_tile_together_take_two_groups_sooner():
+    hopper = gpu_of_capability((9, 0))
+    assert of_sixteen(hopper, "Q4_K", 24576, 16) is None
+    launch = of_sixteen(hopper, "Q4_K", 24576, 16, several=True)
+    assert launch == SmallM(4, late_tokens=True)
+    unrolled = launch._replace(unrolled=True)
+    assert of_several(hopper, launch, ("Q4_K", "Q6_K"), 24576) == unrolled
+    assert of_several(hopper, launch, ("Q4_K", "Q4_K"), 24576) == launch
+    assert of_several(hopper, launch, ("Q6_K", "Q6_K"), 6144) == launch
+    assert of_sixteen(hopper, "Q4_K", 28672, 16, several=True) is None
+
+
+def test_registers_of_two_groups_are_limited_where_an_sm_is_full():
+    hopper, late = gpu_of_capability((9, 0)), SmallM(4, late_tokens=True)
+    full = {"maxnreg": 128}
+    assert limits_of_sixteen(hopper, late._replace(warps=8), 256) == full
+    assert limits_of_sixteen(hopper, late._replace(unrolled=True), 256) == full
+    assert limits_of_sixteen(hopper, late, 397) == full
+    assert limits_of_sixteen(hopper, late, 396) == {}
+    assert limits_of_sixteen(hopper, late._replace(warps=2), 512) == {}
+
+
+def test_a_measured_tile_serves_no_shape_that_two_groups_take():
+    """16384 rows by 16 tokens took 22.1 us by the row of 28672, and take 18.0."""
+    with record_launches((9, 0)):
+        picked = [
+            products.pick(torch.device("meta"), "Q4_K", "many", 16, rows, 128)["path"]
+            for rows in (16384, 28672)
+        ]
+    assert picked == ["small_m", "packed"]
+
+
 def test_an_sm_holds_two_programs_of_eight_warps():
     assert limits(SmallM(8), 4) == limits(SmallM(8, unrolled=True), 6) == {"maxnreg": 128}
     others = [SmallM(4), SmallM(8, late_tokens=True), SmallM(8, steps_ahead=2)]
@@ -195,8 +271,8 @@ def test_a_measured_launch_serves_no_shape_that_it_does_not_fill():
     hopper = gpu_of_capability((9, 0))
     for rows, served in ((14336, False), (16384, False), (16912, True), (24576, True)):
         assert (not fits(hopper, choice(SmallM(1)), "Q4_K", "few", 8, rows, 128)) is served
-    # Short rows are shared by few warps in any case.
-    assert not fits(hopper, choice(SmallM(1)), "Q4_K", "few", 8, 4096, 24)
+    # A row of one block is one warp's in any case.
+    assert not fits(hopper, choice(SmallM(1)), "Q4_K", "few", 8, 4096, 8)
     with record_launches((9, 0)):
         picked = products.pick(torch.device("meta"), "Q4_K", "few", 8, 14336, 128)
     assert picked["warps"] == 2
@@ -242,6 +318,26 @@ def test_matrices_side_by_side_and_gate_beside_up(kinds, num_tokens, device):
         want = torch.nn.functional.silu(gates) * ups
         got = backend.gemv_quant_gate_up_silu(a, gate, up, names[i], names[j])
         assert ((got.double() - want).norm() / want.norm()).item() < 1e-3
+
+
+@pytest.mark.parametrize("num_tokens", [7, 9, 16])
+def test_one_launch_takes_three_matrices_or_two(num_tokens, device):
+    """Of one group of tokens and of two, by this kernel whatever would be chosen."""
+    kinds = ("Q4_K", "Q4_0", "Q6_K")
+    parts = [matrix(kind, n, 512, device) for kind, n in zip(kinds, (37, 16, 24), strict=True)]
+    a = activations(num_tokens, 512, device, torch.float16)
+    arranged, launch = arrange(a, small_m_order(num_tokens)), SmallM(2, late_tokens=True)
+    named = [(planes, f"{kind}:planes") for (planes, _), kind in zip(parts, kinds, strict=True)]
+    out = a.new_full((num_tokens, 77), torch.nan)
+    small_m_product(arranged, named, launch, out)
+    assert_near(out, a, torch.cat([weights for _, weights in parts]))
+
+    gate, (up, up_weights) = parts[0], matrix("Q6_K", 37, 512, device)
+    out = a.new_full((num_tokens, 37), torch.nan)
+    pair = [(gate[0], "Q4_K:planes"), (up, "Q6_K:planes")]
+    small_m_product(arranged, pair, launch, out, activation="silu")
+    want = torch.nn.functional.silu(a.double() @ gate[1].T) * (a.double() @ up_weights.T)
+    assert ((out.double() - want).norm() / want.norm()).item() < 1e-3
 
 
 # Every format for Hopper, and for Ampere one of each shape that codes and scales have.

@@ -20,6 +20,7 @@ from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger
 from ferrum_triton.kernels.quant.activations import Tokens
+from ferrum_triton.kernels.quant.gemv_config import FEW, gemv_heuristic
 from ferrum_triton.kernels.quant.gemv_plan import Squares, closing, opened_arguments, plan_of
 from ferrum_triton.kernels.quant.gemv_repacked import first_row, one_block, row_sums
 from ferrum_triton.kernels.quant.matrices import launch_matrices, part_of_grid
@@ -27,18 +28,26 @@ from ferrum_triton.kernels.quant.mma import mma_products, order_of, share_launch
 from ferrum_triton.kernels.quant.mma_config import MAX_TOKENS, MmaConfig, mma_heuristic
 from ferrum_triton.kernels.quant.planes import Matrix, layout_of
 from ferrum_triton.kernels.quant.products import (
-    FEW,
     TILED,
     gemm_quant,
-    gemv_heuristic,
     mma_config,
     pick,
     product,
     small_m_of,
     tiled_products,
 )
-from ferrum_triton.kernels.quant.small_m import ORDER, small_m_product, takes_small_m
-from ferrum_triton.kernels.quant.small_m_config import of_gate_and_up
+from ferrum_triton.kernels.quant.small_m import (
+    small_m_order,
+    small_m_product,
+    takes_small_m,
+)
+from ferrum_triton.kernels.quant.small_m_config import (
+    GROUP,
+    SmallM,
+    of_gate_and_up,
+    of_several,
+    of_sixteen,
+)
 from ferrum_triton.kernels.quant.thread_products import Activations
 from ferrum_triton.kernels.quant.thread_sums import (
     Opening,
@@ -242,8 +251,8 @@ def gate_up(
 def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tensor) -> bool:
     """Try y = a · [W₁; W₂; W₃]ᵀ with ``a`` arranged once; False if it cannot be.
 
-    Matrices of one kind are one launch, and so are two that take ``a`` in one order, and those of
-    any kinds for up to eight tokens.
+    Matrices of one kind are one launch, and so are two that take ``a`` in one order, those of any
+    kinds for up to eight tokens, and what small_m takes of more.
     """
     a, matrices = tokens.like, [planes for planes, _ in parts]
     counts = [planes.shape[0] for planes in matrices]
@@ -252,8 +261,10 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
         if config["path"] == "packed" and len({kind for _, kind in parts}) == 1:
             tiled_products(out, tokens, matrices, parts[0][1], config)
             return True
-        small_m_product(tokens.arranged(ORDER), parts, small_m_of(config), out)
-        return True
+        launch = _small_m_launch(config, a, parts, sum(counts))
+        if launch is not None:
+            small_m_product(tokens.arranged(small_m_order(a.shape[0])), parts, launch, out)
+            return True
     if a.shape[0] <= FEW:
         a, opened = tokens.open()
         if len(parts) == 1:
@@ -309,9 +320,11 @@ def _gate_up(
     config = pick(a, kind, num_rows)
     is_tiled = config["path"] in TILED and kind == up_kind
     if takes_small_m(a, num_rows) and not is_tiled:
-        launch = of_gate_and_up(small_m_of(config), file_kind(kind), file_kind(up_kind))
-        small_m_product(tokens.arranged(ORDER), parts, launch, out, activation=activation)
-        return True
+        launch = _small_m_launch(config, a, parts, num_rows, activation)
+        if launch is not None:
+            arranged = tokens.arranged(small_m_order(a.shape[0]))
+            small_m_product(arranged, parts, launch, out, activation=activation)
+            return True
     if a.shape[0] <= FEW:
         a, opened = tokens.open()
         config = _plain(config, a, parts, num_rows)
@@ -321,6 +334,37 @@ def _gate_up(
     if is_tiled:
         tiled_products(out, tokens, [gate, up], kind, config, activation=activation)
     return is_tiled
+
+
+def _small_m_launch(
+    config: Config,
+    a: Tensor,
+    parts: Sequence[tuple[Tensor, str]],
+    num_rows: int,
+    activation: str = "",
+) -> SmallM | None:
+    """The launch in which small_m takes several matrices; None where tiles take less time.
+
+    Args:
+        config: what is chosen for as many rows of the first matrix's kind.
+        activation: of gate and up; "" for matrices side by side.
+    """
+    num_tokens, num_weights = a.shape
+    kinds = [file_kind(kind) for _, kind in parts]
+    if num_tokens <= GROUP:
+        launch = small_m_of(config)
+        return of_gate_and_up(launch, *kinds) if activation else launch
+    gpu = gpu_of(a.device)
+    if config["path"] == "small_m":
+        return of_several(gpu, small_m_of(config), kinds, num_rows)
+    unlike = list(dict.fromkeys(kind for _, kind in parts))
+    if len(unlike) == 1:
+        return None
+    if not activation and len(unlike) == 2 and _shared_tile(a, unlike, num_rows) is not None:
+        return None
+    # Tiles would take matrices in a launch each.
+    launch = of_sixteen(gpu, kinds[0], num_rows, num_weights // 256, several=True)
+    return None if launch is None else of_several(gpu, launch, kinds, num_rows)
 
 
 def _plain(config: Config, a: Tensor, parts: Sequence[tuple[Tensor, str]], num_rows: int) -> Config:

@@ -14,6 +14,7 @@ from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Tokens
+from ferrum_triton.kernels.quant.gemv_config import FEW, MOST_THREADS, persistent
 from ferrum_triton.kernels.quant.gemv_fused import gate_up, side_by_side, stacked
 from ferrum_triton.kernels.quant.gemv_plan import (
     NormOpening,
@@ -24,13 +25,7 @@ from ferrum_triton.kernels.quant.gemv_plan import (
 )
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv
 from ferrum_triton.kernels.quant.planes import layout_of
-from ferrum_triton.kernels.quant.products import (
-    FEW,
-    MOST_THREADS,
-    gemm_quant,
-    persistent,
-    pick,
-)
+from ferrum_triton.kernels.quant.products import gemm_quant, pick
 from ferrum_triton.kernels.quant.thread_sums import PART, OpenNorm, closed
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.ops import quant_open_norm as ops

@@ -4,7 +4,8 @@ Blocks as a file has them go to ``gemv`` and ``gemm``. By planes:
 
 * One or two tokens take as long as W is read: ``gemv_repacked``, plain or persistent. So do up to
   eight float32 ones, and what small-m mma does not take.
-* Three to eight go to tensor cores that are fed as weights are read, ``small_m``.
+* Three to eight go to tensor cores that are fed as weights are read, ``small_m``; up to 16 where
+  that gains on Hopper.
 * More fill them, W as their tall operand, by ``mma``, whose tile grows with them. Where a measured
   row says so, on Hopper in Gluon: ``packed`` (:mod:`ferrum_triton.kernels.hopper.packed`).
 * From MANY on, decoding W costs less than what cuBLAS gains over it, ``plane_rows``. float32
@@ -22,7 +23,15 @@ from ferrum_triton.kernels.quant import packed_config
 from ferrum_triton.kernels.quant.activations import Tokens, arrange
 from ferrum_triton.kernels.quant.gemm import gemm_blocks
 from ferrum_triton.kernels.quant.gemv import gemv_blocks
-from ferrum_triton.kernels.quant.gemv_plan import Squares, persistent_threads
+from ferrum_triton.kernels.quant.gemv_config import (
+    FEW,
+    LONG_GROUPS,
+    gemv_candidates,
+    gemv_heuristic,
+    persistent_heuristic,
+    persistent_refusal,
+)
+from ferrum_triton.kernels.quant.gemv_plan import Squares
 from ferrum_triton.kernels.quant.gemv_repacked import launch_gemv
 from ferrum_triton.kernels.quant.integer_activations import int16_activations
 from ferrum_triton.kernels.quant.mma import mma_products, order_of
@@ -43,101 +52,30 @@ from ferrum_triton.kernels.quant.packed_config import (
 )
 from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
-from ferrum_triton.kernels.quant.planes import span_of
 from ferrum_triton.kernels.quant.small_m import (
     FEWEST_TOKENS,
     MOST_TOKENS,
-    ORDER,
+    small_m_order,
     small_m_product,
 )
 from ferrum_triton.kernels.quant.small_m_config import (
+    GROUP,
     SmallM,
+    of_sixteen,
     small_m_candidates,
     small_m_heuristic,
     small_m_refusal,
 )
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 from ferrum_triton.kernels.tuning import Tunable
 from ferrum_triton.ops import quant as ops
 from ferrum_triton.ops.quant import MAX_GEMV_ROWS
-from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.kinds import file_kind
 from ferrum_triton.quant.planes import PLANE_FORMATS
 
-# Tokens up to which gemv is the way, and from which on W is decoded for cuBLAS.
-FEW, MANY = 2, 512
+# Tokens from which on W is decoded for cuBLAS.
+MANY = 512
 # Paths whose tiles of W tensor cores fill.
 TILED = ("mma", "packed")
-# Weights from which on two tokens become integers in a launch of their own, but of tall matrices:
-# 5120x25600 by two tokens of Q4_K takes 26.6 us so and 28.7 otherwise, 25600x5120 24.9 and 23.9
-# (`bench.run gemv_quant --case q4_K`, on an H200).
-MANY_WEIGHTS = 1 << 25
-# Rows of W from which on they are many, and groups of 32 in one from more than which on it is long.
-MANY_ROWS, LONG_GROUPS = 16384, 256
-# The least share of a persistent program's threads that has weights of a row, by tokens. Where
-# three of four have, 4096x12288 of Q6_K takes 10.6 us for 11.8 by one token, but 14.1 for 12.5 by
-# two.
-LEAST_FULL = {1: 0.7, 2: 0.85}
-# Threads of a persistent program at most: of 1024 each would have 64 registers.
-MOST_THREADS = 512
-
-
-def gemv_heuristic(
-    kind: str, num_tokens: int, num_rows: int, num_groups: int, is_wide: bool = False
-) -> Config:
-    """A plain launch: rows of a program by what its registers hold, warps by the length of a row.
-
-    Args:
-        kind: format of the file, such as ``"Q4_K"``.
-        num_tokens: rows of activations, up to 8.
-        num_rows, num_groups: rows of W, and groups of 32 weights in one.
-        is_wide: activations are float32.
-    """
-    if is_wide and num_tokens > 2:
-        # Four rows of Q3_K would spill.
-        rows, warps = (2 if num_tokens > 4 or kind == "Q3_K" else 4), 1
-    elif is_wide:
-        rows, warps = (8, 2) if num_tokens == 2 else (4, 4)
-    elif num_rows < 2048:
-        rows, warps = 4, 8
-    elif num_tokens == 1 and kind in ("Q2_K", "Q3_K"):
-        rows, warps = 16, 4
-    elif num_tokens > 4 and kind in ("NVFP4", "Q4_Z"):
-        rows, warps = 4, 4  # eight would spill, of NVFP4 256 bytes a thread on sm_80
-    else:
-        rows, warps = 8, 4
-    parts = num_groups // span_of(FORMATS[kind], num_groups)
-    # Tall matrices wait for memory, short ones for the last of their few programs' steps.
-    idle = 1 / 8 if num_rows >= MANY_ROWS else 1 / 2 if num_tokens == 1 else 1 / 4
-    is_large = num_rows < MANY_ROWS and num_rows * num_groups * 32 >= MANY_WEIGHTS
-    prepared = num_tokens > 2 or (num_tokens == 2 and is_large)
-    return gemv(
-        min(rows, previous_power_of_2(num_rows)),
-        warps_for(parts, warps, idle),
-        late_trigger=num_rows < MANY_ROWS and num_tokens == 1,
-        prepared=prepared and not is_wide,
-    )
-
-
-def persistent_heuristic(kind: str, num_tokens: int, num_rows: int) -> Config | None:
-    """Where persistent programs gain on Hopper by rows of about 4096 weights; None elsewhere."""
-    if num_tokens == 1:
-        # 14336x4096 of Q4_0 takes 8.2 us for 9.2, of Q6_K 12.0 for 14.1.
-        gains = 10240 <= num_rows < MANY_ROWS and kind not in ("Q3_K", "Q8_0")
-        return persistent(8, 10) if gains else None
-    # Two tokens' integers are costly to make: persistent programs keep them.
-    if kind in ("Q2_K", "Q3_K"):
-        return persistent(4, 2, deferred=True) if num_rows >= 4096 else None
-    ctas = 3 if kind in ("Q5_K", "Q6_K", "Q8_0") else 4
-    return persistent(8, ctas) if num_rows >= 6144 else None
-
-
-def warps_for(parts: int, most: int, idle: float) -> int:
-    """``most`` warps, or fewer where a share ``idle`` of their threads would have nothing to do."""
-    warps = min(most, next_power_of_2(max(cdiv(parts, 32), 1)))
-    while warps > 1 and parts < (1 - idle) * cdiv(parts, 32 * warps) * 32 * warps:
-        warps //= 2
-    return warps
 
 
 def heuristic(
@@ -155,6 +93,8 @@ def heuristic(
         if config is not None and is_short and not fits(gpu, config, *shape):
             return config
         return gemv_heuristic(kind, num_tokens, num_rows, num_groups)
+    if (launch := _small_m_of_many(gpu, kind, num_tokens, num_rows, num_groups)) is not None:
+        return small_m(launch)
     if num_tokens >= MANY:
         return {"path": "decode"}
     return mma(mma_heuristic(gpu, kind, num_tokens, num_rows, 32 * num_groups))
@@ -166,54 +106,12 @@ def candidates(
     """Launches worth timing."""
     if num_tokens > FEW:
         shape = (kind, num_tokens, num_rows, 32 * num_groups)
-        on_hopper = list(map(packed, packed_candidates(gpu, *shape)))
-        if bucket == "few":
-            return [*map(small_m, small_m_candidates(kind)), *on_hopper]
-        return [*map(mma, mma_candidates(gpu, *shape)), {"path": "decode"}, *on_hopper]
-    late, is_long = num_rows < MANY_ROWS, num_groups > LONG_GROUPS
-    if num_tokens == 1 and is_long:
-        found = [
-            gemv(4, 2, prefetch=True, late_trigger=late),
-            gemv(8, 2, prefetch=True, late_trigger=late),
-            gemv(8, 4, late_trigger=late),
-            persistent(4, 1),
-            persistent(4, 1, deferred=True, ordered=True),
-            persistent(8, 1, deferred=True, ordered=True),
-            persistent(4, 2, deferred=True, ordered=True, maxnreg=128, late_trigger=True),
-        ]
-    elif num_tokens == 1:
-        found = [
-            gemv(8, 2, late_trigger=late),
-            gemv(8, 4, late_trigger=late),
-            gemv(16, 4, late_trigger=late),
-            persistent(4, 2, deferred=True, maxnreg=128, late_trigger=True),
-            persistent(4, 4, deferred=True, maxnreg=64),
-            persistent(8, 4),
-            persistent(8, 10),
-        ]
-    elif is_long:
-        found = [
-            gemv(4, 2, prefetch=True),
-            gemv(4, 4),
-            gemv(8, 2),
-            gemv(8, 4),
-            gemv(8, 2, prepared=True),
-            gemv(8, 4, prepared=True),
-            persistent(4, 2),
-            persistent(4, 1, deferred=True, ordered=True, late_trigger=True),
-            persistent(8, 1, deferred=True, ordered=True, late_trigger=True),
-            persistent(4, 2, deferred=True, ordered=True, maxnreg=128),
-        ]
-    else:
-        found = [
-            gemv(8, 2),
-            gemv(8, 4),
-            gemv(16, 4),
-            gemv(8, 1, prepared=True),
-            gemv(8, 4, prepared=True),
-            persistent(4, 2, deferred=True),
-            persistent(8, 4),
-        ]
+        found = list(map(small_m, small_m_candidates(kind, num_tokens)))
+        found += map(packed, packed_candidates(gpu, *shape))
+        if bucket == "many":
+            found += [*map(mma, mma_candidates(gpu, *shape)), {"path": "decode"}]
+        return found
+    found = gemv_candidates(num_tokens, num_rows, num_groups)
     shape = (kind, bucket, num_tokens, num_rows, num_groups)
     return [config for config in found if not fits(gpu, config, *shape)]
 
@@ -240,49 +138,19 @@ def mma_config(config: Config) -> MmaConfig:
     return MmaConfig(**{name: config[name] for name in MmaConfig._fields})
 
 
-def gemv(
-    rows: int,
-    warps: int,
-    *,
-    prefetch: bool = False,
-    late_trigger: bool = False,
-    prepared: bool = False,
-) -> Config:
-    """A launch in which a program takes one block of rows."""
-    return {
-        "path": "gemv",
-        "rows": rows,
-        "warps": warps,
-        "prefetch": prefetch,
-        "late_trigger": late_trigger,
-        "prepared": prepared,
-    }
-
-
-def persistent(
-    rows: int,
-    ctas_per_sm: int,
-    deferred: bool = False,
-    ordered: bool = False,
-    maxnreg: int = 0,
-    late_trigger: bool = False,
-) -> Config:
-    """A launch of persistent programs."""
-    return {
-        "path": "persistent",
-        "rows": rows,
-        "ctas_per_sm": ctas_per_sm,
-        "deferred": deferred,
-        "ordered": ordered,
-        "maxnreg": maxnreg,
-        "late_trigger": late_trigger,
-    }
-
-
 def small_m_takes(gpu: Gpu, num_tokens: int, num_rows: int, num_groups: int) -> bool:
     """Whether a product can be one of ``small_m``, whatever its launch."""
     takes = FEWEST_TOKENS <= num_tokens <= MOST_TOKENS and num_groups % 8 == 0
     return gpu.capability >= (8, 0) and takes and num_rows >= 16
+
+
+def _small_m_of_many(
+    gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_groups: int
+) -> SmallM | None:
+    """The launch of small_m that more than eight tokens have in place of a tile; or None."""
+    if num_tokens <= GROUP or not small_m_takes(gpu, num_tokens, num_rows, num_groups):
+        return None
+    return of_sixteen(gpu, kind, num_rows, num_groups // 8)
 
 
 def fits(
@@ -299,16 +167,12 @@ def fits(
     if path == "gemv":
         return "" if num_tokens <= MAX_GEMV_ROWS else f"gemv takes {MAX_GEMV_ROWS} tokens at most"
     if path == "persistent":
-        parts = num_groups // span_of(FORMATS[kind], num_groups)
-        threads = persistent_threads(parts)
         if not ptx or num_tokens > FEW:
             return "persistent programs take one or two tokens on an NVIDIA GPU"
-        if threads > MOST_THREADS or parts < LEAST_FULL[num_tokens] * threads:
-            return f"{parts} parts of a row do not fill {threads} threads"
-        return ""
+        return persistent_refusal(kind, num_tokens, num_groups)
     if path == "small_m":
         if not small_m_takes(gpu, num_tokens, num_rows, num_groups):
-            return "small_m takes 3 to 8 tokens by blocks"
+            return "small_m takes 3 to 16 tokens by blocks"
         return small_m_refusal(gpu, small_m_of(config), num_rows, num_groups // 8)
     if path == "mma":
         tile, least = mma_config(config), least_tile(gpu, kind, num_tokens)
@@ -323,6 +187,8 @@ def fits(
     if path == "packed":
         if bucket_of(num_tokens) != bucket:
             return f"{num_tokens} tokens are not {bucket}"
+        if _small_m_of_many(gpu, kind, num_tokens, num_rows, num_groups) is not None:
+            return f"small_m takes less time by {num_tokens} tokens"
         tile = packed_tile(config)
         return packed_fits(gpu, tile, kind, num_tokens, num_rows, 32 * num_groups)
     return "" if path == "decode" else f"there is no path {path!r}"
@@ -330,7 +196,7 @@ def fits(
 
 def bucket_of(num_tokens: int) -> str:
     """Numbers of tokens that one measured row may serve."""
-    return str(num_tokens) if num_tokens <= FEW else "few" if num_tokens <= MOST_TOKENS else "many"
+    return str(num_tokens) if num_tokens <= FEW else "few" if num_tokens <= GROUP else "many"
 
 
 FLAG = one_of(False, True)
@@ -436,7 +302,7 @@ def product(
         return y
     config = pick(a, kind, planes.shape[0])
     if config["path"] == "small_m":
-        parts, x = [(planes, kind)], arrange(a, ORDER)
+        parts, x = [(planes, kind)], arrange(a, small_m_order(a.shape[0]))
         return small_m_product(x, parts, small_m_of(config), y, bias=bias, residual=residual)
     if config["path"] in ("gemv", "persistent"):
         x = int16_activations(a) if config.get("prepared") else a

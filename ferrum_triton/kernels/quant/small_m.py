@@ -1,8 +1,9 @@
-"""Three to eight tokens by weights in the repacked layout: a small-m mma fed without shared memory.
+"""Three to 16 tokens by weights in the repacked layout: a small-m mma fed without shared memory.
 
-y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual. Chosen for three to eight tokens in float16 or
-bfloat16 by rows of whole blocks of 256 weights; one launch takes one matrix, up to three side by
-side (Q, K and V), or gate and up with the activation between them.
+y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual. Chosen for few tokens in float16 or bfloat16 by
+rows of whole blocks of 256 weights; one launch takes one matrix, up to three side by side (Q, K and
+V), or gate and up with the activation between them. More than eight tokens are two groups of eight
+by weights that are unpacked once.
 
 A warp multiplies 16 rows, as :mod:`ferrum_triton.kernels.quant.quad_products` says, and blocks of a
 row are shared out to warps, whose sums are added at the end. Weights of a step are loaded during
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.elementwise import activated
+from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged, Order
@@ -34,7 +36,12 @@ from ferrum_triton.kernels.quant.quad_weights import (
     quad_layout,
     sums_minimums,
 )
-from ferrum_triton.kernels.quant.small_m_config import SmallM, limits
+from ferrum_triton.kernels.quant.small_m_config import (
+    GROUP,
+    SmallM,
+    limits,
+    limits_of_sixteen,
+)
 from ferrum_triton.kernels.quant.thread_sums import (
     Opening,
     OpenNorm,
@@ -44,13 +51,16 @@ from ferrum_triton.kernels.quant.thread_sums import (
 )
 from ferrum_triton.kernels.rows import cdiv
 
-FEWEST_TOKENS, MOST_TOKENS = 3, 8
+FEWEST_TOKENS, MOST_TOKENS = 3, 2 * GROUP
 # Rows of W a program takes: of one matrix, or half of gate and half of up.
 ROWS = 16
-# What activations are arranged in.
-ORDER = Order(BLOCK // 8, interleave=MOST_TOKENS)
-# Words of all eight tokens' activations that lie together.
-PIECE = tl.constexpr(MOST_TOKENS * WORDS.value)
+# Words of a group's activations that lie together.
+PIECE = tl.constexpr(GROUP * WORDS.value)
+
+
+def small_m_order(num_tokens: int) -> Order:
+    """What so many tokens' activations are arranged in."""
+    return Order(BLOCK // 8, interleave=GROUP * cdiv(num_tokens, GROUP))
 
 
 @triton.jit
@@ -62,20 +72,22 @@ def _sums_of_rows(
     row,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
+    GROUPS: tl.constexpr,
     LAUNCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The products of 16 rows with all tokens, float32 [128].
+    """The products of 16 rows with all tokens, float32 [32, GROUPS, 2, 2] end to end.
 
-    Entry i belongs to token i // 4 % 4 · 2 + i % 2 and row i // 16, of the rows or the matrix that
-    i // 2 % 2 tells.
+    Entry (lane, group, half, t) belongs to token group · 8 + lane % 4 · 2 + t and row lane // 4, of
+    the rows or the matrix that half tells.
 
     Args:
         x: Arranged pointers, interleaved.
-        num_tokens: tokens there are, at most 8.
+        num_tokens: tokens there are, at most 8 in a group.
         first, second: Matrix; the second is not read where SECOND is None.
         row: first row, int32.
         FIRST, SECOND: layouts.
+        GROUPS: groups of eight tokens, 1 or 2.
         LAUNCH: SmallM.
     """
     WARPS: tl.constexpr = LAUNCH.warps
@@ -84,6 +96,7 @@ def _sums_of_rows(
     FACTOR: tl.constexpr = 2 if LAUNCH.unrolled else 1
     BOTH: tl.constexpr = FIRST if SECOND is None else SECOND
     BLOCKS: tl.constexpr = FIRST.groups // 8
+    APART: tl.constexpr = GROUPS * PIECE
     i = tl.arange(0, 32 * WARPS)
     warp, quad, thread = i // 32, i // 4 % 8, i % 4
     row = (row + quad).to(tl.int64)
@@ -93,35 +106,52 @@ def _sums_of_rows(
         ahead = step * WARPS + warp
         window += (two_rows(first, second, row, thread, ahead, ahead < BLOCKS, FIRST, SECOND),)
     # Columns past the last token are its again, and not stored.
-    token = tl.minimum(quad, num_tokens - 1)
-    x_ptr = x.x.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
-    sums_ptr = x.sums.to(tl.pointer_type(tl.int32)) + token * WORDS + thread * 4
     none = tl.zeros([32 * WARPS], tl.float32)
-    acc = (none, none, none, none)
+    x_ptrs, sums_ptrs, accs = (), (), ()
+    for group in tl.static_range(GROUPS):
+        at = tl.minimum(group * 8 + quad, num_tokens - 1) * WORDS + thread * 4
+        x_ptrs += (x.x.to(tl.pointer_type(tl.int32)) + at,)
+        sums_ptrs += (x.sums.to(tl.pointer_type(tl.int32)) + at,)
+        accs += ((none, none, none, none),)
     pdl_wait(PDL)
     pdl_trigger(PDL)
     activations = ()
     if not LATE:
-        activations = activations_of(x_ptr, tl.minimum(warp, BLOCKS - 1), PIECE, FIRST.asm != "")
+        activations = _activations(x_ptrs, tl.minimum(warp, BLOCKS - 1), APART, FIRST.asm != "")
     for step in tl.range((BLOCKS + WARPS - 1) // WARPS, loop_unroll_factor=FACTOR):
         block = tl.minimum(step * WARPS + warp, BLOCKS - 1)
-        sums = None
-        if sums_minimums(FIRST.format) or sums_minimums(BOTH.format):
-            sums = load_words(sums_ptr + block * PIECE, None, 4, FIRST.asm != "", "")
         if LATE:
-            now = activations_of(x_ptr, block, PIECE, FIRST.asm != "")
+            now = _activations(x_ptrs, block, APART, FIRST.asm != "")
         else:
             now = activations
             next_block = tl.minimum((step + 1) * WARPS + warp, BLOCKS - 1)
-            activations = activations_of(x_ptr, next_block, PIECE, FIRST.asm != "")
+            activations = _activations(x_ptrs, next_block, APART, FIRST.asm != "")
         ahead = (step + AHEAD) * WARPS + warp
         later = two_rows(first, second, row, thread, ahead, ahead < BLOCKS, FIRST, SECOND)
-        acc = add_block(acc, window[0], now, sums, FIRST, BOTH)
+        added = ()
+        for group in tl.static_range(GROUPS):
+            sums = None
+            if sums_minimums(FIRST.format) or sums_minimums(BOTH.format):
+                sums = load_words(sums_ptrs[group] + block * APART, None, 4, FIRST.asm != "", "")
+            added += (add_block(accs[group], window[0], now[group], sums, FIRST, BOTH),)
+        accs = added
         if AHEAD == 2:
             window = (window[1], later)
         else:
             window = (later,)
-    return summed_over_warps(acc, 4)
+    flat = ()
+    for group in tl.static_range(GROUPS):
+        flat += accs[group]
+    return summed_over_warps(flat, 4 * GROUPS)
+
+
+@triton.jit
+def _activations(x_ptrs, block, APART: tl.constexpr, PTX: tl.constexpr):
+    """A thread's activations of a block, of each group's token: :func:`activations_of`."""
+    x = ()
+    for group in tl.static_range(len(x_ptrs)):
+        x += (activations_of(x_ptrs[group], block, APART, PTX),)
+    return x
 
 
 @triton.jit
@@ -131,18 +161,22 @@ def _sixteen_rows(
     num_tokens,
     part,
     LAYOUT: tl.constexpr,
+    GROUPS: tl.constexpr,
     LAUNCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """16 rows of one matrix."""
     # The last program starts early enough to have all its rows; some are done twice.
     first = tl.minimum(part.block * 16, part.matrix.num_rows - 16)
-    y = _sums_of_rows(x, num_tokens, part.matrix, part.matrix, first, LAYOUT, None, LAUNCH, PDL)
-    i = tl.arange(0, 128)
-    token = i // 4 % 4 * 2 + i % 2
+    y = _sums_of_rows(
+        x, num_tokens, part.matrix, part.matrix, first, LAYOUT, None, GROUPS, LAUNCH, PDL
+    )
+    i = tl.arange(0, 128 * GROUPS)
+    lane, entry = i // (4 * GROUPS), i % (4 * GROUPS)
+    token = entry // 4 * 8 + lane % 4 * 2 + i % 2
     mask = token < num_tokens
     y *= tl.load(x.factor + token, mask=mask, other=0.0)
-    row = part.column + first + i // 16 + i // 2 % 2 * 8
+    row = part.column + first + lane // 4 + i // 2 % 2 * 8
     store_each(y, out, token, row, mask)
 
 
@@ -156,28 +190,29 @@ def _gate_and_up(
     GATE: tl.constexpr,
     UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GROUPS: tl.constexpr,
     LAUNCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Eight rows of gate and the same of up: act(gate) · up."""
     first = tl.minimum(tl.program_id(0) * 8, gate.num_rows - 8)
-    sums = _sums_of_rows(x, num_tokens, gate, up, first, GATE, UP, LAUNCH, PDL)
-    # [row, pair of tokens, gate or up, token of the pair]
-    sums = tl.permute(tl.reshape(sums, [8, 4, 2, 2]), (0, 1, 3, 2))
-    gate_sums, up_sums = tl.split(tl.reshape(sums, [64, 2]))
-    i = tl.arange(0, 64)
-    token = i % 8
+    sums = _sums_of_rows(x, num_tokens, gate, up, first, GATE, UP, GROUPS, LAUNCH, PDL)
+    # [row, pair of tokens, group, gate or up, token of the pair]
+    sums = tl.permute(tl.reshape(sums, [8, 4, GROUPS, 2, 2]), (0, 1, 2, 4, 3))
+    gate_sums, up_sums = tl.split(tl.reshape(sums, [64 * GROUPS, 2]))
+    i = tl.arange(0, 64 * GROUPS)
+    token = i // 2 % GROUPS * 8 + i // (2 * GROUPS) % 4 * 2 + i % 2
     mask = token < num_tokens
     factor = tl.load(x.factor + token, mask=mask, other=0.0)
     y = activated(gate_sums * factor, ACTIVATION) * (up_sums * factor)
-    store_each(y, out, token, first + i // 8, mask)
+    store_each(y, out, token, first + i // (8 * GROUPS), mask)
 
 
 @kernel(dynamic=("num_rows", "num_rows_2", "num_rows_3", "num_tokens"))
 def _small_m_kernel(
     y_ptr,  # [m, n]
-    x_ptr,  # arranged, [k / 32, 8, 32]
-    sums_ptr,  # [k / 256, 8, 32]
+    x_ptr,  # arranged, [k / 32, 8 * GROUPS, 32]
+    sums_ptr,  # [k / 256, 8 * GROUPS, 32]
     factor_ptr,  # [m]
     planes_ptr,  # uint8 [num_rows, row_bytes]
     planes_2_ptr,  # uint8 [num_rows_2, row_bytes], or None
@@ -189,11 +224,12 @@ def _small_m_kernel(
     num_rows,  # at least 16, or 8 of gate
     num_rows_2,
     num_rows_3,
-    num_tokens,  # at most 8
+    num_tokens,  # at most 8 in a group
     LAYOUT: tl.constexpr,
     LAYOUT_2: tl.constexpr,  # None where there is one matrix
     LAYOUT_3: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of gate, the first matrix; "" for matrices side by side
+    GROUPS: tl.constexpr,  # groups of eight tokens, 1 or 2
     LAUNCH: tl.constexpr,  # SmallM
     PDL: tl.constexpr,
 ):
@@ -205,20 +241,32 @@ def _small_m_kernel(
     matrix = Matrix(planes_ptr, num_rows)
     if ACTIVATION != "":
         up = Matrix(planes_2_ptr, num_rows)
-        _gate_and_up(out, x, num_tokens, matrix, up, LAYOUT, LAYOUT_2, ACTIVATION, LAUNCH, PDL)
+        _gate_and_up(
+            out,
+            x,
+            num_tokens,
+            matrix,
+            up,
+            LAYOUT,
+            LAYOUT_2,
+            ACTIVATION,
+            GROUPS,
+            LAUNCH,
+            PDL,
+        )
     elif LAYOUT_2 is None:
         part = Part(matrix, tl.program_id(0), 0, 0)
-        _sixteen_rows(out, x, num_tokens, part, LAYOUT, LAUNCH, PDL)
+        _sixteen_rows(out, x, num_tokens, part, LAYOUT, GROUPS, LAUNCH, PDL)
     else:
         matrices = (matrix, Matrix(planes_2_ptr, num_rows_2), Matrix(planes_3_ptr, num_rows_3))
         part = part_of_grid(matrices, 16)
         # Matrices of one layout share one copy of the code, which then compiles once.
         if (LAYOUT == LAYOUT_2 and LAYOUT_2 == LAYOUT_3) or part.number == 0:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT, LAUNCH, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT, GROUPS, LAUNCH, PDL)
         elif LAYOUT_2 == LAYOUT_3 or part.number == 1:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, LAUNCH, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, GROUPS, LAUNCH, PDL)
         else:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT_3, LAUNCH, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_3, GROUPS, LAUNCH, PDL)
 
 
 def takes_small_m(a: Tensor, num_rows: int) -> bool:
@@ -243,10 +291,10 @@ def small_m_product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual, for m <= 8 and k a multiple of 256.
+    """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual, for m <= 16 and k a multiple of 256.
 
     Args:
-        arranged: a, float16 or bfloat16 [m, k], in ORDER.
+        arranged: a, float16 or bfloat16 [m, k], in the order of so many tokens.
         parts: one to three matrices side by side, or gate and up: uint8 [rows, row_bytes] in
             planes, at least 16 rows or none, and a kind such as ``"Q4_K:planes"``.
         launch: the launch's configuration.
@@ -258,10 +306,15 @@ def small_m_product(
     num_tokens, k = out.shape[0], arranged.x.shape[1]
     layouts = [quad_layout(planes, kind, k) for planes, kind in parts]
     counts = [planes.shape[0] for planes, _ in parts]
+    groups, bits = cdiv(num_tokens, GROUP), max(layout.format.bits for layout in layouts)
     if activation:
         programs = cdiv(counts[0], ROWS // 2)
     else:
         programs = sum(cdiv(count, ROWS) for count in counts)
+    if groups == 1:
+        limited = limits(launch, bits)
+    else:
+        limited = limits_of_sixteen(gpu_of(out.device), launch, programs)
     _small_m_kernel.launch(
         (programs,),
         y_ptr=out,
@@ -275,8 +328,9 @@ def small_m_product(
         num_tokens=num_tokens,
         **launch_matrices(parts, layouts, bool(activation)),
         ACTIVATION=activation,
+        GROUPS=groups,
         LAUNCH=launch,
         num_warps=launch.warps,
-        **limits(launch, max(layout.format.bits for layout in layouts)),
+        **limited,
     )
     return out

@@ -1,16 +1,19 @@
-"""Launch choices of products of three to eight tokens on tensor cores, ``small_m``.
+"""Launch choices of products of three to 16 tokens on tensor cores, ``small_m``.
 
 The functions are pure: they take a GPU's facts and a product's sizes, and ask no device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ferrum_triton.kernels.gpu import Gpu
-from ferrum_triton.kernels.rows import cdiv, previous_power_of_2
+from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 from ferrum_triton.quant.formats import FORMATS
 
+# Tokens of a group, all of which one product of tensor cores takes.
+GROUP = 8
 # Warps that run on an SM at once: of 128 registers a thread, and of formats below eight bits that
 # have neither integer scales nor codebooks. Q4_0's threads have 81 registers where activations are
 # loaded early, which count as 88 (``compile_launch`` of ``gemm_quant`` for sm_90, 9b9811a).
@@ -59,10 +62,12 @@ def limits(launch: SmallM, bits: int) -> dict[str, int]:
 def most_warps(num_blocks: int) -> int:
     """The most warps that share a row of ``num_blocks`` blocks of 256 weights.
 
-    Each has two blocks or more. 4096x4096 by eight tokens of Q4_K takes 6.1 us on 8 warps and 6.6
-    on 4, 2048x2048 3.4 on 8, 4.0 on 4 and 5.2 on 2 (timed as :func:`small_m_heuristic` says).
+    Each has a block. 4096x4096 by eight tokens of Q4_K takes 6.1 us on 8 warps and 6.6 on 4,
+    2048x2048 3.4 on 8, 4.0 on 4 and 5.2 on 2 (timed as :func:`small_m_heuristic` says). Warps
+    without one cost little: six blocks take 3.3 us on 8 warps and 3.9 on 4, but four blocks of
+    4096 rows 3.3 on 8 and 3.2 on 4 (as :func:`of_sixteen` says, by eight tokens of Q4_K).
     """
-    return min(MOST_WARPS, previous_power_of_2(max(num_blocks // 2, 1)))
+    return min(MOST_WARPS, next_power_of_2(max(num_blocks, 1)))
 
 
 def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> SmallM:
@@ -94,7 +99,9 @@ def small_m_heuristic(gpu: Gpu, kind: str, num_rows: int, num_blocks: int) -> Sm
     at_once = gpu.num_sms * (LIGHT_WARPS if light and not fmt.has_minimum else WARPS)
     if programs * warps > at_once and on_hopper:
         launch = _in_waves(gpu, kind, programs, num_blocks)
-        return launch._replace(warps=min(launch.warps, most_warps(num_blocks)))
+        # Two blocks or more for a warp.
+        most = previous_power_of_2(max(num_blocks // 2, 1))
+        return launch._replace(warps=min(launch.warps, most))
     launch = SmallM(min(warps, most_warps(num_blocks)))
     if not on_hopper:
         return launch
@@ -145,6 +152,97 @@ def _in_waves(gpu: Gpu, kind: str, programs: int, num_blocks: int) -> SmallM:
     return SmallM(4, late_tokens=fmt.bits == 5)
 
 
+def of_sixteen(
+    gpu: Gpu, kind: str, num_rows: int, num_blocks: int, several: bool = False
+) -> SmallM | None:
+    """How 9 to 16 tokens are launched, where that gains on Hopper over larger tiles; else None.
+
+    Weights are unpacked once for two groups of eight tokens. Programs of eight warps gain most
+    where two on each SM take all rows: by 16 tokens 4096x14336 takes 15.7 us of Q4_K and 17.5 by a
+    tile, of Q6_K 18.0 and 26.0, of Q4_0 14.1 and 17.5; 2048x2048 of Q4_K 3.9 and 6.0. Four warps do
+    where four programs on each take them: 6144x4096 of Q4_K 9.0 and 10.0, 8192x8192 of Q6_K 19.5
+    and 26.5, 8192x28672 of Q4_K 50.5 and 52.4. Long rows that take four warps, of Q4_K and Q3_K,
+    gain nothing where SMs have three programs or fewer: 5120x25600 of Q4_K takes 37.0 us for 35.6.
+
+    Activations come late, since two groups of them take 64 registers: early ones took 32 us for
+    15.7. Unrolled loops gain where weights take few registers, and of Q5_K where these are limited:
+    4096x14336 of Q4_0 takes 14.2 us so and 15.3 without, of Q5_K 21.4 and 27.0, of Q4_K 18.0 and
+    15.7; 16384x8192 of Q2_K 36.9 and 29.8.
+
+    ``several``: tiles would take several matrices in a launch each, and need not be beaten by
+    much. A pair of 12288x4096, of Q4_K and of Q6_K, takes 27.9 us in one launch, 34.1 apart.
+
+    All were timed by ``bench.timing.Replay`` of ``gemm_quant``, or of ``gemv_quant_gate_up_silu``
+    for the pair, under ``products.forced`` on an H200, in a copy of f6a1526 that had two groups.
+    """
+    if gpu.capability[0] != 9:
+        return None
+    programs, fmt, most = cdiv(num_rows, 16), FORMATS[kind], most_warps(num_blocks)
+    is_long = num_blocks >= LONG_BLOCKS
+    # Formats with integer scales, but for those of codebooks.
+    bits = fmt.bits if fmt.scale_code and not fmt.values else 0
+    if programs * most <= gpu.num_sms * WARPS:
+        return SmallM(most, unrolled=not (is_long and bits in (2, 4, 6)), late_tokens=True)
+    is_crowded = programs > 3 * gpu.num_sms
+    if programs <= 4 * gpu.num_sms:
+        gains = is_crowded or not (bits in (3, 4) and num_blocks >= 2 * LONG_BLOCKS)
+    else:
+        gains = _fills_waves(gpu, kind, programs, is_long)
+    if not gains and not (several and programs <= 12.2 * gpu.num_sms):
+        return None
+    unrolled = bits == 0 or (bits < 4 and not is_long) or (bits == 5 and is_crowded)
+    return SmallM(min(4, most), unrolled, late_tokens=True)
+
+
+def _fills_waves(gpu: Gpu, kind: str, programs: int, is_long: bool) -> bool:
+    """Whether programs that do not all run at once, four on an SM, leave few SMs idle at the end.
+
+    By 16 tokens 16384x4096 of Q4_K, two waves, takes 18.0 us for 22.1 by a tile, but 18432x4096
+    22.7 for 22.3 and 12288x4096 16.3 for 14.5. Tiles of Q5_K and Q6_K take longer, so that 12288
+    rows gain too, of Q6_K 19.0 us for 21.0, and the three waves of 24576 rows, 30.7 for 34.5. Those
+    gain of long rows in light formats as well: 24576x8192 of Q4_0 takes 38.7 us for 44.3. Tiles
+    look up codebooks slowly: 32768x4096 of MXFP4 takes 38.6 us for 45.5, 28672x4096 of IQ4_XS 33.2
+    for 40.4. All were timed as :func:`of_sixteen` says.
+    """
+    fmt, per_sm = FORMATS[kind], programs / gpu.num_sms
+    if fmt.values:
+        return per_sm <= 16
+    if fmt.bits < 4:
+        return per_sm <= 12.2
+    is_odd = fmt.bits in (5, 6) and bool(fmt.scale_code)
+    if 11.5 < per_sm <= 12.2:
+        return is_odd or (is_long and not fmt.has_minimum)
+    if is_light(kind) and not fmt.has_minimum:
+        return 5.8 < per_sm <= 9
+    return (5.8 if is_odd else 6.5) < per_sm <= 8.3
+
+
+def of_several(gpu: Gpu, launch: SmallM, kinds: Iterable[str], num_rows: int) -> SmallM:
+    """How a launch of 9 to 16 tokens by several matrices differs from one of as many rows of one.
+
+    Where ptxas has but 128 registers, loops that unpack Q6_K beside another matrix are faster
+    unrolled: by 16 tokens Q and K of 5120x5120 and V of 2048x5120 take 13.5 us so and 21.0 without,
+    gate and up of 4096x4096 12.5 and 13.9, of Q4_K beside Q6_K 11.1 and 13.6 (timed as
+    :func:`of_sixteen` says, by ``gemv_quant_qkv`` and ``gemv_quant_gate_up_silu``).
+    """
+    is_crowded = cdiv(num_rows, 16) > 3 * gpu.num_sms
+    has_six = any(FORMATS[kind].bits == 6 for kind in kinds)
+    return launch._replace(unrolled=True) if is_crowded and has_six else launch
+
+
+def limits_of_sixteen(gpu: Gpu, launch: SmallM, programs: int) -> dict[str, int]:
+    """:func:`limits` of so many programs that take two groups of tokens.
+
+    128 registers let an SM hold two programs of eight warps or four of four: ptxas takes up to 170
+    otherwise (``compile_launch`` of ``gemm_quant`` for sm_90). By 16 tokens 4096x14336 of Q6_K
+    takes 18.1 us so and 23.6 without, 8192x4096 of Q4_K 10.2 and 14.1. Where three programs of four
+    warps take all rows, the limit only slows: 6144x16384 of Q5_K takes 27.8 us without it and 49.7
+    with (timed as :func:`of_sixteen` says).
+    """
+    fit = launch.warps == 4 and not launch.unrolled and programs <= 3 * gpu.num_sms
+    return {} if launch.warps < 4 or fit else {"maxnreg": 128}
+
+
 def of_gate_and_up(launch: SmallM, gate_kind: str, up_kind: str) -> SmallM:
     """How a pair's launch differs from one of as many rows of one matrix.
 
@@ -172,8 +270,12 @@ def small_m_refusal(gpu: Gpu, launch: SmallM, num_rows: int, num_blocks: int) ->
     return ""
 
 
-def small_m_candidates(kind: str) -> list[SmallM]:
+def small_m_candidates(kind: str, num_tokens: int) -> list[SmallM]:
     """Launches worth timing."""
+    if num_tokens > 2 * GROUP:
+        return []
+    if num_tokens > GROUP:
+        return [SmallM(warps, unrolled, True) for warps in (4, 8) for unrolled in (False, True)]
     found = [SmallM(warps) for warps in (1, 2, 4, 8)]
     found += [SmallM(warps, late_tokens=True) for warps in (2, 4, 8)]
     found += [SmallM(4, steps_ahead=2), SmallM(4, unrolled=True)]
