@@ -202,19 +202,21 @@ def _fills_waves(gpu: Gpu, kind: str, programs: int, is_long: bool) -> bool:
     rows gain too, of Q6_K 19.0 us for 21.0, and the three waves of 24576 rows, 30.7 for 34.5. Those
     gain of long rows in light formats as well: 24576x8192 of Q4_0 takes 38.7 us for 44.3. Tiles
     look up codebooks slowly: 32768x4096 of MXFP4 takes 38.6 us for 45.5, 28672x4096 of IQ4_XS 33.2
-    for 40.4. All were timed as :func:`of_sixteen` says.
+    for 40.4. All were timed as :func:`of_sixteen` says. 12288 rows are 5.8 programs for each SM,
+    16384 are 7.8, 18432 8.7, 24576 11.6 and 32768 15.5.
     """
     fmt, per_sm = FORMATS[kind], programs / gpu.num_sms
     if fmt.values:
         return per_sm <= 16
     if fmt.bits < 4:
         return per_sm <= 12.2
-    is_odd = fmt.bits in (5, 6) and bool(fmt.scale_code)
+    # By tiles.
+    are_slow = fmt.bits in (5, 6) and bool(fmt.scale_code)
     if 11.5 < per_sm <= 12.2:
-        return is_odd or (is_long and not fmt.has_minimum)
+        return are_slow or (is_long and not fmt.has_minimum)
     if is_light(kind) and not fmt.has_minimum:
         return 5.8 < per_sm <= 9
-    return (5.8 if is_odd else 6.5) < per_sm <= 8.3
+    return (5.8 if are_slow else 6.5) < per_sm <= 8.3
 
 
 def of_several(gpu: Gpu, launch: SmallM, kinds: Iterable[str], num_rows: int) -> SmallM:
