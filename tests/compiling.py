@@ -42,6 +42,16 @@ def launches_of(op: Op, case: Case, target: Target) -> list[Launch]:
     return launches
 
 
+def spill_limit(launch: Launch, target: Target) -> int:
+    """Bytes a thread may spill.
+
+    small_m's of two groups of tokens are limited to the registers that let an SM hold them, and
+    gain by it whatever they spill: ``limits_of_sixteen`` has the figures.
+    """
+    is_limited = launch.kernel.name == "_small_m_kernel" and launch.meta["GROUPS"] == 2
+    return 112 if is_limited and "maxnreg" in launch.meta else target.spill_limit
+
+
 def compiled(launch: Launch, target_name: str = "sm_90") -> Resources:
     """A launch compiled.
 
@@ -51,7 +61,7 @@ def compiled(launch: Launch, target_name: str = "sm_90") -> Resources:
     target = TARGETS[target_name]
     resources = compile_launch(launch, target)
     assert resources.shared <= target.shared_limit, launch.kernel.name
-    assert resources.spilled <= target.spill_limit, launch.kernel.name
+    assert resources.spilled <= spill_limit(launch, target), launch.kernel.name
     if "wgmma" in resources.asm.get("ptx", ""):
         code = instructions(resources.asm["cubin"])
         assert not overwritten_operands(code), launch.kernel.name

@@ -28,6 +28,9 @@ def test_rows_of_a_table_serve_the_tokens_that_their_tiles_are_for(num_rows, num
         for num_tokens in (9, 16, 17, 20, 31, 33, 40, 47, 64, 65, 100, 129, 300):
             shape = ("Q4_K", "many", num_tokens, num_rows, num_groups)
             config = products.pick(torch.device("meta"), *shape)
+            if config["path"] == "small_m":
+                assert num_tokens <= 16 and num_rows <= 6144
+                continue
             assert config["tokens"] >= min(num_tokens, 128)
             assert num_tokens > 128 or config["tokens"] <= max(next_power_of_2(num_tokens), 16)
             if config["path"] == "mma":

@@ -59,7 +59,7 @@ def small_m(a, planes, kind, launch=SmallM(2), **options):
 
 
 @KINDS
-@pytest.mark.parametrize(("num_tokens", "warps"), [(3, 2), (8, 4), (9, 2), (16, 1)])
+@pytest.mark.parametrize(("num_tokens", "warps"), [(8, 4), (13, 2)])
 def test_every_row_and_block_is_met_once(kind, num_tokens, warps, device):
     """The last rows are part of two programs, and three blocks of K are for two or four warps."""
     planes, weights = matrix(kind, 37, 768, device)
@@ -369,6 +369,23 @@ def test_what_is_launched_compiled(kind, target, n, k):
     multiplies = [i for i, name in enumerate(code) if name.startswith("HMMA")]
     loop = code[multiplies[0] : multiplies[-1]]
     assert not [name for name in loop if name.startswith(("LDL", "STL"))]
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "IQ4_XS"])
+def test_two_groups_take_weights_that_are_loaded_once(kind):
+    """Twice as many products as of one group, by as many loads of weights."""
+    planes = torch.empty(512, PLANE_FORMATS[f"{kind}:planes"].row_bytes(14336), dtype=torch.uint8)
+    counts = []
+    for num_tokens in (8, 16):
+        a = torch.empty(num_tokens, 14336, dtype=torch.bfloat16, device="meta")
+        launch = SmallM(8, late_tokens=True)
+        with record_launches((9, 0)) as launches, products.forced(choice(launch)):
+            product(a, planes.to("meta"), f"{kind}:planes")
+        code = [i.name for i in instructions(compiled(launches[-1]).asm["cubin"])]
+        wide = sum(name.startswith("LDG") and ".EF" in name and ".128" in name for name in code)
+        counts.append((wide, sum(name.startswith("HMMA") for name in code)))
+    (loads, multiplies), of_two = counts
+    assert of_two == (loads, 2 * multiplies)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

@@ -237,9 +237,9 @@ def limits_of_sixteen(gpu: Gpu, launch: SmallM, programs: int) -> dict[str, int]
 
     128 registers let an SM hold two programs of eight warps or four of four: ptxas takes up to 170
     otherwise (``compile_launch`` of ``gemm_quant`` for sm_90). By 16 tokens 4096x14336 of Q6_K
-    takes 18.1 us so and 23.6 without, 8192x4096 of Q4_K 10.2 and 14.1. Where three programs of four
-    warps take all rows, the limit only slows: 6144x16384 of Q5_K takes 27.8 us without it and 49.7
-    with (timed as :func:`of_sixteen` says).
+    takes 18.1 us so and 23.6 without, 8192x4096 of Q4_K 10.2 and 14.1, though a thread spills up to
+    104 bytes, of Q5_K. Where three programs of four warps take all rows, the limit only slows:
+    6144x16384 of Q5_K takes 27.8 us without it and 49.7 with (timed as :func:`of_sixteen` says).
     """
     fit = launch.warps == 4 and not launch.unrolled and programs <= 3 * gpu.num_sms
     return {} if launch.warps < 4 or fit else {"maxnreg": 128}
