@@ -9,6 +9,9 @@ from ferrum_triton.kernels.norm import fused_add_rms_norm
 from ferrum_triton.kernels.quant import add_norm, small_m
 from ferrum_triton.kernels.quant.activations import Order, arrange
 from ferrum_triton.kernels.quant.add_norm import NormedTokens
+from ferrum_triton.kernels.quant.products import products
+from ferrum_triton.kernels.quant.products import small_m as choice
+from ferrum_triton.kernels.quant.small_m_config import SmallM
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
@@ -94,6 +97,14 @@ def test_the_numbers_are_those_of_two_steps(
     norm = norm_arguments(m, k, dtype, residual_dtype, backend.device)
     norm[1][1, k // 2] = torch.nan
     assert_two_steps(backend, norm, matrices)
+
+
+def test_two_groups_of_tokens_are_arranged_behind_a_norm(backend, monkeypatch):
+    monkeypatch.setattr(small_m, "uses_ptx", lambda a: True)
+    matrices = [weight("Q4_K:planes", 16, i, backend.device, 512) for i in range(2)]
+    norm = norm_arguments(13, 512, torch.bfloat16, torch.float32, backend.device)
+    with products.forced(choice(SmallM(2, late_tokens=True))):
+        assert_two_steps(backend, norm, matrices)
 
 
 def slots_and_weights(m, k, dtype, device):

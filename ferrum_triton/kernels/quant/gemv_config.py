@@ -1,4 +1,4 @@
-"""Launch choices of products of one and two tokens with weights in the repacked layout.
+"""Launch choices of matrix-vector products with weights in the repacked layout.
 
 The functions are pure: they take a product's sizes, and ask no device.
 """
@@ -9,7 +9,7 @@ from ferrum_triton.kernels.quant.planes import span_of
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
 from ferrum_triton.quant.formats import FORMATS
 
-# Tokens up to which gemv is the way.
+# Tokens in 16 bits up to which these are the way.
 FEW = 2
 # Weights from which on two tokens become integers in a launch of their own, but of tall matrices:
 # 5120x25600 by two tokens of Q4_K takes 26.6 us so and 28.7 otherwise, 25600x5120 24.9 and 23.9
