@@ -316,7 +316,9 @@ def _where_one_overflows(got: Tensor, single: Tensor, exact: Tensor) -> Tensor:
 
     Kernels compute in float32, but multiply-adds that round once may overflow later than its
     reference does. What is finite has to be right. Products of the reference may overflow to both
-    infinities, whose sum is NaN; a multiply-add that overflows to one of them stays at it.
+    infinities, whose sum is NaN; a multiply-add that overflows to one of them stays at it. Or the
+    result alone overflows, by a product that others in the sum would have brought back: that is one
+    of the infinities too, where the sum itself is over a quarter of the largest float32.
     """
     if got.shape != single.shape or not got.is_floating_point() or got.dtype in CODES:
         return single
@@ -324,6 +326,8 @@ def _where_one_overflows(got: Tensor, single: Tensor, exact: Tensor) -> Tensor:
     exact, result = exact.to(device, got.dtype), got.to(device)
     later = ~single.isfinite() & exact.isfinite() & result.isfinite()
     alone = single.isnan() & ~exact.isnan() & result.isinf()
+    is_near = exact.isfinite() & (exact.abs().double() > torch.finfo(torch.float32).max / 4)
+    alone |= result.isinf() & is_near & (result.sign() == exact.sign())
     single = torch.where(alone, result.to(single.dtype), single)
     return torch.where(later, exact.to(single.dtype), single)
 
