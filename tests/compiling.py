@@ -45,8 +45,8 @@ def launches_of(op: Op, case: Case, target: Target) -> list[Launch]:
 def spill_limit(launch: Launch, target: Target) -> int:
     """Bytes a thread may spill.
 
-    small_m's of two groups of tokens are limited to the registers that let an SM hold them, and
-    gain by it whatever they spill: ``limits_of_sixteen`` has the figures.
+    Launches of small_m by two groups of tokens have a limit on registers. They spill by it, and
+    take less time all the same: ``limits_of_sixteen`` has the figures.
     """
     is_limited = launch.kernel.name == "_small_m_kernel" and launch.meta["GROUPS"] == 2
     return 112 if is_limited and "maxnreg" in launch.meta else target.spill_limit

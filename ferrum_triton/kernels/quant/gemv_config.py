@@ -172,7 +172,7 @@ def gemv_candidates(num_tokens: int, num_rows: int, num_groups: int) -> list[Con
 
 
 def persistent_refusal(kind: str, num_tokens: int, num_groups: int) -> str:
-    """Why persistent programs take no rows of so many groups; "" if they do."""
+    """Why persistent programs refuse rows of ``num_groups`` groups; "" if they take them."""
     parts = num_groups // span_of(FORMATS[kind], num_groups)
     threads = persistent_threads(parts)
     if threads > MOST_THREADS or parts < LEAST_FULL[num_tokens] * threads:

@@ -347,7 +347,7 @@ def _small_m_launch(
 
     Args:
         config: what is chosen for as many rows of the first matrix's kind.
-        activation: of gate and up; "" for matrices side by side.
+        activation: what gate passes through; "" for matrices side by side.
     """
     num_tokens, num_weights = a.shape
     kinds = [file_kind(kind) for _, kind in parts]

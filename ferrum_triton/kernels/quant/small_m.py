@@ -59,7 +59,7 @@ PIECE = tl.constexpr(GROUP * WORDS.value)
 
 
 def small_m_order(num_tokens: int) -> Order:
-    """What so many tokens' activations are arranged in."""
+    """The order in which small_m takes activations of ``num_tokens`` tokens."""
     return Order(BLOCK // 8, interleave=GROUP * cdiv(num_tokens, GROUP))
 
 
@@ -122,7 +122,8 @@ def _sums_of_rows(
     for step in tl.range((BLOCKS + WARPS - 1) // WARPS, loop_unroll_factor=FACTOR):
         block = tl.minimum(step * WARPS + warp, BLOCKS - 1)
         sums = None
-        # One group's come first; of two, each where it is added, which takes fewer registers.
+        # One group's come before its activations: 4096x14336 of Q4_K takes 12.4 us for 12.5 by four
+        # tokens. Two groups' come where each is added (:func:`_sixteen_rows` has the figures).
         if SUMS and GROUPS == 1:
             sums = load_words(sums_ptrs[0] + block * APART, None, 4, FIRST.asm != "", "")
         if LATE:
@@ -177,10 +178,11 @@ def _sixteen_rows(
     )
     i = tl.arange(0, 128 * GROUPS)
     lane, entry = i // (4 * GROUPS), i % (4 * GROUPS)
-    # What follows is laid out by what the compiler knows of neighbouring tokens. A form in which it
-    # sees that they follow each other gains by one group, 28672x4096 of Q4_K 23.0 us for 23.4 by
-    # eight tokens, and loses by two, 6144x4096 of IQ4_XS 11.4 for 9.8 by 16 (bench.timing.Replay of
-    # gemm_quant, H200, 3c5693a with and without).
+    # The compiler sees in the first form that neighbouring tokens follow each other, and lays out
+    # the sums by it. Two groups lose by that: 6144x4096 of IQ4_XS takes 11.4 us for 9.8 by 16
+    # tokens, and 4096x4096 of Q4_K, whose sums of words came first too, 7.0 for 6.7. One group
+    # gains by both together: 28672x4096 of Q4_K takes 23.0 us for 23.4 by eight
+    # (bench.timing.Replay of gemm_quant, H200, 3c5693a with and without).
     token = lane % 4 * 2 + i % 2 if GROUPS == 1 else entry // 4 * 8 + lane % 4 * 2 + i % 2
     mask = token < num_tokens
     y *= tl.load(x.factor + token, mask=mask, other=0.0)
@@ -302,7 +304,7 @@ def small_m_product(
     """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual, for m <= 16 and k a multiple of 256.
 
     Args:
-        arranged: a, float16 or bfloat16 [m, k], in the order of so many tokens.
+        arranged: a, float16 or bfloat16 [m, k], in :func:`small_m_order` of m.
         parts: one to three matrices side by side, or gate and up: uint8 [rows, row_bytes] in
             planes, at least 16 rows or none, and a kind such as ``"Q4_K:planes"``.
         launch: the launch's configuration.

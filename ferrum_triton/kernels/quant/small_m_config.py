@@ -62,10 +62,12 @@ def limits(launch: SmallM, bits: int) -> dict[str, int]:
 def most_warps(num_blocks: int) -> int:
     """The most warps that share a row of ``num_blocks`` blocks of 256 weights.
 
-    Each has a block. 4096x4096 by eight tokens of Q4_K takes 6.1 us on 8 warps and 6.6 on 4,
-    2048x2048 3.4 on 8, 4.0 on 4 and 5.2 on 2 (timed as :func:`small_m_heuristic` says). Warps
-    without one cost little: six blocks take 3.3 us on 8 warps and 3.9 on 4, but four blocks of
-    4096 rows 3.3 on 8 and 3.2 on 4 (as :func:`of_sixteen` says, by eight tokens of Q4_K).
+    As many as there are blocks, rounded up to a power of two. 4096x4096 by eight
+    tokens of Q4_K takes 6.1 us on 8 warps and 6.6 on 4, 2048x2048 3.4 on 8, 4.0 on 4 and 5.2 on 2
+    (timed as :func:`small_m_heuristic` says). Warps without a block cost little: 2048 rows of six
+    blocks take 3.3 us on 8 warps and 3.9 on 4. Twice as many warps as blocks gain nothing: 4096
+    rows of four take 3.3 us on 8 and 3.2 on 4 (timed as :func:`of_sixteen` says, by eight tokens of
+    Q4_K).
     """
     return min(MOST_WARPS, next_power_of_2(max(num_blocks, 1)))
 
@@ -169,17 +171,21 @@ def of_sixteen(
     4096x14336 of Q4_0 takes 14.2 us so and 15.3 without, of Q5_K 21.4 and 27.0, of Q4_K 18.0 and
     15.7; 16384x8192 of Q2_K 36.9 and 29.8.
 
-    ``several``: tiles would take several matrices in a launch each, and need not be beaten by
-    much. A pair of 12288x4096, of Q4_K and of Q6_K, takes 27.9 us in one launch, 34.1 apart.
+    Matrices of several kinds gain up to more rows, since tiles take them in a launch each: a pair
+    of 12288x4096, of Q4_K and of Q6_K, takes 27.9 us in one launch of small_m and 34.1 by tiles.
 
     All were timed by ``bench.timing.Replay`` of ``gemm_quant``, or of ``gemv_quant_gate_up_silu``
     for the pair, under ``products.forced`` on an H200, in a copy of f6a1526 that had two groups.
+
+    Args:
+        num_rows, num_blocks: rows of all matrices, and blocks of 256 weights in one.
+        several: the matrices are of kinds that tiles take in a launch each.
     """
     if gpu.capability[0] != 9:
         return None
     programs, fmt, most = cdiv(num_rows, 16), FORMATS[kind], most_warps(num_blocks)
     is_long = num_blocks >= LONG_BLOCKS
-    # Formats with integer scales, but for those of codebooks.
+    # Bits of a code that an integer scale multiplies; 0 of codebooks and of other formats.
     bits = fmt.bits if fmt.scale_code and not fmt.values else 0
     if programs * most <= gpu.num_sms * WARPS:
         return SmallM(most, unrolled=not (is_long and bits in (2, 4, 6)), late_tokens=True)
@@ -210,7 +216,7 @@ def _fills_waves(gpu: Gpu, kind: str, programs: int, is_long: bool) -> bool:
         return per_sm <= 16
     if fmt.bits < 4:
         return per_sm <= 12.2
-    # By tiles.
+    # Formats that take tiles longer.
     are_slow = fmt.bits in (5, 6) and bool(fmt.scale_code)
     if 11.5 < per_sm <= 12.2:
         return are_slow or (is_long and not fmt.has_minimum)
@@ -233,7 +239,7 @@ def of_several(gpu: Gpu, launch: SmallM, kinds: Iterable[str], num_rows: int) ->
 
 
 def limits_of_sixteen(gpu: Gpu, launch: SmallM, programs: int) -> dict[str, int]:
-    """:func:`limits` of so many programs that take two groups of tokens.
+    """Limits that the compiler is given for ``programs`` programs by two groups of tokens.
 
     128 registers let an SM hold two programs of eight warps or four of four: ptxas takes up to 170
     otherwise (``compile_launch`` of ``gemm_quant`` for sm_90). By 16 tokens 4096x14336 of Q6_K
