@@ -15,7 +15,7 @@ from ferrum_triton.gluon_emulator import EmulationError, run
 from ferrum_triton.gluon_emulator.mutants import mutants
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper.packed import packed_kernel
-from ferrum_triton.kernels.hopper.packed_products import packed_products, streamed_programs
+from ferrum_triton.kernels.hopper.packed_products import packed_products
 from ferrum_triton.kernels.jit import note_launches, record_launches
 from ferrum_triton.kernels.quant.activations import arrange
 from ferrum_triton.kernels.quant.gemv_fused import gemv_quant_gate_up_silu, gemv_quant_qkv
@@ -27,6 +27,7 @@ from ferrum_triton.kernels.quant.packed_config import (
     packed_fits,
     shared_bytes,
 )
+from ferrum_triton.kernels.quant.packed_costs import programs_of
 from ferrum_triton.kernels.quant.products import candidates, heuristic, packed, product, products
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.kernels.sass import instructions
@@ -61,7 +62,18 @@ def tokens(m, k, dtype=torch.float16, seed=1):
     return torch.randn(m, k, generator=seeded(seed)).to(dtype)
 
 
-def emulate(a, blocks, kind, config, y=None, seed=0, mutant=None, arranging=arrange, **added):
+def emulate(
+    a,
+    blocks,
+    kind,
+    config,
+    y=None,
+    seed=0,
+    mutant=None,
+    arranging=arrange,
+    concurrent=1,
+    **added,
+):
     """The product with matrices side by side, and the tickets that it left."""
     arranged, matrices = arranging(a, order_of(config)), [planes_of(each, kind) for each in blocks]
     if y is None:
@@ -71,7 +83,7 @@ def emulate(a, blocks, kind, config, y=None, seed=0, mutant=None, arranging=arra
     ((kernel, grid, args, meta),) = [(x.kernel, x.grid, x.args, x.meta) for x in launches]
     constexprs = {name: meta[name] for name in kernel.constexprs}
     options = {"assembly": twins(FORMATS[kind]), "seed": seed, "mutant": mutant, "timeout": 60}
-    run(kernel.jit, grid, args, constexprs, **options)
+    run(kernel.jit, grid, args, constexprs, concurrent=concurrent, **options)
     return y, arranged.tickets
 
 
@@ -170,12 +182,25 @@ def gated(a, blocks, kind, activation):
 
 @pytest.mark.parametrize(
     ("tiles", "blocks", "programs"),
-    [(32, 56, 128), (56, 12, 112), (130, 16, 130), (224, 16, 132), (40, 100, 132), (1, 3, 3)],
+    [
+        (32, 56, 128),
+        (56, 12, 112),
+        (40, 20, 120),  # of 7, 7 and 6 blocks
+        (20, 38, 120),
+        (130, 16, 130),
+        (224, 16, 132),
+        (40, 100, 120),
+        (56, 100, 132),
+        (1, 3, 3),
+    ],
 )
 def test_tiles_are_shared_evenly_where_no_program_has_more_to_do(tiles, blocks, programs):
-    assert streamed_programs(tiles, blocks, 132) == programs
+    found = programs_of(PackedConfig(128), tiles, blocks, 132)
+    assert found.count == programs
     units = tiles * blocks
-    assert cdiv(units, programs) == cdiv(units, min(132, units))
+    least = cdiv(units, min(132, units))
+    assert least <= found.blocks <= 1.07 * least + 1
+    assert found.cut or programs % tiles == 0
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL._replace(overlapped=True)])
@@ -215,13 +240,14 @@ def assert_every_mutant_fails(variants):
     return seen
 
 
-def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
-    for kind, m in itertools.product(KINDS, (5, 16, 64, 1024)):
+def test_it_is_tried_on_hopper_alone_and_by_up_to_32_tokens_chosen_by_a_row_alone():
+    for kind, m in itertools.product(KINDS, (5, 16, 32, 64, 1024)):
         bucket = "few" if m < 9 else "many"
         shape = (kind, bucket, m, 4096, 128)
-        assert heuristic(HOPPER, *shape)["path"] != "packed"
+        assert (heuristic(HOPPER, *shape)["path"] == "packed") == (m > 32)
         assert any(config["path"] == "packed" for config in candidates(HOPPER, *shape))
         for arch in ("sm_80", "sm_100", "gfx942"):
+            assert heuristic(gpu_of_arch(arch), *shape)["path"] != "packed"
             tried = candidates(gpu_of_arch(arch), *shape)
             assert not any(config["path"] == "packed" for config in tried)
             assert "Hopper" in packed_fits(gpu_of_arch(arch), SMALL, kind, m, 4096, 4096)

@@ -39,6 +39,7 @@ from ferrum_triton.kernels.hopper.packed_fetch import (
     fetch_weights,
 )
 from ferrum_triton.kernels.hopper.packed_offsets import coded, offsets, offsets_operand, scaled
+from ferrum_triton.kernels.hopper.packed_sums import depart, hand_on, slice_sums, summed
 from ferrum_triton.kernels.hopper.packed_weights import (
     Planes,
     fragment,
@@ -51,7 +52,6 @@ from ferrum_triton.kernels.hopper.packed_work import (
     place_of,
     segment,
     share_of_program,
-    summed,
 )
 from ferrum_triton.kernels.hopper.rings import Ring, make_barriers, release, wait_full
 from ferrum_triton.kernels.pdl import pdl_wait
@@ -251,44 +251,66 @@ def output_layout(rows):
 @gluon.jit
 def gated(y, TILE: gl.constexpr):
     """activation(gate) · up, [32, tokens], of a tile with eight rows of each in turn."""
-    TOKENS: gl.constexpr = TILE.tokens
+    TOKENS: gl.constexpr = y.shape[1]
     ACTIVATION: gl.constexpr = TILE.activation
     gate, up = gl.split(y.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
     return (activated(gate, ACTIVATION) * up).reshape([32, TOKENS])
 
 
 @gluon.jit
-def finish(acc, out, part, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr, PDL: gl.constexpr):
-    """Add up a tile's sums where they were shared out, and store it."""
+def factors(out, first, COUNT: gl.constexpr):
+    """What the sums of so many tokens are multiplied by, asked for before they are there."""
+    token = first + gl.arange(0, COUNT, gl.SliceLayout(0, sums_layout(COUNT)))
+    return gl.load(out.factor + token, mask=token < out.num_tokens, other=0.0)
+
+
+@gluon.jit
+def store_sums(acc, factor, out, tile, sizes, first, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+    """Store sums of a tile's rows by tokens from one on, float32 [64, tokens]."""
     GATED: gl.constexpr = TILE.activation != ""
     ROWS: gl.constexpr = 32 if GATED else 64
-    ACC: gl.constexpr = acc.type.layout
+    place = place_of(tile // sizes.tiles_m, out.num_rows, TILE)
+    y = acc * factor[None, :]
+    if GATED:
+        y = gated(y, TILE)
+    LAYOUT: gl.constexpr = output_layout(ROWS)
+    y = gl.convert_layout(y, LAYOUT)
+    token = first.to(gl.int64) + gl.arange(0, y.shape[1], gl.SliceLayout(0, LAYOUT))
+    row = place.row + WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    has_row = row < place.num_rows
+    mask = has_row[:, None] & (token < out.num_tokens)[None, :]
+    column = (place.column + row).to(gl.int64)
+    if out.bias is not None:
+        y += gl.load(out.bias + column, mask=has_row, other=0.0).to(gl.float32)[:, None]
+    if out.residual is not None:
+        residual = out.residual + token[None, :] * out.stride_residual + column[:, None]
+        y += gl.load(residual, mask=mask, other=0.0).to(gl.float32)
+    to = out.y + token[None, :] * out.stride_y + column[:, None]
+    gl.store(to, y.to(out.y.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def finish(acc, out, part, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr, PDL: gl.constexpr):
+    """Add up a tile's sums where they were shared out, and store it, or this program's slices."""
     pdl_wait(PDL)
-    first = part.tile % sizes.tiles_m * TILE.tokens
-    of_sums = first + gl.arange(0, TILE.tokens, gl.SliceLayout(0, ACC))
-    factor = gl.load(out.factor + of_sums, mask=of_sums < out.num_tokens, other=0.0)
-    finishes = True
-    if TILE.streamed:
-        acc, finishes = summed(acc, out.partial, out.tickets, part, sizes, WARPGROUP, TILE)
-    if finishes:
-        place = place_of(part.tile // sizes.tiles_m, out.num_rows, TILE)
-        y = acc * factor[None, :]
-        if GATED:
-            y = gated(y, TILE)
-        LAYOUT: gl.constexpr = output_layout(ROWS)
-        y = gl.convert_layout(y, LAYOUT)
-        token = first.to(gl.int64) + gl.arange(0, TILE.tokens, gl.SliceLayout(0, LAYOUT))
-        row = place.row + WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        has_row = row < place.num_rows
-        mask = has_row[:, None] & (token < out.num_tokens)[None, :]
-        column = (place.column + row).to(gl.int64)
-        if out.bias is not None:
-            y += gl.load(out.bias + column, mask=has_row, other=0.0).to(gl.float32)[:, None]
-        if out.residual is not None:
-            residual = out.residual + token[None, :] * out.stride_residual + column[:, None]
-            y += gl.load(residual, mask=mask, other=0.0).to(gl.float32)
-        to = out.y + token[None, :] * out.stride_y + column[:, None]
-        gl.store(to, y.to(out.y.dtype.element_ty), mask=mask)
+    tile = part.tile
+    first = tile % sizes.tiles_m * TILE.tokens
+    if TILE.slices > 1:
+        SLICE: gl.constexpr = TILE.tokens // TILE.slices
+        slices = hand_on(acc, out.partial, out.tickets, part, sizes, WARPGROUP, TILE)
+        for s in range(TILE.slices):
+            if (slices.taken >> s) & 1 != 0:
+                factor = factors(out, first + s * SLICE, SLICE)
+                sums = slice_sums(slices, s, out.partial, sizes, WARPGROUP, TILE)
+                store_sums(sums, factor, out, tile, sizes, first + s * SLICE, WARPGROUP, TILE)
+        depart(slices, sizes)
+    else:
+        factor = factors(out, first, TILE.tokens)
+        finishes = True
+        if TILE.streamed:
+            acc, finishes = summed(acc, out.partial, out.tickets, part, sizes, WARPGROUP, TILE)
+        if finishes:
+            store_sums(acc, factor, out, tile, sizes, first, WARPGROUP, TILE)
 
 
 @gluon.jit
@@ -298,7 +320,7 @@ def multiply_tiles(
     """A warpgroup that multiplies."""
     TOKENS: gl.constexpr = TILE.tokens
     LAYOUT: gl.constexpr = sums_layout(TOKENS)
-    share = share_of_program(sizes, TILE.streamed)
+    share = share_of_program(sizes, TILE)
     at, x_at = 0, 0
     for i in range(share.count):
         part = segment(share, i, sizes)
@@ -354,7 +376,7 @@ def token_ring(x_desc, w, TILE: gl.constexpr):
 def packed_kernel(
     y_ptr,  # [m, n]
     partial_ptr,  # float32 [programs, 2, warpgroups, 64, tokens], or None of whole tiles
-    tickets_ptr,  # int32 [tiles] zeros, which are left so
+    tickets_ptr,  # int32 zeros, which are left so; see packed_sums
     factor_ptr,  # [m]
     bias_ptr,  # [n], or None
     residual_ptr,  # [m, n], or None

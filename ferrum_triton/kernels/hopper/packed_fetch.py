@@ -126,7 +126,7 @@ def copy_sums(maps, row, k, x, w, step, TILE: gl.constexpr):
 @gluon.jit
 def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for weights."""
-    share = share_of_program(sizes, TILE.streamed)
+    share = share_of_program(sizes, TILE)
     # Q4_K 4096x14336 by 64 tokens takes 22.2 us with one of three stages asked for ahead and 22.0
     # with two, 4096x4096 13.1 and 12.7, 28672x4096 by 16 24.7 and 24.4. All of a ring is slower
     # than a part: 24.7 us, 24.4 with half and 24.1 with a quarter. So is what lies behind the ring,
@@ -168,7 +168,7 @@ def fetch_tokens(maps, x, w, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
         maps: :class:`TokenMaps`.
         x, w: the rings.
     """
-    share = share_of_program(sizes, TILE.streamed)
+    share = share_of_program(sizes, TILE)
     STAGES: gl.constexpr = 4 // TILE.x_steps  # of a block
     pdl_wait(PDL)
     pdl_trigger(PDL)

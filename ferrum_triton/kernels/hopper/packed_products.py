@@ -30,6 +30,7 @@ from ferrum_triton.kernels.quant.packed_config import (
     PackedConfig,
     block_bytes,
 )
+from ferrum_triton.kernels.quant.packed_costs import programs_of
 from ferrum_triton.kernels.quant.planes import row_sizes
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.formats import FORMATS, BlockFormat
@@ -53,6 +54,8 @@ class Tile:
         x_stages: stages in the ring of activations; 0 where they come with weights.
         block_bytes: bytes of a stage of weights.
         registers: of a thread that multiplies.
+        slices: parts of its tokens that a tile's programs add up, each its own; 1 where one program
+            adds all, or a tile is not shared.
         scaling: PTX that scales what ``asm`` leaves, where offsets are a product of their own; "".
         places: where codes lie in what ``asm`` leaves, which ``scaling`` takes them from.
     """
@@ -69,6 +72,7 @@ class Tile:
     x_stages: int
     block_bytes: int
     registers: int
+    slices: int = 1
     scaling: str = ""
     places: tuple[int, ...] = ()
 
@@ -103,7 +107,9 @@ class Tile:
 
 
 @lru_cache(maxsize=1024)
-def tile_of(fmt: BlockFormat, config: PackedConfig, activation: str, matrices: int) -> Tile:
+def tile_of(
+    fmt: BlockFormat, config: PackedConfig, activation: str, matrices: int, slices: int = 1
+) -> Tile:
     registers, _ = REGISTERS[config.ctas_per_sm]
     shape = config.tokens, config.span, config.overlapped, config.streamed
     rings = config.stages, config.x_stages
@@ -112,7 +118,9 @@ def tile_of(fmt: BlockFormat, config: PackedConfig, activation: str, matrices: i
         asm, scaling = codes_of(fmt), (scaling_of(fmt), places_of(fmt))
     else:
         asm, scaling = unpacking_of(fmt), ()
-    return Tile(fmt, asm, activation, matrices, *shape, *rings, num_bytes, registers, *scaling)
+    return Tile(
+        fmt, asm, activation, matrices, *shape, *rings, num_bytes, registers, slices, *scaling
+    )
 
 
 def descriptors_of(
@@ -171,23 +179,6 @@ def _descriptors(
     return descriptors_of(rows_of, kind, num_weights, num_rows)
 
 
-def streamed_programs(tiles: int, blocks: int, most: int) -> int:
-    """How many programs, up to ``most``, share ``tiles`` of ``blocks`` each.
-
-    Every tile has the same number of programs if none of them then has more blocks than it would
-    have among ``most``. No program adds to two tiles then, and fewer sums are written and read
-    back: Q4_K 4096x14336 by 128 tokens takes 35.5 us on 128 programs and 38.4 on 132
-    (``bench.timing.Replay`` of ``gemm_quant`` under ``products.forced`` of overlapped spans of two,
-    H200, what became 186cdb5).
-    """
-    units = tiles * blocks
-    most = min(most, units)
-    for_a_tile = most // tiles
-    if for_a_tile and blocks % for_a_tile == 0 and blocks // for_a_tile <= cdiv(units, most):
-        return tiles * for_a_tile
-    return most
-
-
 def packed_products(
     y: Tensor,
     arranged: Arranged,
@@ -219,10 +210,9 @@ def packed_products(
     tiles = tiles_m * sum(cdiv(len(w), rows * WARPGROUPS) for w in counted)
     if tiles > TICKETS.value:  # a measured choice may serve a shape of more than it was measured at
         config = config._replace(streamed=False)
-    most, partial = processors(y.device) * config.ctas_per_sm, None
-    programs = streamed_programs(tiles, blocks, most) if config.streamed else min(most, tiles)
+    programs, partial = programs_of(config, tiles, blocks, processors(y.device)), None
     if config.streamed:
-        parts = programs, 2, WARPGROUPS, ROWS, config.tokens
+        parts = programs.count, 2, WARPGROUPS, ROWS, config.tokens
         partial = torch.empty(parts, dtype=torch.float32, device=y.device)
     _, maxnreg = REGISTERS[config.ctas_per_sm]
     first, second, third = [*matrices, None, None][:3]
@@ -233,7 +223,7 @@ def packed_products(
         for plane, descriptor in zip("qhsd", _descriptors(w, kind, k, rows), strict=True)
     }
     packed_kernel.launch(
-        (programs,),
+        (programs.count,),
         y_ptr=y,
         partial_ptr=partial,
         tickets_ptr=arranged.tickets,
@@ -252,7 +242,7 @@ def packed_products(
         tiles=tiles,
         tiles_m=tiles_m,
         num_tokens=num_tokens,
-        TILE=tile_of(FORMATS[file_kind(kind)], config, activation, len(matrices)),
+        TILE=tile_of(FORMATS[file_kind(kind)], config, activation, len(matrices), programs.slices),
         num_warps=4,
         maxnreg=maxnreg,
     )

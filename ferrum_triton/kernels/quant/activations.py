@@ -28,7 +28,7 @@ LONGEST_BLOCK = 16384
 # Tokens of a product's tile, at most.
 LARGEST_TILE = 256
 # Tickets that an arrangement has: as many tiles can have their K split.
-TICKETS = tl.constexpr(256)
+TICKETS = tl.constexpr(512)
 
 
 class Arranged(NamedTuple):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_two
 from ferrum_triton.kernels.quant import packed_config
 from ferrum_triton.kernels.quant.activations import Tokens, arrange
@@ -50,6 +51,7 @@ from ferrum_triton.kernels.quant.packed_config import (
     packed_fits,
     packed_tile,
 )
+from ferrum_triton.kernels.quant.packed_costs import count_refusal, packed_heuristic
 from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
 from ferrum_triton.kernels.quant.small_m import (
@@ -95,9 +97,13 @@ def heuristic(
         return gemv_heuristic(kind, num_tokens, num_rows, num_groups)
     if (launch := _small_m_of_many(gpu, kind, num_tokens, num_rows, num_groups)) is not None:
         return small_m(launch)
+    weights = 32 * num_groups
+    tile = packed_heuristic(gpu, kind, num_tokens, num_rows, weights, MANY) if serves(gpu) else None
+    if tile is not None:
+        return packed(tile)
     if num_tokens >= MANY:
         return {"path": "decode"}
-    return mma(mma_heuristic(gpu, kind, num_tokens, num_rows, 32 * num_groups))
+    return mma(mma_heuristic(gpu, kind, num_tokens, num_rows, weights))
 
 
 def candidates(
@@ -189,8 +195,8 @@ def fits(
             return f"{num_tokens} tokens are not {bucket}"
         if _small_m_of_many(gpu, kind, num_tokens, num_rows, num_groups) is not None:
             return f"small_m takes less time by {num_tokens} tokens"
-        tile = packed_tile(config)
-        return packed_fits(gpu, tile, kind, num_tokens, num_rows, 32 * num_groups)
+        tile, sizes = packed_tile(config), (num_tokens, num_rows, 32 * num_groups)
+        return packed_fits(gpu, tile, kind, *sizes) or count_refusal(gpu, tile, kind, *sizes)
     return "" if path == "decode" else f"there is no path {path!r}"
 
 

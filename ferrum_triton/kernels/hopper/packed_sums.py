@@ -1,0 +1,215 @@
+"""How the sums of a tile whose K was shared out among programs are added up.
+
+Such a tile has several contributors, which are programs that follow each other. Each writes its
+float32 sums to memory and counts the tile's ticket up. All are added in the order of the programs,
+whoever does it, so that results do not differ from run to run, and tickets are left at zero.
+
+Where a tile has programs of its own, *each adds a slice* of the tile's tokens, once all of them
+have counted: all SMs read, instead of one for a tile. Q4_K 4096x14336 by 128 tokens takes 32.1 us
+so, and 33.7 where one program adds all; 4096x4096 by 64 11.7 and 12.6, by 128 14.9 and 16.7
+(``bench.timing.Replay`` of ``gemm_quant``, H200, copies of d35f2e3 with either).
+
+A program must not wait for one that has not begun: it may stand behind those that wait, another
+launch's among them. So a program's patience is limited (``MOST_POLLS``). When it ends, the program
+leaves its slices to whoever counts last, which it says with the ticket: all additions to one
+number have an order, so that either the last one to count sees it, or it sees that all have
+counted. Of a ticket, bits 0 to 11 count arrivals, 12 to 23 departures, and the rest are slices
+that were left. Who departs last sets it to zero.
+
+Elsewhere a program's sums of its first tile are long there when its last tile ends, and *who counts
+last adds* all of a tile.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ferrum_triton.kernels.hopper.layouts import sums_layout
+from ferrum_triton.kernels.hopper.packed_work import WARPGROUPS, contributors, program_of
+
+# How often a program asks whether all others have counted: some 50 us.
+MOST_POLLS = gl.constexpr(64)
+# Parts of a ticket; slices have the bits behind them.
+_COUNT, _DEPARTURE, _LEFT = gl.constexpr(0xFFF), gl.constexpr(12), gl.constexpr(24)
+
+
+@gluon.jit
+def _slot(partial_ptr, program, begins, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+    """Where a program leaves its sums of the tile that it begins (1) or goes on with (0)."""
+    PART: gl.constexpr = 64 * TILE.tokens
+    number = (program * 2 + begins) * WARPGROUPS + WARPGROUP
+    return partial_ptr + number.to(gl.int64) * PART
+
+
+@gluon.jit
+def in_thread_order(acc):
+    """Sums in a line, of which a thread has four in a row and a warp one part after the other.
+
+    Of a tile's rows a thread has r and r + 8 of a warp's 16, and of eight tokens 2 t and 2 t + 1.
+    """
+    TOKENS: gl.constexpr = acc.shape[1]
+    x = acc.reshape([4, 2, 8, TOKENS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return x.reshape([64 * TOKENS])
+
+
+@gluon.jit
+def in_tile_order(line, TOKENS: gl.constexpr):
+    """What :func:`in_thread_order` made a line of."""
+    x = line.reshape([TOKENS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(x.reshape([64, TOKENS]), sums_layout(TOKENS), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def at_once(tile, num_tokens):
+    """Others' sums that are asked for before any is added: as many as registers hold.
+
+    A thread has a 128th of each line, and 48 registers for other things.
+    """
+    line = 64 * num_tokens // 128
+    return min(max((tile.registers - 48) // line - 1, 1), 8)
+
+
+@gluon.jit
+def _plus(
+    line,
+    first,
+    count,
+    partial_ptr,
+    at,
+    AT_ONCE: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """A line plus up to ``AT_ONCE`` of ``count`` programs' sums from one on, in their order.
+
+    Args:
+        at: the line's places in a program's sums of a tile that it goes on with.
+    """
+    others = ()
+    for j in gl.static_range(AT_ONCE):
+        more = _slot(partial_ptr, first + j, 0, WARPGROUP, TILE)
+        others += (gl.load(more + at, j < count, 0.0, cache_modifier=".cg"),)
+    for j in gl.static_range(AT_ONCE):
+        line += others[j]
+    return line
+
+
+class Slices(NamedTuple):
+    """A tile's sums in memory, and this program's part in adding them.
+
+    Attributes:
+        begin: the first of the tile's programs.
+        ticket: the tile's, of this warpgroup.
+        taken: a bit for each slice that this program adds.
+    """
+
+    begin: Any
+    ticket: Any
+    taken: Any
+
+
+@gluon.jit
+def _own_slices(number, each, SLICES: gl.constexpr):
+    """Every ``each``-th slice from one on, a bit for each."""
+    taken = number * 0
+    for s in gl.static_range(SLICES):
+        taken |= (s % each == number).to(gl.int32) << s
+    return taken
+
+
+@gluon.jit
+def hand_on(
+    acc, partial_ptr, tickets_ptr, part, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr
+):
+    """Store this program's sums of a tile, and wait for the others': the :class:`Slices`.
+
+    Args:
+        acc: this program's sums, float32 [64, tokens].
+        partial_ptr: float32 [programs, 2, warpgroups, 64 tokens].
+        tickets_ptr: int32 [tiles, warpgroups], zeros.
+        part: the program's :class:`~.packed_work.Segment`.
+    """
+    SLICES: gl.constexpr = TILE.slices
+    each = contributors(sizes)
+    number = gl.program_id(0) % each
+    line = in_thread_order(acc)
+    at = gl.arange(0, 64 * TILE.tokens, line.type.layout)
+    gl.store(_slot(partial_ptr, gl.program_id(0), 0, WARPGROUP, TILE) + at, line)
+    # All threads have stored before one of them says so.
+    gl.thread_barrier()
+    ticket = tickets_ptr + part.tile * WARPGROUPS + WARPGROUP
+    before = gl.atomic_add(ticket, 1, sem="acq_rel")
+    arrived = (before & _COUNT) + 1
+    taken = _own_slices(number, each, SLICES)
+    if arrived == each:
+        taken |= (before >> _LEFT) & ((1 << SLICES) - 1)
+    elif taken != 0:
+        polls = 0
+        while (arrived < each) & (polls < MOST_POLLS):
+            arrived = gl.atomic_add(ticket, 0, sem="acquire") & _COUNT
+            polls += 1
+        if arrived < each:
+            arrived = gl.atomic_add(ticket, taken << _LEFT, sem="acq_rel") & _COUNT
+            if arrived < each:
+                taken *= 0
+    return Slices(part.tile * each, ticket, taken)
+
+
+@gluon.jit
+def slice_sums(slices, s, partial_ptr, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+    """The sums of a slice, float32 [64, tokens / slices]."""
+    TOKENS: gl.constexpr = TILE.tokens // TILE.slices
+    AT_ONCE: gl.constexpr = min(at_once(TILE, TOKENS), TILE.slices)
+    each = contributors(sizes)
+    line = in_thread_order(gl.zeros([64, TOKENS], gl.float32, sums_layout(TOKENS)))
+    at = s * (64 * TOKENS) + gl.arange(0, 64 * TOKENS, line.type.layout)
+    for first in range(0, each, AT_ONCE):
+        line = _plus(
+            line, slices.begin + first, each - first, partial_ptr, at, AT_ONCE, WARPGROUP, TILE
+        )
+    return in_tile_order(line, TOKENS)
+
+
+@gluon.jit
+def depart(slices, sizes):
+    """Say that this program reads its tile's ticket no more; the last one to do so clears it."""
+    before = gl.atomic_add(slices.ticket, 1 << _DEPARTURE, sem="relaxed")
+    if (before >> _DEPARTURE) & _COUNT == contributors(sizes) - 1:
+        gl.atomic_xchg(slices.ticket, 0, sem="relaxed")
+
+
+@gluon.jit
+def summed(acc, partial_ptr, tickets_ptr, part, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+    """A tile's sums, and whether this program is the one to finish it.
+
+    Args:
+        acc: this program's sums, float32 [64, tokens].
+        partial_ptr: float32 [programs, 2, warpgroups, 64 tokens].
+        tickets_ptr: int32, one for each tile, zeros; each warpgroup has 16 bits of its own.
+        part: the program's :class:`~.packed_work.Segment`.
+    """
+    UNIT: gl.constexpr = 1 << (16 * WARPGROUP)
+    AT_ONCE: gl.constexpr = at_once(TILE, TILE.tokens)
+    finishes = part.end - part.begin == sizes.blocks
+    if not finishes:
+        units = sizes.tiles * sizes.blocks
+        first = program_of(part.tile * sizes.blocks, units)
+        last = program_of(part.tile * sizes.blocks + sizes.blocks - 1, units)
+        line = in_thread_order(acc)
+        at = gl.arange(0, 64 * TILE.tokens, line.type.layout)
+        mine = _slot(partial_ptr, gl.program_id(0), (part.begin == 0).to(gl.int32), WARPGROUP, TILE)
+        gl.store(mine + at, line)
+        # All threads have stored before one of them says so.
+        gl.thread_barrier()
+        ticket = tickets_ptr + part.tile
+        before = gl.atomic_add(ticket, UNIT, sem="acq_rel")
+        finishes = ((before >> (16 * WARPGROUP)) & 0xFFFF) == last - first
+        if finishes:
+            gl.atomic_add(ticket, (first - last - 1) * UNIT, sem="relaxed")
+            line = gl.load(_slot(partial_ptr, first, 1, WARPGROUP, TILE) + at, cache_modifier=".cg")
+            for program in range(first + 1, last + 1, AT_ONCE):
+                count = last + 1 - program
+                line = _plus(line, program, count, partial_ptr, at, AT_ONCE, WARPGROUP, TILE)
+            acc = in_tile_order(line, TILE.tokens)
+    return acc, finishes

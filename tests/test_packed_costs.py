@@ -1,0 +1,96 @@
+"""Tiles and programs of packed products on Hopper that are chosen by count."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ferrum_triton.kernels.gpu import gpu_of_arch
+from ferrum_triton.kernels.quant.packed_config import PackedConfig, packed_tile
+from ferrum_triton.kernels.quant.packed_costs import (
+    MOST_SLICES,
+    best_by_count,
+    count_refusal,
+    programs_of,
+)
+from ferrum_triton.kernels.quant.products import heuristic, products
+from ferrum_triton.kernels.rows import cdiv
+
+HOPPER = gpu_of_arch("sm_90")
+
+
+@given(
+    tiles=st.integers(1, 500),
+    blocks=st.integers(1, 120),
+    num_sms=st.integers(1, 148),
+    tokens=st.sampled_from((8, 16, 64, 256)),
+    streamed=st.booleans(),
+)
+def test_programs_take_all_blocks(tiles, blocks, num_sms, tokens, streamed):
+    found = programs_of(PackedConfig(tokens, streamed=streamed), tiles, blocks, num_sms)
+    assert 1 <= found.count <= num_sms
+    assert found.count * found.blocks >= tiles * blocks
+    if not streamed:
+        assert found.blocks == cdiv(tiles, found.count) * blocks
+    if found.slices > 1:
+        programs = found.count // tiles
+        assert found.count % tiles == 0 and 2 <= programs <= blocks
+        assert found.blocks == cdiv(blocks, programs)
+        assert found.slices <= MOST_SLICES and tokens // found.slices >= 8
+    if found.cut:
+        assert found.blocks == cdiv(tiles * blocks, found.count)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chosen"),
+    [
+        ((64, 4096, 14336), (64, True)),
+        ((64, 28672, 4096), (64, False)),
+        ((128, 5120, 25600), (128, True)),
+        ((128, 34816, 5120), (128, True)),  # 272 tiles: three turns of whole ones, or a cut
+        ((256, 8192, 8192), (128, False)),
+        ((512, 8192, 8192), (256, False)),
+        ((1024, 57344, 8192), (256, False)),
+        ((512, 512, 4096), None),  # cuBLAS fills the GPU, tiles do not
+        ((2048, 2048, 2048), None),
+        ((32, 4096, 4096), None),  # no tile of so few was fitted
+    ],
+)
+def test_tiles_are_those_that_take_least_by_count(shape, chosen):
+    tokens, rows, weights = shape
+    found = heuristic(HOPPER, "Q4_K", "many", tokens, rows, weights // 32)
+    if chosen is None:
+        assert found["path"] in ("mma", "decode")
+    else:
+        assert (found["tokens"], found["streamed"]) == chosen
+
+
+def test_a_row_is_not_for_shapes_whose_waves_it_does_not_fill():
+    """28672 rows are 224 tiles, 1.7 for an SM; 17408 are 136, of which four would be a wave."""
+    whole = PackedConfig(64, 4, streamed=False, stages=3, x_stages=0, sums_offsets=True)
+    assert not count_refusal(HOPPER, whole, "Q4_K", 64, 28672, 4096)
+    assert "by count" in count_refusal(HOPPER, whole, "Q4_K", 64, 17408, 4096)
+    # What was not fitted is not refused.
+    assert not count_refusal(HOPPER, whole._replace(tokens=32), "Q4_K", 32, 17408, 4096)
+
+
+def test_measured_rows_are_close_to_the_best_by_count():
+    measured = [row for row in products.rows(HOPPER) if row.config["path"] == "packed"]
+    measured = [row for row in measured if packed_tile(row.config).tokens >= 64]
+    assert len(measured) > 50
+    for row in measured:
+        kind, _, tokens, rows, groups = row.shape
+        shape = kind, tokens, rows, 32 * groups
+        assert not count_refusal(HOPPER, packed_tile(row.config), *shape), shape
+        _, took = best_by_count(HOPPER, *shape)
+        # What is published is of a card that has grown warm, and of programs one of which adds all.
+        assert 0.7 * row.us < took < 1.05 * row.us, (shape, took, row.us)
+
+
+def test_other_gpus_have_none():
+    shapes = itertools.product(("sm_80", "sm_100", "gfx942"), ("Q4_K", "Q2_K"), (64, 1024))
+    for arch, kind, tokens in shapes:
+        gpu = gpu_of_arch(arch)
+        assert best_by_count(gpu, kind, tokens, 4096, 4096) is None
+        assert heuristic(gpu, kind, "many", tokens, 4096, 128)["path"] in ("mma", "decode")
