@@ -310,6 +310,8 @@ def _(make, kind, m, n, num_blocks):
     + [product_case("Q4_K:planes", 1024, n, k) for n, k in (*SHAPES, (6144, 4096))]
     + [product_case("Q4_K:planes", 2048, n, k) for n, k in SHAPES[1:]]
     + [product_case("Q4_0:planes", 1024, n, k) for n, k in SHAPES[1:]]
+    + [product_case("Q4_K:planes", m, 5120, 17408) for m in (64, 128, 256)]
+    + [product_case("Q4_K:planes", m, 34816, 5120) for m in (128, 512)]
     + [
         product_case(f"{kind}:planes", m, n, k)
         for kind in ("Q8_0", "Q5_K", "Q4_Z", "Q4_1", "IQ4_NL")
@@ -318,7 +320,7 @@ def _(make, kind, m, n, num_blocks):
     ]
     + [product_case(kind, m, 14336, 4096) for kind in FORMATS for m in (16, 2048)]
     + [_gptq_case(m, 28672, 4096) for m in (8, 16, 64, 256, 4096)]
-    + [_gptq_case(m, 4096, 14336) for m in (16, 64)]
+    + [_gptq_case(m, 4096, 14336) for m in (16, 64, 128, 256)]
     # Tiles that tokens do not fill: a token more than whole ones.
     + [product_case("Q4_K:planes", m, 28672, 4096) for m in (9, 65, 129)]
     + [_gptq_case(m, 28672, 4096) for m in (17, 65, 129)],
