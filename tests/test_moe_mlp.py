@@ -212,7 +212,7 @@ def launches(num_tokens, gate, up, down, dtype=torch.bfloat16, inner=768, expert
         (32, ("Q4_K:planes", "Q4_K:planes", "Q4_K"), {}, False),
         (32, ("Q4_K:planes",) * 3, {"dtype": torch.float32}, False),
         (32, ("Q4_K:planes",) * 3, {"inner": 1280}, False),  # more than a program arranges
-        (40, ("Q4_K:planes",) * 3, {"experts": 512}, False),  # more tiles than tickets
+        (40, ("Q4_K:planes",) * 3, {"experts": 512}, False),  # more tiles than were timed
     ],
 )
 def test_what_is_launched(num_tokens, kinds, options, is_fused):

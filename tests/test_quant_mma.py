@@ -149,13 +149,13 @@ def test_what_lies_behind_the_last_token_is_not_in_a_result(m, use_tma):
 
 def test_more_tiles_than_tickets_are_not_split():
     a = torch.randn(3, 256, generator=seeded(1)).half()
-    planes = planes_of(packed("Q4_0", 24 * 257, 256), "Q4_0")
+    planes = planes_of(packed("Q4_0", 24 * 342, 256), "Q4_0")
     with record_launches(gpu_of_capability((9, 0)).capability) as launches:
         meta = planes.to("meta")
         multiply(a.to("meta"), meta, "Q4_0", SMALL._replace(rows=16, splits=2))
-        multiply(a.to("meta"), meta[: 16 * 256], "Q4_0", SMALL._replace(rows=16, splits=2))
+        multiply(a.to("meta"), meta[: 16 * 512], "Q4_0", SMALL._replace(rows=16, splits=2))
     grids = [launch.grid for launch in launches if len(launch.grid) == 2]
-    assert grids == [(386, 1), (256, 2)]
+    assert grids == [(513, 1), (512, 2)]
 
 
 @pytest.mark.parametrize("kind", ("Q4_K", "Q6_K", "Q3_K", "Q8_0"))

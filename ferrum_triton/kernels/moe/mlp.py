@@ -44,7 +44,7 @@ from ferrum_triton.kernels.moe.tile_table import Found
 from ferrum_triton.kernels.parameters import Config
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant import mma
-from ferrum_triton.kernels.quant.activations import STEP, TICKETS, Arranged, Order
+from ferrum_triton.kernels.quant.activations import STEP, Arranged, Order
 from ferrum_triton.kernels.quant.mma_operands import (
     MatrixTma,
     PlaneRows,
@@ -58,6 +58,8 @@ from ferrum_triton.quant.planes import PLANE_FORMATS, ROW_ALIGN
 
 # Pairs up to which each expert's program reads all ids.
 FEW_PAIRS = 1024
+# Tiles of pairs, at most, of the calls that were timed. Each takes a ticket.
+MOST_STRIPES = 256
 # Elements that a program arranges at once: 64 registers of a thread.
 MOST_ARRANGED = 8192
 
@@ -149,7 +151,7 @@ def tiles_of(
     tokens = tokens_of(gate_up)
     stripes = tile_bound(num_pairs, num_experts, num_pairs, tokens)
     arranged_at_once = tokens * next_power_of_2(cdiv(inner, STEP) * STEP)
-    if stripes > TICKETS.value or arranged_at_once > MOST_ARRANGED:
+    if stripes > MOST_STRIPES or arranged_at_once > MOST_ARRANGED:
         return None
     return gate_up, then
 
