@@ -241,7 +241,7 @@ def assert_every_mutant_fails(variants):
 
 
 def test_it_is_tried_on_hopper_alone_and_by_up_to_32_tokens_chosen_by_a_row_alone():
-    for kind, m in itertools.product(KINDS, (5, 16, 32, 64, 1024)):
+    for kind, m in itertools.product(KINDS, (5, 16, 32, 64, 256)):
         bucket = "few" if m < 9 else "many"
         shape = (kind, bucket, m, 4096, 128)
         assert (heuristic(HOPPER, *shape)["path"] == "packed") == (m > 32)
