@@ -2,8 +2,9 @@
 
 Gluon is Triton's lower dialect: layouts, shared memory, tensor maps, barriers and asynchronous
 products are written by hand. It is experimental, so it is used on versions of Triton that were
-tested, on Hopper, where a measured row of a table asks for it. Everywhere else, and in the
-interpreter, a plain kernel serves (:func:`ferrum_triton.kernels.hopper_config.serves`).
+tested, on Hopper, where a measured row of a table asks for it or a heuristic that was fitted to
+measurements. Everywhere else, and in the interpreter, a plain kernel serves
+(:func:`ferrum_triton.kernels.hopper_config.serves`).
 """
 
 from __future__ import annotations

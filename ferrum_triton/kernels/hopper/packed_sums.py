@@ -5,9 +5,10 @@ float32 sums to memory and counts the tile's ticket up. All are added in the ord
 whoever does it, so that results do not differ from run to run, and tickets are left at zero.
 
 Where a tile has programs of its own, *each adds a slice* of the tile's tokens, once all of them
-have counted: all SMs read, instead of one for a tile. Q4_K 4096x14336 by 128 tokens takes 32.1 us
-so, and 33.7 where one program adds all; 4096x4096 by 64 11.7 and 12.6, by 128 14.9 and 16.7
-(``bench.timing.Replay`` of ``gemm_quant``, H200, copies of d35f2e3 with either).
+have counted: all SMs read, instead of one for a tile. Q4_K 4096x14336 by 128 tokens takes 32.5 us
+so, and 33.9 where one program adds all; 4096x4096 by 64 12.1 and 12.7, by 128 15.8 and 16.9; Q6_K
+1024x4096 by 64 9.7 and 13.0 (``bench.timing.Replay`` of ``gemm_quant``, trees of d35f2e3 and of
+what became 31a4fc3 in turns on one H200).
 
 A program must not wait for one that has not begun: it may stand behind those that wait, another
 launch's among them. So a program's patience is limited (``MOST_POLLS``). When it ends, the program
