@@ -91,7 +91,8 @@ def test_backends_refuse_alike(op, data, seed):
     if name == "cu_seqlens":
         return  # tokens of no sequence have any results
     wanted, left = expected(op, arguments)
-    # Scores, and so the error of their exponentials, are larger by as much as the scale is.
-    scale = 8 if name == "softmax_scale" else 1
+    # Scores, and so the error of their exponentials, are larger by as much as the scale is. A
+    # negated g lets states grow where they decay: e^51 in 70 tokens was off by 1.5e-5 of itself.
+    scale = 8 if name in ("softmax_scale", "g") else 1
     for outputs, arguments in (want, got):
         assert_call_matches(op, outputs, arguments, wanted, left, scale)
