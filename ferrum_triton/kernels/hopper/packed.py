@@ -259,7 +259,7 @@ def gated(y, TILE: gl.constexpr):
 
 @gluon.jit
 def factors(out, first, COUNT: gl.constexpr):
-    """What the sums of so many tokens are multiplied by, asked for before they are there."""
+    """Factors of the sums of ``COUNT`` tokens, loaded before the sums are complete."""
     token = first + gl.arange(0, COUNT, gl.SliceLayout(0, sums_layout(COUNT)))
     return gl.load(out.factor + token, mask=token < out.num_tokens, other=0.0)
 

@@ -10,15 +10,15 @@ so, and 33.9 where one program adds all; 4096x4096 by 64 12.1 and 12.7, by 128 1
 1024x4096 by 64 9.7 and 13.0 (``bench.timing.Replay`` of ``gemm_quant``, trees of d35f2e3 and of
 what became 31a4fc3 in turns on one H200).
 
-A program must not wait for one that has not begun: it may stand behind those that wait, another
-launch's among them. So a program's patience is limited (``MOST_POLLS``). When it ends, the program
-leaves its slices to whoever counts last, which it says with the ticket: all additions to one
-number have an order, so that either the last one to count sees it, or it sees that all have
-counted. Of a ticket, bits 0 to 11 count arrivals, 12 to 23 departures, and the rest are slices
-that were left. Who departs last sets it to zero.
+A program must not wait without limit. The one that it waits for may not have begun, because
+programs that wait, of this launch or of another one, hold every SM. So a program asks MOST_POLLS
+times at most, and then leaves its slices to the last one to count. It says so in the ticket:
+additions to one number have an order, so that either the last one to count sees what was left, or
+the one that leaves sees that all have counted. Bits 0 to 11 of a ticket count arrivals, bits 12 to
+23 departures, and the rest are slices that were left. The last one to depart sets it to zero.
 
-Elsewhere a program's sums of its first tile are long there when its last tile ends, and *who counts
-last adds* all of a tile.
+Elsewhere work is cut anywhere, and a program may have parts of two tiles. It does not wait for the
+first of them, since it has the second to do, and *the last one to count adds* all of a tile.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from ferrum_triton.kernels.hopper.layouts import sums_layout
 from ferrum_triton.kernels.hopper.packed_work import WARPGROUPS, contributors, program_of
 
-# How often a program asks whether all others have counted: some 50 us.
+# How often a program asks whether all others have counted, a round trip to L2 each.
 MOST_POLLS = gl.constexpr(64)
 # Parts of a ticket; slices have the bits behind them.
 _COUNT, _DEPARTURE, _LEFT = gl.constexpr(0xFFF), gl.constexpr(12), gl.constexpr(24)

@@ -1,11 +1,11 @@
 """Which tiles of a packed product a program takes.
 
 All of a product's work is ``tiles`` x ``blocks``: tiles of W's rows by tokens, and blocks of 256
-weights of K. Either a program takes whole tiles, every so many of them. Or the work is *streamed*,
-so that every SM reads as much of W as another, whatever the number of tiles is. Where that does not
-give any program more to do, each tile has as many programs as another, which take as much of its K
-each (``TILE.slices``). Elsewhere the work is laid end to end, tile by tile, and cut into as many
-equal parts as there are programs, wherever a cut may fall.
+weights of K. A program takes whole tiles, one in as many as there are programs. Or
+the work is *streamed*: every SM reads as much of W as another, whatever the number of tiles is.
+Each tile then has as many programs as another, which take equal parts of its K (``TILE.slices``),
+where none of them has much more to do for it. Elsewhere the work is laid end to end, tile by tile,
+and cut into as many equal parts as there are programs, wherever a cut may fall.
 
 How the sums of a tile's programs are added up is said in :mod:`.packed_sums`.
 """

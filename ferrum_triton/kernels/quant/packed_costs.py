@@ -1,15 +1,15 @@
 """What a packed product on Hopper takes, by count: its tiles and programs where no row serves.
 
 A product is ``tiles`` of W's rows by tokens, of ``blocks`` of 256 weights of K each. It takes as
-long as its longest program: so many blocks, each of so many microseconds, and what begins and ends
-it. Programs take whole tiles, or share each tile's K evenly, or share all tiles' wherever a cut
-falls.
+long as its longest program. That one's time is the number of its blocks times the time of a block,
+and a constant for its beginning and its end. Programs take whole tiles, or share each tile's K
+evenly, or share all tiles' wherever a cut falls.
 
 The numbers below were fitted to 16 shapes by 32 to 2,048 tokens of Q4_K, Q4_0 and Q6_K
-(``bench.timing.Replay`` of ``gemm_quant`` under ``products.forced`` of up to six configurations,
-H200, a copy of d35f2e3 whose programs each add a slice). By 33 tokens and more, what they choose
-takes 0.8 % longer on average than the fastest of those configurations and of what was chosen
-before; the longest is 1.27 times as long.
+(``bench.timing.Replay`` of ``gemm_quant`` as chosen, and under ``products.forced`` of up to six
+configurations, H200, a copy of d35f2e3 whose programs each add a slice). By 33 tokens and more,
+what they choose takes 0.8 % longer on average than the fastest of those configurations and of what
+was chosen before; the longest is 1.27 times as long.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ENDS_US = {64: (3.0, 8.0, 10.0), 128: (4.0, 9.5, 11.0), 256: (7.0, 13.0, 20.0)}
 CUT = 1.12
 # Decoding W and cuBLAS: microseconds of a launch, of a weight, and of a token's product with one.
 DECODE_US = (4.0, 1.04e-6, 2.4e-9)
-# What a choice has to gain over another one of known time.
+# How many times as fast a choice has to be, by count, as the one whose place it takes.
 GAIN = 1.1
 
 
@@ -70,7 +70,7 @@ class Programs(NamedTuple):
 
 
 def programs_of(config: PackedConfig, tiles: int, blocks: int, num_sms: int) -> Programs:
-    """The programs of so many tiles of ``blocks`` each.
+    """How ``tiles`` of ``blocks`` each are shared out to programs.
 
     Streamed, every tile has as many programs as another if none of them then has more to do than it
     would have among all SMs, by a block or the time that a cut costs: no program adds to two tiles,
@@ -111,7 +111,12 @@ def microseconds(
 
 
 def _tile(gpu: Gpu, fmt: BlockFormat, tokens: int, streamed: bool) -> PackedConfig:
-    """The configuration of a tile of so many tokens that was fastest in most shapes."""
+    """The configuration of a tile of ``tokens`` that a format takes.
+
+    By 64, 128 and 256 tokens of 5120x5120, 28672x4096 and 8192x8192 it took 6 % longer at most than
+    the fastest candidate of its tile (``bench.timing.Replay`` of ``gemm_quant`` of Q4_1, Q4_Z,
+    Q5_0, Q5_K, Q8_0 and IQ4_NL under ``products.forced``, H200, what became 31a4fc3).
+    """
     if tokens > LARGE:
         overlapped = fmt.bits == 4 or not streamed
         return with_rings(gpu, PackedConfig(tokens, 1, overlapped, streamed), fmt)
