@@ -50,6 +50,10 @@ FAMILIES = {
         "",
         "test_hopper_packed test_hopper_packed_offsets test_hopper_packed_experts",
     ),
+    K + "hopper/packed_stores": (
+        "",
+        "test_hopper_packed test_hopper_packed_sums test_hopper_packed_experts",
+    ),
     K + "hopper/packed_sums": ("", "test_hopper_packed_sums test_hopper_packed"),
     K + "hopper/packed_experts": ("", "test_hopper_packed_experts"),
     K + "hopper/packed_offsets": ("", "test_hopper_packed_offsets"),

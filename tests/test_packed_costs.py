@@ -54,7 +54,9 @@ def test_programs_take_all_blocks(tiles, blocks, num_sms, tokens, streamed):
         ((1024, 57344, 8192), (256, False)),
         ((512, 512, 4096), None),  # cuBLAS fills the GPU, tiles do not
         ((2048, 2048, 2048), None),
-        ((32, 4096, 4096), None),  # no tile of so few was fitted
+        ((32, 14336, 4096), (32, False)),
+        ((16, 5120, 25600), (16, True)),
+        ((32, 4096, 4096), None),  # the plain kernel takes less
     ],
 )
 def test_tiles_are_those_that_take_least_by_count(shape, chosen):
@@ -72,7 +74,7 @@ def test_a_row_is_not_for_shapes_whose_waves_it_does_not_fill():
     assert not count_refusal(HOPPER, whole, "Q4_K", 64, 28672, 4096)
     assert "by count" in count_refusal(HOPPER, whole, "Q4_K", 64, 17408, 4096)
     # What was not fitted is not refused.
-    assert not count_refusal(HOPPER, whole._replace(tokens=32), "Q4_K", 32, 17408, 4096)
+    assert not count_refusal(HOPPER, whole._replace(tokens=8), "Q4_K", 8, 17408, 4096)
 
 
 def test_measured_rows_are_close_to_the_best_by_count():

@@ -23,8 +23,7 @@ from ferrum_triton.kernels.hopper.layouts import sums_layout
 from ferrum_triton.kernels.hopper.packed import (
     add_blocks,
     buffers_of,
-    gated,
-    output_layout,
+    part_of,
     token_ring,
 )
 from ferrum_triton.kernels.hopper.packed_fetch import (
@@ -34,6 +33,7 @@ from ferrum_triton.kernels.hopper.packed_fetch import (
     copy_tokens,
 )
 from ferrum_triton.kernels.hopper.packed_products import descriptors_of, plane_offsets, tile_of
+from ferrum_triton.kernels.hopper.packed_stores import gated, output_layout
 from ferrum_triton.kernels.hopper.packed_weights import Planes
 from ferrum_triton.kernels.hopper.packed_work import WARPGROUPS, Segment
 from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers
@@ -187,12 +187,6 @@ def store_pairs(
     to = result.y + (token * result.stride_token + slot * result.stride_slot)[None, :]
     mask = (row < result.num_rows)[:, None] & known[None, :]
     gl.store(to + row[:, None], y.to(result.y.dtype.element_ty), mask=mask)
-
-
-@gluon.constexpr_function
-def part_of(tile, parts):
-    """A tile of fewer tokens."""
-    return tile.part(parts)
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from ferrum_triton.kernels.hopper.packed_weights import D_WORDS, columns_of, word_of_d
 from ferrum_triton.kernels.hopper.packed_work import (
     WARPGROUPS,
+    corner_of,
     place_of,
     segment,
     share_of_program,
@@ -142,7 +143,7 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.conste
     step = 0
     for i in range(share.count):
         part = segment(share, i, sizes)
-        place = place_of(part.tile // sizes.tiles_m, out.num_rows, TILE)
+        place = place_of(corner_of(part.tile, sizes, TILE).rows, out.num_rows, TILE)
         rows = Source(0, place.row)
         for k in range(part.begin, part.end):
             if step == AHEAD:
@@ -175,7 +176,7 @@ def fetch_tokens(maps, x, w, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
     block = 0
     for i in range(share.count):
         part = segment(share, i, sizes)
-        token = part.tile % sizes.tiles_m * TILE.tokens
+        token = corner_of(part.tile, sizes, TILE).token
         for k in range(part.begin, part.end):
             if TILE.sums_offsets and not TILE.joined:
                 copy_sums(maps, token, k, x, w, block, TILE)

@@ -29,6 +29,7 @@ from ferrum_triton.kernels.quant.packed_config import (
     WARPGROUPS,
     PackedConfig,
     block_bytes,
+    last_tile,
 )
 from ferrum_triton.kernels.quant.packed_costs import programs_of
 from ferrum_triton.kernels.quant.planes import row_sizes
@@ -56,6 +57,7 @@ class Tile:
         registers: of a thread that multiplies.
         slices: parts of its tokens that a tile's programs add up, each its own; 1 where one program
             adds all, or a tile is not shared.
+        ragged: the last tokens fill a half of a tile or less, and their tiles come last.
         scaling: PTX that scales what ``asm`` leaves, where offsets are a product of their own; "".
         places: where codes lie in what ``asm`` leaves, which ``scaling`` takes them from.
     """
@@ -73,6 +75,7 @@ class Tile:
     block_bytes: int
     registers: int
     slices: int = 1
+    ragged: bool = False
     scaling: str = ""
     places: tuple[int, ...] = ()
 
@@ -103,23 +106,29 @@ class Tile:
 
     def part(self, parts: int) -> "Tile":
         """A tile of fewer tokens."""
-        return replace(self, tokens=self.tokens // parts)
+        return replace(self, tokens=self.tokens // parts, ragged=False)
 
 
 @lru_cache(maxsize=1024)
 def tile_of(
-    fmt: BlockFormat, config: PackedConfig, activation: str, matrices: int, slices: int = 1
+    fmt: BlockFormat,
+    config: PackedConfig,
+    activation: str,
+    matrices: int,
+    slices: int = 1,
+    ragged: bool = False,
 ) -> Tile:
     registers, _ = REGISTERS[config.ctas_per_sm]
     shape = config.tokens, config.span, config.overlapped, config.streamed
     rings = config.stages, config.x_stages
+    parts = slices, ragged
     num_bytes = WARPGROUPS * block_bytes(fmt)
     if config.sums_offsets:
         asm, scaling = codes_of(fmt), (scaling_of(fmt), places_of(fmt))
     else:
         asm, scaling = unpacking_of(fmt), ()
     return Tile(
-        fmt, asm, activation, matrices, *shape, *rings, num_bytes, registers, slices, *scaling
+        fmt, asm, activation, matrices, *shape, *rings, num_bytes, registers, *parts, *scaling
     )
 
 
@@ -214,6 +223,14 @@ def packed_products(
     if config.streamed:
         parts = programs.count, 2, WARPGROUPS, ROWS, config.tokens
         partial = torch.empty(parts, dtype=torch.float32, device=y.device)
+    tile = tile_of(
+        FORMATS[file_kind(kind)],
+        config,
+        activation,
+        len(matrices),
+        slices=programs.slices,
+        ragged=last_tile(config, num_tokens) < config.tokens,
+    )
     _, maxnreg = REGISTERS[config.ctas_per_sm]
     first, second, third = [*matrices, None, None][:3]
     each = {"": first, "second_": second, "third_": third}
@@ -242,7 +259,7 @@ def packed_products(
         tiles=tiles,
         tiles_m=tiles_m,
         num_tokens=num_tokens,
-        TILE=tile_of(FORMATS[file_kind(kind)], config, activation, len(matrices), programs.slices),
+        TILE=tile,
         num_warps=4,
         maxnreg=maxnreg,
     )

@@ -8,6 +8,9 @@ where none of them has much more to do for it. Elsewhere the work is laid end to
 and cut into as many equal parts as there are programs, wherever a cut may fall.
 
 How the sums of a tile's programs are added up is said in :mod:`.packed_sums`.
+
+The last tokens may fill a half or a quarter of a tile, and take less time (``TILE.ragged``). All
+tiles of theirs come last then, so that programs begin with what takes longest.
 """
 
 from typing import Any, NamedTuple
@@ -26,6 +29,13 @@ class Sizes(NamedTuple):
     tiles: Any
     tiles_m: Any
     blocks: Any
+
+
+class Corner(NamedTuple):
+    """Where a tile begins: its number among tiles of rows, and its first token."""
+
+    rows: Any
+    token: Any
 
 
 class Share(NamedTuple):
@@ -96,6 +106,19 @@ def segment(share, i, sizes):
     tile = share.first + i * share.apart
     begin = gl.maximum(share.begin - tile * sizes.blocks, 0)
     return Segment(tile, begin, gl.minimum(share.end - tile * sizes.blocks, sizes.blocks))
+
+
+@gluon.jit
+def corner_of(tile, sizes, TILE: gl.constexpr):
+    """The :class:`Corner` of a tile."""
+    if TILE.ragged:
+        tiles_m = sizes.tiles_m - 1
+        full = sizes.tiles // sizes.tiles_m * tiles_m
+        rows = gl.where(tile < full, tile // tiles_m, tile - full)
+        number = gl.where(tile < full, tile % tiles_m, tiles_m)
+    else:
+        rows, number = tile // sizes.tiles_m, tile % sizes.tiles_m
+    return Corner(rows, number * TILE.tokens)
 
 
 class Place(NamedTuple):

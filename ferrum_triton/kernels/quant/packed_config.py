@@ -152,6 +152,14 @@ def fewest_tokens(num_tokens: int) -> int:
     return min(max(next_power_of_2(num_tokens), 8), 256)
 
 
+def last_tile(config: PackedConfig, num_tokens: int) -> int:
+    """Tokens of the last tokens' tiles: where several are whole, perhaps a half or a quarter."""
+    left = num_tokens % config.tokens or config.tokens
+    if config.streamed or config.tokens < LARGE or num_tokens < config.tokens:
+        return config.tokens
+    return next(size for n in (4, 2, 1) if left <= (size := config.tokens // n))
+
+
 def packed_candidates(
     gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_weights: int
 ) -> list[PackedConfig]:

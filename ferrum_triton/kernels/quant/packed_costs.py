@@ -18,7 +18,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ferrum_triton.kernels.gpu import Gpu
+from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.quant.activations import TICKETS
+from ferrum_triton.kernels.quant.mma_config import MmaConfig
 from ferrum_triton.kernels.quant.packed_config import (
     BLOCK,
     LARGE,
@@ -29,6 +31,7 @@ from ferrum_triton.kernels.quant.packed_config import (
     fewest_tokens,
     has_offsets,
     is_served,
+    last_tile,
     packed_fits,
     with_rings,
 )
@@ -37,15 +40,54 @@ from ferrum_triton.quant.formats import FORMATS, BlockFormat
 
 # Slices of a tile's tokens that its programs add up, at most: a ticket has a bit for each.
 MOST_SLICES = 8
-# Tokens of the smallest tile that is chosen by count.
-FEWEST = 64
-# Microseconds of a block of a tile of 128 rows, by its tokens: of four bits, and of more or of a
-# table of values.
-BLOCK_US = {64: (0.96, 1.17), 128: (1.62, 1.75), 256: (2.9, 2.96)}
-# Microseconds that a product takes beside its blocks: in whole tiles, in tiles whose programs each
-# add a slice of the sums, and cut anywhere, where a block takes CUT times as long.
-ENDS_US = {64: (3.0, 8.0, 10.0), 128: (4.0, 9.5, 11.0), 256: (7.0, 13.0, 20.0)}
+# Tokens of a tile from which on an SM has one program.
+LEAST_ALONE = 64
+# Microseconds of a block of a tile of 128 rows, by its tokens and the programs for an SM: of four
+# bits with one scale, of four bits with more than that, and of more bits or of a table of values;
+# None of what was not timed.
+BLOCK_US = {
+    (16, 1): (0.62, 0.67, None),
+    (16, 2): (1.22, 1.29, None),
+    (32, 1): (0.69, 0.77, 0.93),
+    (32, 2): (1.37, 1.44, None),
+    (64, 1): (0.96, 0.96, 1.17),
+    (128, 1): (1.62, 1.62, 1.75),
+    (256, 1): (2.9, 2.9, 2.96),
+}
+
+
+class Ends(NamedTuple):
+    """Microseconds that a product takes beside its blocks.
+
+    Attributes:
+        whole: in whole tiles.
+        turn: in whole tiles, by each that a program takes after its first.
+        even: in tiles whose programs each add a slice of the sums.
+        cut: cut anywhere, where a block takes CUT times as long.
+    """
+
+    whole: float
+    turn: float
+    even: float
+    cut: float
+
+
+ENDS_US = {
+    (16, 1): Ends(3.0, 3.0, 8.8, 8.3),
+    (16, 2): Ends(5.0, 5.0, 8.3, 7.8),
+    (32, 1): Ends(3.4, 3.4, 8.8, 8.8),
+    (32, 2): Ends(5.0, 5.0, 8.8, 8.8),
+    (64, 1): Ends(3.0, 0.0, 8.0, 10.0),
+    (128, 1): Ends(4.0, 0.0, 9.5, 11.0),
+    (256, 1): Ends(7.0, 0.0, 13.0, 20.0),
+}
 CUT = 1.12
+# What each tile after a program's first takes beside its blocks where the last tiles are parts.
+RAGGED_TURN_US = 1.5
+# The plain kernel by tiles of 16 and of 32 tokens: what a product takes beside its blocks, and a
+# block of 64 rows of those that an SM takes one after the other, of the same three sorts.
+MMA_END_US = 5.0
+MMA_BLOCK_US = {16: (0.335, 0.40, 0.5), 32: (0.42, 0.50, 0.53)}
 # Decoding W and cuBLAS: microseconds of a launch, of a weight, and of a token's product with one.
 DECODE_US = (4.0, 1.04e-6, 2.4e-9)
 # How many times as fast a choice has to be, by count, as the one whose place it takes.
@@ -92,6 +134,13 @@ def programs_of(config: PackedConfig, tiles: int, blocks: int, num_sms: int) -> 
     return Programs(count, cut, 1, True)
 
 
+def _sort(fmt: BlockFormat) -> int:
+    """Which of the three sorts of formats one is of, in the tables above."""
+    if fmt.bits > 4 or fmt.values:
+        return 2
+    return int(fmt.has_minimum or bool(fmt.scale_code))
+
+
 def microseconds(
     gpu: Gpu,
     config: PackedConfig,
@@ -99,15 +148,56 @@ def microseconds(
     num_tokens: int,
     num_rows: int,
     num_weights: int,
-) -> float:
-    """What a product takes by count, in tiles of at least FEWEST tokens."""
-    tiles = cdiv(num_tokens, config.tokens) * cdiv(num_rows, TILE_ROWS)
-    programs = programs_of(config, tiles, cdiv(num_weights, BLOCK), gpu.num_sms)
-    whole, even, cut = ENDS_US[config.tokens]
-    block = BLOCK_US[config.tokens][fmt.bits > 4 or bool(fmt.values)]
+) -> float | None:
+    """What a product takes by count; None where no such tile was timed."""
+    tokens, sort = config.tokens, _sort(fmt)
+    timed = BLOCK_US.get((tokens, config.ctas_per_sm))
+    if timed is None or timed[sort] is None:
+        return None
+    block, ends = timed[sort], ENDS_US[tokens, config.ctas_per_sm]
+    tiles, blocks = cdiv(num_tokens, tokens) * cdiv(num_rows, TILE_ROWS), cdiv(num_weights, BLOCK)
+    programs = programs_of(config, tiles, blocks, gpu.num_sms)
     if programs.cut:
-        return programs.blocks * block * CUT + cut
-    return programs.blocks * block + (even if programs.slices > 1 else whole)
+        return programs.blocks * block * CUT + ends.cut
+    if config.streamed:
+        return programs.blocks * block + (ends.even if programs.slices > 1 else ends.whole)
+    turns = cdiv(tiles, programs.count)
+    if (part := last_tile(config, num_tokens)) < tokens:
+        full = num_tokens // tokens * cdiv(num_rows, TILE_ROWS)
+        of_part = BLOCK_US[part, 1][sort] or BLOCK_US[2 * part, 1][sort]
+        taken = longest(tiles, full, programs.count, block, of_part) * blocks
+        return taken + ends.whole + (turns - 1) * RAGGED_TURN_US
+    alone = cdiv(tiles - (turns - 1) * programs.count, gpu.num_sms) == 1
+    last = BLOCK_US[tokens, 1][sort] if alone else block
+    return blocks * ((turns - 1) * block + last) + ends.whole + (turns - 1) * ends.turn
+
+
+def longest(tiles: int, full: int, programs: int, block: float, of_part: float) -> float:
+    """What the longest program takes, a block of each of its tiles: the first ``full`` are full."""
+    each = []
+    # Programs from these on have a full tile less, or a tile less.
+    for program in {0, full % programs, tiles % programs}:
+        number = len(range(program, full, programs))
+        each.append(number * block + (len(range(program, tiles, programs)) - number) * of_part)
+    return max(each)
+
+
+def mma_microseconds(
+    gpu: Gpu, config: MmaConfig, fmt: BlockFormat, num_rows: int, num_weights: int
+) -> float:
+    """What the plain kernel takes by count, of as many tokens as are in a tile of 16 or 32."""
+    programs = cdiv(num_rows, config.rows) * config.splits
+    turns = cdiv(programs, gpu.num_sms) * cdiv(cdiv(num_weights, BLOCK), config.splits)
+    return MMA_END_US + turns * config.rows / 64 * MMA_BLOCK_US[config.tokens][_sort(fmt)]
+
+
+def _tiles(gpu: Gpu, fmt: BlockFormat, tokens: int) -> list[PackedConfig]:
+    """Configurations of a tile of ``tokens`` that are worth counting."""
+    found = [_tile(gpu, fmt, tokens, streamed) for streamed in (False, True)]
+    if tokens < LEAST_ALONE:
+        pairs = [config._replace(ctas_per_sm=2) for config in found]
+        found += [with_rings(gpu, config, fmt, joined=True) for config in pairs]
+    return found
 
 
 def _tile(gpu: Gpu, fmt: BlockFormat, tokens: int, streamed: bool) -> PackedConfig:
@@ -120,11 +210,11 @@ def _tile(gpu: Gpu, fmt: BlockFormat, tokens: int, streamed: bool) -> PackedConf
     if tokens > LARGE:
         overlapped = fmt.bits == 4 or not streamed
         return with_rings(gpu, PackedConfig(tokens, 1, overlapped, streamed), fmt)
-    alone = not (fmt.has_minimum or fmt.scale_code or fmt.values)
-    if tokens == LARGE and fmt.bits == 4 and alone:
+    if tokens == LARGE and _sort(fmt) == 0:
         return with_rings(gpu, PackedConfig(tokens, 2, True, streamed), fmt)
-    apart = tokens < LARGE and has_offsets(fmt) and fmt.has_minimum
-    config = PackedConfig(tokens, 4 if apart else 2, False, streamed, sums_offsets=apart)
+    apart = tokens < LARGE and has_offsets(fmt) and (fmt.has_minimum or tokens < LEAST_ALONE)
+    span = 4 if apart and tokens >= LEAST_ALONE else 2
+    config = PackedConfig(tokens, span, False, streamed, sums_offsets=apart)
     joined = with_rings(gpu, config, fmt, joined=True)
     return joined if joined.stages >= 2 else with_rings(gpu, config, fmt)
 
@@ -135,16 +225,17 @@ def best_by_count(
 ) -> tuple[PackedConfig, float] | None:
     """The configuration that takes least by count, and its microseconds; None where none fits."""
     fmt, shape = FORMATS[kind], (num_tokens, num_rows, num_weights)
-    if not is_served(fmt) or num_tokens <= FEWEST // 2:
+    if not serves(gpu) or not is_served(fmt):
         return None
     sizes = {fewest_tokens(num_tokens)}
     if LARGE < num_tokens <= MOST_BY_LARGE:
         sizes.add(LARGE)
-    configs = [_tile(gpu, fmt, size, flag) for size in sorted(sizes) for flag in (False, True)]
+    configs = [config for size in sorted(sizes) for config in _tiles(gpu, fmt, size)]
     timed = [
-        (microseconds(gpu, config, fmt, *shape), number, config)
+        (took, number, config)
         for number, config in enumerate(configs)
-        if not packed_fits(gpu, config, kind, *shape)
+        if (took := microseconds(gpu, config, fmt, *shape)) is not None
+        and not packed_fits(gpu, config, kind, *shape)
     ]
     if not timed:
         return None
@@ -153,22 +244,31 @@ def best_by_count(
 
 
 def packed_heuristic(
-    gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_weights: int, many: int
+    gpu: Gpu,
+    kind: str,
+    num_tokens: int,
+    num_rows: int,
+    num_weights: int,
+    other: MmaConfig | None,
 ) -> PackedConfig | None:
     """The configuration to launch where nothing was measured; None where another path is faster.
 
     Args:
-        many: tokens from which on another path decodes W for cuBLAS.
+        other: the plain kernel's tile; None where W would be decoded for cuBLAS.
     """
     best = best_by_count(gpu, kind, num_tokens, num_rows, num_weights)
     if best is None:
         return None
     config, took = best
-    launch, weight, product = DECODE_US
-    weights = num_rows * num_weights
-    if num_tokens >= many and took * GAIN > launch + weights * (weight + product * num_tokens):
-        return None
-    return config
+    if other is None:
+        launch, weight, product = DECODE_US
+        weights = num_rows * num_weights
+        is_slower = took * GAIN > launch + weights * (weight + product * num_tokens)
+    elif other.tokens in MMA_BLOCK_US:
+        is_slower = took > mma_microseconds(gpu, other, FORMATS[kind], num_rows, num_weights)
+    else:
+        is_slower = False
+    return None if is_slower else config
 
 
 def count_refusal(
@@ -178,13 +278,19 @@ def count_refusal(
 
     A row serves shapes beside its own, whose tiles may not fill whole waves as its own do.
     """
-    if config.tokens < FEWEST or config.ctas_per_sm > 1:
-        return ""
-    best = best_by_count(gpu, kind, num_tokens, num_rows, num_weights)
-    if best is None:
-        return ""
     shape = num_tokens, num_rows, num_weights
-    took = microseconds(gpu, config, FORMATS[kind], *shape)
-    if took <= GAIN * best[1]:
+    took, best = microseconds(gpu, config, FORMATS[kind], *shape), best_by_count(gpu, kind, *shape)
+    if took is None or best is None or took <= GAIN * best[1]:
         return ""
     return f"takes {took:.0f} us by count, and {best[1]:.0f} in tiles of {best[0].tokens}"
+
+
+def mma_refusal(
+    gpu: Gpu, tile: MmaConfig, kind: str, num_tokens: int, num_rows: int, num_weights: int
+) -> str:
+    """Why the plain kernel's tile, measured at another shape, is not for one; "" if it is."""
+    best = best_by_count(gpu, kind, num_tokens, num_rows, num_weights)
+    if best is None or tile.tokens not in MMA_BLOCK_US:
+        return ""
+    took = mma_microseconds(gpu, tile, FORMATS[kind], num_rows, num_weights)
+    return "" if took <= GAIN * best[1] else f"takes {took:.0f} us by count, packed {best[1]:.0f}"

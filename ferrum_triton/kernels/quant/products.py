@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ferrum_triton.kernels.gpu import Gpu
-from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.parameters import Config, integer, one_of, power_of_two
 from ferrum_triton.kernels.quant import packed_config
 from ferrum_triton.kernels.quant.activations import Tokens, arrange
@@ -51,7 +50,11 @@ from ferrum_triton.kernels.quant.packed_config import (
     packed_fits,
     packed_tile,
 )
-from ferrum_triton.kernels.quant.packed_costs import count_refusal, packed_heuristic
+from ferrum_triton.kernels.quant.packed_costs import (
+    count_refusal,
+    mma_refusal,
+    packed_heuristic,
+)
 from ferrum_triton.kernels.quant.partials import add_partials
 from ferrum_triton.kernels.quant.plane_rows import product_by_torch
 from ferrum_triton.kernels.quant.small_m import (
@@ -98,12 +101,13 @@ def heuristic(
     if (launch := _small_m_of_many(gpu, kind, num_tokens, num_rows, num_groups)) is not None:
         return small_m(launch)
     weights = 32 * num_groups
-    tile = packed_heuristic(gpu, kind, num_tokens, num_rows, weights, MANY) if serves(gpu) else None
+    plain = None
+    if num_tokens < MANY:
+        plain = mma_heuristic(gpu, kind, num_tokens, num_rows, weights)
+    tile = packed_heuristic(gpu, kind, num_tokens, num_rows, weights, plain)
     if tile is not None:
         return packed(tile)
-    if num_tokens >= MANY:
-        return {"path": "decode"}
-    return mma(mma_heuristic(gpu, kind, num_tokens, num_rows, weights))
+    return {"path": "decode"} if plain is None else mma(plain)
 
 
 def candidates(
@@ -189,7 +193,12 @@ def fits(
             return f"{num_tokens} tokens unpack all weights twice in tiles of {tile.tokens}"
         if least < MAX_TOKENS and tile.tokens > least:
             return f"tiles of {tile.tokens} are for more than {num_tokens} tokens"
-        return mma_fits(gpu, tile, kind) or wave_refusal(gpu, tile, kind, num_tokens, num_rows)
+        sizes = num_tokens, num_rows, 32 * num_groups
+        return (
+            mma_fits(gpu, tile, kind)
+            or wave_refusal(gpu, tile, kind, num_tokens, num_rows)
+            or mma_refusal(gpu, tile, kind, *sizes)
+        )
     if path == "packed":
         if bucket_of(num_tokens) != bucket:
             return f"{num_tokens} tokens are not {bucket}"
