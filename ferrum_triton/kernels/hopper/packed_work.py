@@ -1,16 +1,17 @@
 """Which tiles of a packed product a program takes.
 
 All of a product's work is ``tiles`` x ``blocks``: tiles of W's rows by tokens, and blocks of 256
-weights of K. A program takes whole tiles, one in as many as there are programs. Or
-the work is *streamed*: every SM reads as much of W as another, whatever the number of tiles is.
+weights of K.
+
+A program takes whole tiles, one in as many as there are programs. The last tokens may fill a half
+of a tile or less, and take less time (``TILE.ragged``). Their tiles come last then, so that
+programs begin with what takes longest.
+
+Or the work is *streamed*: every SM reads as much of W as another, whatever the number of tiles is.
 Each tile then has as many programs as another, which take equal parts of its K (``TILE.slices``),
 where none of them has much more to do for it. Elsewhere the work is laid end to end, tile by tile,
-and cut into as many equal parts as there are programs, wherever a cut may fall.
-
-How the sums of a tile's programs are added up is said in :mod:`.packed_sums`.
-
-The last tokens may fill a half or a quarter of a tile, and take less time (``TILE.ragged``). All
-tiles of theirs come last then, so that programs begin with what takes longest.
+and cut into as many equal parts as there are programs, wherever a cut may fall. How the sums of a
+tile's programs are added up is said in :mod:`.packed_sums`.
 """
 
 from typing import Any, NamedTuple

@@ -5,11 +5,18 @@ long as its longest program. That one's time is the number of its blocks times t
 and a constant for its beginning and its end. Programs take whole tiles, or share each tile's K
 evenly, or share all tiles' wherever a cut falls.
 
-The numbers below were fitted to 16 shapes by 32 to 2,048 tokens of Q4_K, Q4_0 and Q6_K
-(``bench.timing.Replay`` of ``gemm_quant`` as chosen, and under ``products.forced`` of up to six
-configurations, H200, a copy of d35f2e3 whose programs each add a slice). By 33 tokens and more,
-what they choose takes 0.8 % longer on average than the fastest of those configurations and of what
-was chosen before; the longest is 1.27 times as long.
+From 33 tokens on the numbers below were fitted to 16 shapes by 32 to 2,048 tokens of Q4_K, Q4_0 and
+Q6_K (``bench.timing.Replay`` of ``gemm_quant`` as chosen, and under ``products.forced`` of up to
+six configurations, H200, a copy of d35f2e3 whose programs each add a slice). What they choose takes
+0.8 % longer on average than the fastest of those configurations and of what was chosen before; the
+longest is 1.27 times as long.
+
+By fewer tokens they were fitted to 19 shapes by 16 and 32 tokens of the same formats (the same, up
+to 14 configurations, copies of 71162e4). There the plain kernel's tiles are counted as well, and
+what takes less is chosen: with the measured rows, it takes 1.0 % longer on average than the fastest
+of all that was timed, and 1.24 times as long at most. Where the last tokens have a smaller tile,
+the numbers of full ones told up to 11 % less than 16 cases took (copies of 449e373, before a turn
+was counted RAGGED_TURN_US).
 """
 
 from __future__ import annotations
@@ -43,8 +50,8 @@ MOST_SLICES = 8
 # Tokens of a tile from which on an SM has one program.
 LEAST_ALONE = 64
 # Microseconds of a block of a tile of 128 rows, by its tokens and the programs for an SM: of four
-# bits with one scale, of four bits with more than that, and of more bits or of a table of values;
-# None of what was not timed.
+# bits whose scales are no integers, of four bits with such, and of more bits or of a table of
+# values; None of what was not timed.
 BLOCK_US = {
     (16, 1): (0.62, 0.67, None),
     (16, 2): (1.22, 1.29, None),
@@ -136,9 +143,7 @@ def programs_of(config: PackedConfig, tiles: int, blocks: int, num_sms: int) -> 
 
 def _sort(fmt: BlockFormat) -> int:
     """Which of the three sorts of formats one is of, in the tables above."""
-    if fmt.bits > 4 or fmt.values:
-        return 2
-    return int(fmt.has_minimum or bool(fmt.scale_code))
+    return 2 if fmt.bits > 4 or fmt.values else int(bool(fmt.scale_code))
 
 
 def microseconds(
@@ -152,7 +157,7 @@ def microseconds(
     """What a product takes by count; None where no such tile was timed."""
     tokens, sort = config.tokens, _sort(fmt)
     timed = BLOCK_US.get((tokens, config.ctas_per_sm))
-    if timed is None or timed[sort] is None:
+    if timed is None or timed[sort] is None or (fmt.values and tokens < LEAST_ALONE):
         return None
     block, ends = timed[sort], ENDS_US[tokens, config.ctas_per_sm]
     tiles, blocks = cdiv(num_tokens, tokens) * cdiv(num_rows, TILE_ROWS), cdiv(num_weights, BLOCK)
@@ -210,7 +215,7 @@ def _tile(gpu: Gpu, fmt: BlockFormat, tokens: int, streamed: bool) -> PackedConf
     if tokens > LARGE:
         overlapped = fmt.bits == 4 or not streamed
         return with_rings(gpu, PackedConfig(tokens, 1, overlapped, streamed), fmt)
-    if tokens == LARGE and _sort(fmt) == 0:
+    if tokens == LARGE and _sort(fmt) == 0 and not fmt.has_minimum:
         return with_rings(gpu, PackedConfig(tokens, 2, True, streamed), fmt)
     apart = tokens < LARGE and has_offsets(fmt) and (fmt.has_minimum or tokens < LEAST_ALONE)
     span = 4 if apart and tokens >= LEAST_ALONE else 2

@@ -6,8 +6,9 @@ Blocks as a file has them go to ``gemv`` and ``gemm``. By planes:
   eight float32 ones, and what small-m mma does not take.
 * Three to eight go to tensor cores that are fed as weights are read, ``small_m``; up to 16 where
   that gains on Hopper.
-* More fill them, W as their tall operand, by ``mma``, whose tile grows with them. Where a measured
-  row says so, on Hopper in Gluon: ``packed`` (:mod:`ferrum_triton.kernels.hopper.packed`).
+* More fill them, W as their tall operand, by ``mma``, whose tile grows with them. Where that takes
+  less by a measured row or by count (:mod:`.packed_costs`), on Hopper in Gluon: ``packed``
+  (:mod:`ferrum_triton.kernels.hopper.packed`).
 * From MANY on, decoding W costs less than what cuBLAS gains over it, ``plane_rows``. float32
   activations, which are never rounded, go there from nine on.
 """

@@ -22,6 +22,8 @@ WARPS, LIGHT_WARPS = 16, 23
 MOST_WARPS = 8
 # Blocks of 256 weights from which on a row is long.
 LONG_BLOCKS = 32
+# Blocks of a row of Q4_K's that 9 to 16 tokens are multiplied with, at most.
+MOST_BLOCKS = 64
 
 
 class SmallM(NamedTuple):
@@ -165,6 +167,8 @@ def of_sixteen(
     where four programs on each take them: 6144x4096 of Q4_K 9.0 and 10.0, 8192x8192 of Q6_K 19.5
     and 26.5, 8192x28672 of Q4_K 50.5 and 52.4. Long rows that take four warps, of Q4_K and Q3_K,
     gain nothing where SMs have three programs or fewer: 5120x25600 of Q4_K takes 37.0 us for 35.6.
+    Of Q4_K, rows of more than MOST_BLOCKS are for tiles: 3584x18944 takes 31.1 us so and 21.5 by
+    Hopper's packed products, 8192x28672 50.5 and 47.6; of Q4_0 20.2 and 20.1, 44.6 and 44.9.
 
     Activations come late, since two groups of them take 64 registers: early ones took 32 us for
     15.7. Unrolled loops gain where weights take few registers, and of Q5_K where these are limited:
@@ -175,7 +179,8 @@ def of_sixteen(
     of 12288x4096, of Q4_K and of Q6_K, takes 27.9 us in one launch of small_m and 34.1 by tiles.
 
     All were timed by ``bench.timing.Replay`` of ``gemm_quant``, or of ``gemv_quant_gate_up_silu``
-    for the pair, under ``products.forced`` on an H200, in a copy of f6a1526 that had two groups.
+    for the pair, under ``products.forced`` on an H200, in a copy of f6a1526 that had two groups;
+    rows of more than MOST_BLOCKS in copies of 71162e4.
 
     Args:
         num_rows, num_blocks: rows of all matrices, and blocks of 256 weights in one.
@@ -187,6 +192,8 @@ def of_sixteen(
     is_long = num_blocks >= LONG_BLOCKS
     # Bits of a code that an integer scale multiplies; 0 of codebooks and of other formats.
     bits = fmt.bits if fmt.scale_code and not fmt.values else 0
+    if bits == 4 and num_blocks > MOST_BLOCKS and not several:
+        return None
     if programs * most <= gpu.num_sms * WARPS:
         return SmallM(most, unrolled=not (is_long and bits in (2, 4, 6)), late_tokens=True)
     is_crowded = programs > 3 * gpu.num_sms
