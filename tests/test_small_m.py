@@ -190,7 +190,10 @@ def test_what_is_launched_on_hopper(kind, num_rows, num_blocks, launch):
         ("Q2_K", 8192, 32, SmallM(4, late_tokens=True)),
         ("Q4_K", 5120, 100, None),
         ("Q3_K", 5120, 100, None),
-        ("Q4_K", 8192, 112, SmallM(4, late_tokens=True)),
+        # Tiles take less.
+        ("Q4_K", 3584, 74, None),
+        ("Q4_K", 8192, 112, None),
+        ("Q4_0", 8192, 112, SmallM(4, unrolled=True, late_tokens=True)),
         # They fill waves, or do not.
         ("Q4_K", 12288, 16, None),
         ("Q6_K", 12288, 16, SmallM(4, late_tokens=True)),

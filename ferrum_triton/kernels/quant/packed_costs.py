@@ -95,6 +95,8 @@ RAGGED_TURN_US = 1.5
 # block of 64 rows of those that an SM takes one after the other, of the same three sorts.
 MMA_END_US = 5.0
 MMA_BLOCK_US = {16: (0.335, 0.40, 0.5), 32: (0.42, 0.50, 0.53)}
+# Weights of the smallest matrix that both were timed with.
+LEAST_WEIGHTS = 1 << 22
 # Decoding W and cuBLAS: microseconds of a launch, of a weight, and of a token's product with one.
 DECODE_US = (4.0, 1.04e-6, 2.4e-9)
 # How many times as fast a choice has to be, by count, as the one whose place it takes.
@@ -270,7 +272,8 @@ def packed_heuristic(
         weights = num_rows * num_weights
         is_slower = took * GAIN > launch + weights * (weight + product * num_tokens)
     elif other.tokens in MMA_BLOCK_US:
-        is_slower = took > mma_microseconds(gpu, other, FORMATS[kind], num_rows, num_weights)
+        plain = mma_microseconds(gpu, other, FORMATS[kind], num_rows, num_weights)
+        is_slower = took > plain or num_rows * num_weights < LEAST_WEIGHTS
     else:
         is_slower = False
     return None if is_slower else config
