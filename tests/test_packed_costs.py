@@ -7,11 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ferrum_triton.kernels.gpu import gpu_of_arch
+from ferrum_triton.kernels.quant import packed_costs
+from ferrum_triton.kernels.quant.mma_config import mma_heuristic
 from ferrum_triton.kernels.quant.packed_config import PackedConfig, packed_tile
 from ferrum_triton.kernels.quant.packed_costs import (
     MOST_SLICES,
     best_by_count,
     count_refusal,
+    mma_refusal,
     programs_of,
 )
 from ferrum_triton.kernels.quant.products import heuristic, products
@@ -75,6 +78,25 @@ def test_a_row_is_not_for_shapes_whose_waves_it_does_not_fill():
     assert "by count" in count_refusal(HOPPER, whole, "Q4_K", 64, 17408, 4096)
     # What was not fitted is not refused.
     assert not count_refusal(HOPPER, whole._replace(tokens=8), "Q4_K", 8, 17408, 4096)
+
+
+def test_a_row_is_not_for_smaller_tiles_that_take_as_long():
+    """By 288 tokens of 6144x4096 whole tiles of 128 and a part take what tiles cut anywhere do."""
+    whole, _ = best_by_count(HOPPER, "Q4_K", 256, 6144, 4096)
+    assert (whole.tokens, whole.streamed) == (128, False)
+    assert not count_refusal(HOPPER, whole, "Q4_K", 256, 6144, 4096)
+    assert "by count" in count_refusal(HOPPER, whole, "Q4_K", 288, 6144, 4096)
+
+
+def test_the_plain_kernel_keeps_its_rows_where_packed_products_gain_little(monkeypatch):
+    plain = mma_heuristic(HOPPER, "Q4_K", 32, 4096, 4096)
+    assert not mma_refusal(HOPPER, plain, "Q4_K", 32, 4096, 4096)
+    assert "by count" in mma_refusal(HOPPER, plain._replace(splits=1), "Q4_K", 32, 14336, 4096)
+    assert not mma_refusal(gpu_of_arch("sm_80"), plain, "Q4_K", 32, 14336, 4096)
+    # A product that is smaller than anything timed stays with it, whatever is counted.
+    assert heuristic(HOPPER, "Q4_K", "many", 32, 1024, 24)["path"] == "mma"
+    monkeypatch.setattr(packed_costs, "LEAST_WEIGHTS", 0)
+    assert heuristic(HOPPER, "Q4_K", "many", 32, 1024, 24)["path"] == "packed"
 
 
 def test_measured_rows_are_close_to_the_best_by_count():
