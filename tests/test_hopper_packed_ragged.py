@@ -4,12 +4,19 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.quant.packed_config import PackedConfig, last_tile
-from ferrum_triton.kernels.quant.packed_costs import best_by_count, longest
+from ferrum_triton.kernels.quant.packed_costs import (
+    BLOCK_US,
+    ENDS_US,
+    RAGGED_TURN_US,
+    best_by_count,
+    microseconds,
+)
+from ferrum_triton.quant.formats import FORMATS
 from tests.compiling import compiled
 from tests.test_hopper_packed import LIMITS, emulate, error, gated, launch_of, tokens, wanted
 from tests.test_quant_mma import packed as matrix
@@ -67,18 +74,21 @@ def test_what_is_added_beside_other_matrices():
 
 
 @given(
-    rows=st.integers(1, 60),
+    rows=st.integers(1, 400),
     full_m=st.integers(1, 5),
-    programs=st.integers(1, 40),
-    times=st.tuples(st.integers(2, 9), st.integers(1, 9)),
+    left=st.integers(1, 128),
+    tokens=st.sampled_from((128, 256)),
 )
-def test_longest_program(rows, full_m, programs, times):
-    full, tiles = rows * full_m, rows * (full_m + 1)
-    programs = min(programs, tiles)
-    took = [0] * programs
-    for tile, program in zip(range(tiles), itertools.cycle(range(programs)), strict=False):
-        took[program] += times[tile >= full]
-    assert longest(tiles, full, programs, *times) == max(took)
+def test_the_longest_program_is_counted(rows, full_m, left, tokens):
+    config, num_tokens = WHOLE._replace(tokens=tokens), full_m * tokens + left
+    part = last_tile(config, num_tokens)
+    assume(part < tokens)
+    sizes = [tokens] * (rows * full_m) + [part] * rows
+    took = [sum(BLOCK_US[size, 1][1] for size in sizes[i::132]) for i in range(132)]
+    turns = -(-len(sizes) // 132)
+    want = 16 * max(took) + ENDS_US[tokens, 1].whole + (turns - 1) * RAGGED_TURN_US
+    shape = num_tokens, 128 * rows, 4096
+    assert microseconds(HOPPER, config, FORMATS["Q4_K"], *shape) == pytest.approx(want)
 
 
 def test_a_few_tokens_more_take_a_small_tile_by_count():
