@@ -14,11 +14,13 @@ from ferrum_triton.kernels.quant.packed_costs import (
     MOST_SLICES,
     best_by_count,
     count_refusal,
+    microseconds,
     mma_refusal,
     programs_of,
 )
 from ferrum_triton.kernels.quant.products import heuristic, products
 from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.quant.formats import FORMATS
 
 HOPPER = gpu_of_arch("sm_90")
 
@@ -86,6 +88,39 @@ def test_a_row_is_not_for_smaller_tiles_that_take_as_long():
     assert (whole.tokens, whole.streamed) == (128, False)
     assert not count_refusal(HOPPER, whole, "Q4_K", 256, 6144, 4096)
     assert "by count" in count_refusal(HOPPER, whole, "Q4_K", 288, 6144, 4096)
+
+
+# Kind, tokens, rows, weights, programs for an SM, whether streamed, and microseconds on an H200
+# (``bench.timing.Replay`` of ``gemm_quant`` under ``products.forced``, copies of 71162e4).
+TIMED = [
+    ("Q4_K", 16, 28672, 4096, 2, False, 24.40),
+    ("Q4_K", 16, 57344, 8192, 2, False, 89.89),
+    ("Q4_0", 16, 5120, 25600, 2, True, 30.34),
+    ("Q4_K", 32, 14336, 4096, 1, False, 16.79),
+    ("Q4_K", 32, 28672, 4096, 1, False, 31.02),  # two turns
+    ("Q4_K", 32, 57344, 8192, 1, False, 118.97),  # four
+    ("Q4_K", 32, 34816, 5120, 2, False, 49.88),  # eight tiles of the second turn are alone
+    ("Q4_K", 32, 57344, 8192, 2, False, 108.12),
+    ("Q4_K", 32, 5120, 25600, 2, True, 34.67),
+    ("Q4_K", 32, 57344, 8192, 2, True, 100.67),
+    ("Q4_0", 32, 28672, 4096, 2, False, 26.21),
+    ("Q6_K", 32, 8192, 28672, 1, True, 65.17),
+]
+
+
+@pytest.mark.parametrize(("kind", "tokens", "rows", "weights", "ctas", "streamed", "us"), TIMED)
+def test_few_tokens_take_what_is_counted(kind, tokens, rows, weights, ctas, streamed, us):
+    config = PackedConfig(tokens, 2, streamed=streamed, ctas_per_sm=ctas)
+    took = microseconds(HOPPER, config, FORMATS[kind], tokens, rows, weights)
+    assert took == pytest.approx(us, rel=0.09)
+
+
+def test_what_was_not_timed_is_not_counted():
+    for kind, tokens in (("IQ4_NL", 32), ("Q6_K", 16)):
+        assert best_by_count(HOPPER, kind, tokens, 14336, 4096) is None
+        assert best_by_count(HOPPER, kind, 64, 14336, 4096)
+    wide = mma_heuristic(HOPPER, "Q4_K", 32, 14336, 4096)._replace(rows=128)
+    assert not mma_refusal(HOPPER, wide, "Q4_K", 32, 14336, 4096)
 
 
 def test_the_plain_kernel_keeps_its_rows_where_packed_products_gain_little(monkeypatch):

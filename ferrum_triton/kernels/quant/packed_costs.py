@@ -93,10 +93,10 @@ ENDS_US = {
 CUT = 1.12
 # What each tile after a program's first takes beside its blocks where the last tiles are parts.
 RAGGED_TURN_US = 1.5
-# The plain kernel by tiles of 16 and of 32 tokens: what a product takes beside its blocks, and a
-# block of 64 rows of those that an SM takes one after the other, of the same three sorts.
+# The plain kernel by its tiles of 64 rows: what a product takes beside its blocks, and each of them
+# that an SM takes one after the other, by a tile's tokens and of the same three sorts.
 MMA_END_US = 5.0
-MMA_BLOCK_US = {16: (0.335, 0.40, 0.5), 32: (0.42, 0.50, 0.53)}
+MMA_ROWS, MMA_BLOCK_US = 64, {16: (0.335, 0.40, 0.5), 32: (0.42, 0.50, 0.53)}
 # Weights of the smallest matrix that both were timed with.
 LEAST_WEIGHTS = 1 << 22
 # Decoding W and cuBLAS: microseconds of a launch, of a weight, and of a token's product with one.
@@ -183,11 +183,13 @@ def microseconds(
 
 def mma_microseconds(
     gpu: Gpu, config: MmaConfig, fmt: BlockFormat, num_rows: int, num_weights: int
-) -> float:
-    """What the plain kernel takes by count, of as many tokens as are in a tile of 16 or 32."""
+) -> float | None:
+    """What the plain kernel takes by count; None where no such tile was timed."""
+    if config.rows != MMA_ROWS or config.tokens not in MMA_BLOCK_US:
+        return None
     programs = cdiv(num_rows, config.rows) * config.splits
     turns = cdiv(programs, gpu.num_sms) * cdiv(cdiv(num_weights, BLOCK), config.splits)
-    return MMA_END_US + turns * config.rows / 64 * MMA_BLOCK_US[config.tokens][_sort(fmt)]
+    return MMA_END_US + turns * MMA_BLOCK_US[config.tokens][_sort(fmt)]
 
 
 def _tiles(gpu: Gpu, fmt: BlockFormat, tokens: int) -> list[PackedConfig]:
@@ -259,16 +261,15 @@ def packed_heuristic(
     if best is None:
         return None
     config, took = best
+    weights = num_rows * num_weights
     if other is None:
         launch, weight, product = DECODE_US
-        weights = num_rows * num_weights
         is_slower = took * GAIN > launch + weights * (weight + product * num_tokens)
-    elif other.tokens in MMA_BLOCK_US:
-        plain = mma_microseconds(gpu, other, FORMATS[kind], num_rows, num_weights)
-        is_slower = took > plain or num_rows * num_weights < LEAST_WEIGHTS
-    else:
-        is_slower = False
-    return None if is_slower else config
+        return None if is_slower else config
+    plain = mma_microseconds(gpu, other, FORMATS[kind], num_rows, num_weights)
+    if plain is not None and (took > plain or weights < LEAST_WEIGHTS):
+        return None
+    return config
 
 
 def count_refusal(
@@ -294,7 +295,7 @@ def mma_refusal(
 ) -> str:
     """Why the plain kernel's tile, measured at another shape, is not for one; "" if it is."""
     best = best_by_count(gpu, kind, num_tokens, num_rows, num_weights)
-    if best is None or tile.tokens not in MMA_BLOCK_US:
-        return ""
     took = mma_microseconds(gpu, tile, FORMATS[kind], num_rows, num_weights)
-    return "" if took <= GAIN * best[1] else f"takes {took:.0f} us by count, packed {best[1]:.0f}"
+    if took is None or best is None or took <= GAIN * best[1]:
+        return ""
+    return f"takes {took:.0f} us by count, packed {best[1]:.0f}"
