@@ -15,7 +15,7 @@ By fewer tokens they were fitted to 19 shapes by 16 and 32 tokens of the same fo
 to 14 configurations, copies of 71162e4). There the plain kernel's tiles are counted as well, and
 what takes less is chosen. With the measured rows, it takes 0.7 % longer on average than the fastest
 of all that was timed, and 1.11 times as long at most. Q5_K by 32 tokens was timed at four shapes
-and Q8_0 at one, chosen as Q6_K is (449e373); Q4_1, Q4_Z and Q5_0 were not.
+and Q8_0 at one, chosen as Q6_K is (449e373); Q4_1, Q4_Z, Q5_0 and Q5_1 were not.
 
 Where the last tokens have a smaller tile, the numbers of full ones told up to 11 % less than 16
 cases took (copies of 449e373), before a turn was counted as RAGGED_TURN_US.
