@@ -313,6 +313,10 @@ def _(make, kind, m, n, num_blocks):
     + [product_case("Q4_K:planes", m, 5120, 17408) for m in (64, 128, 256)]
     + [product_case("Q4_K:planes", m, 34816, 5120) for m in (128, 512)]
     + [
+        product_case("Q4_K:planes", m, n, k)
+        for m, n, k in ((16, 3584, 18944), (32, 2048, 8192), (32, 14336, 4096))
+    ]
+    + [
         product_case(f"{kind}:planes", m, n, k)
         for kind in ("Q8_0", "Q5_K", "Q4_Z", "Q4_1", "IQ4_NL")
         for m in (64, 128, 256, 1024)
