@@ -48,7 +48,8 @@ FAMILIES = {
     K + "hopper/mla": ("", "test_hopper_mla"),
     K + "hopper/packed": (
         "",
-        "test_hopper_packed test_hopper_packed_offsets test_hopper_packed_experts",
+        "test_hopper_packed test_hopper_packed_offsets test_hopper_packed_experts "
+        "test_hopper_packed_ragged",
     ),
     K + "hopper/packed_stores": (
         "",
@@ -109,9 +110,13 @@ FAMILIES = {
     K + "quant/descriptors": ("", "test_moe_planes test_quant_mma"),
     K + "quant/packed_config": (
         "",
-        "test_hopper_packed test_hopper_packed_offsets test_hopper_packed_experts",
+        "test_hopper_packed test_hopper_packed_offsets test_hopper_packed_experts "
+        "test_hopper_packed_ragged",
     ),
-    K + "quant/packed_costs": ("", "test_packed_costs test_hopper_packed test_shipped"),
+    K + "quant/packed_costs": (
+        "",
+        "test_packed_costs test_hopper_packed_ragged test_hopper_packed test_shipped",
+    ),
     K + "quant/mma_config": ("", "test_quant_mma test_recorded"),
     K + "quant/plane_rows": ("", "test_quant_planes test_quant_mma"),
     K + "quant/add_norm": ("interpret and add_rms_norm_quant", "test_add_norm"),
