@@ -33,6 +33,11 @@ ROOT = Path(__file__).parent.parent
 K = "ferrum_triton/kernels/"
 OPS = "ferrum_triton/ops/"
 METAL = "ferrum_triton/backends/metal/"
+PACKED = (
+    "",
+    "test_hopper_packed test_hopper_packed_offsets test_hopper_packed_experts "
+    "test_hopper_packed_ragged",
+)
 FAMILIES = {
     K: ("", "test_launch test_rows test_replay test_norm_laws"),
     K + "ahead": ("", "test_ahead"),
@@ -46,11 +51,7 @@ FAMILIES = {
     K + "hopper/attention_codes": ("", "test_hopper_paged_codes"),
     K + "hopper/attention_walk": ("", "test_hopper_paged"),
     K + "hopper/mla": ("", "test_hopper_mla"),
-    K + "hopper/packed": (
-        "",
-        "test_hopper_packed test_hopper_packed_offsets test_hopper_packed_experts "
-        "test_hopper_packed_ragged",
-    ),
+    K + "hopper/packed": PACKED,
     K + "hopper/packed_stores": (
         "",
         "test_hopper_packed test_hopper_packed_sums test_hopper_packed_experts",
@@ -108,11 +109,7 @@ FAMILIES = {
         "test_quant_fused test_quant_ops",
     ),
     K + "quant/descriptors": ("", "test_moe_planes test_quant_mma"),
-    K + "quant/packed_config": (
-        "",
-        "test_hopper_packed test_hopper_packed_offsets test_hopper_packed_experts "
-        "test_hopper_packed_ragged",
-    ),
+    K + "quant/packed_config": PACKED,
     K + "quant/packed_costs": (
         "",
         "test_packed_costs test_hopper_packed_ragged test_hopper_packed test_shipped",

@@ -16,6 +16,7 @@ from ferrum_triton.kernels.quant.packed_costs import (
     best_by_count,
     microseconds,
 )
+from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.formats import FORMATS
 from tests.compiling import compiled
 from tests.test_hopper_packed import LIMITS, emulate, error, gated, launch_of, tokens, wanted
@@ -84,8 +85,9 @@ def test_the_longest_program_is_counted(rows, full_m, left, tokens):
     part = last_tile(config, num_tokens)
     assume(part < tokens)
     sizes = [tokens] * (rows * full_m) + [part] * rows
-    took = [sum(BLOCK_US[size, 1][1] for size in sizes[i::132]) for i in range(132)]
-    turns = -(-len(sizes) // 132)
+    count = HOPPER.num_sms
+    took = [sum(BLOCK_US[size, 1][1] for size in sizes[i::count]) for i in range(count)]
+    turns = cdiv(len(sizes), count)
     want = 16 * max(took) + ENDS_US[tokens, 1].whole + (turns - 1) * RAGGED_TURN_US
     shape = num_tokens, 128 * rows, 4096
     assert microseconds(HOPPER, config, FORMATS["Q4_K"], *shape) == pytest.approx(want)

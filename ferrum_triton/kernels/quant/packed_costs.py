@@ -18,7 +18,8 @@ of all that was timed, and 1.11 times as long at most. Q5_K by 32 tokens was tim
 and Q8_0 at one, chosen as Q6_K is (449e373); Q4_1, Q4_Z, Q5_0 and Q5_1 were not.
 
 Where the last tokens have a smaller tile, the numbers of full ones told up to 11 % less than 16
-cases took (copies of 449e373), before a turn was counted as RAGGED_TURN_US.
+cases took (``Replay`` of ``gemm_quant``, copies of 449e373). RAGGED_TURN_US is an estimate of that,
+less what was gained in stores since (:func:`~ferrum_triton.kernels.hopper.packed.multiply_tile`).
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ def microseconds(
     if timed is None or timed[sort] is None or (fmt.values and tokens < LEAST_ALONE):
         return None
     block, ends = timed[sort], ENDS_US[tokens, config.ctas_per_sm]
-    tiles, blocks = cdiv(num_tokens, tokens) * cdiv(num_rows, TILE_ROWS), cdiv(num_weights, BLOCK)
+    row_tiles, blocks = cdiv(num_rows, TILE_ROWS), cdiv(num_weights, BLOCK)
+    tiles = cdiv(num_tokens, tokens) * row_tiles
     programs = programs_of(config, tiles, blocks, gpu.num_sms)
     if programs.cut:
         return programs.blocks * block * CUT + ends.cut
@@ -173,7 +175,7 @@ def microseconds(
     turns = cdiv(tiles, programs.count)
     if (part := last_tile(config, num_tokens)) < tokens:
         # The first program has as many full tiles as any other, and as many of all.
-        full = cdiv(num_tokens // tokens * cdiv(num_rows, TILE_ROWS), programs.count)
+        full = cdiv(num_tokens // tokens * row_tiles, programs.count)
         taken = full * block + (turns - full) * BLOCK_US[part, 1][sort]
         return blocks * taken + ends.whole + (turns - 1) * RAGGED_TURN_US
     alone = cdiv(tiles - (turns - 1) * programs.count, gpu.num_sms) == 1
@@ -284,10 +286,7 @@ def count_refusal(
     """
     shape = num_tokens, num_rows, num_weights
     took, best = microseconds(gpu, config, FORMATS[kind], *shape), best_by_count(gpu, kind, *shape)
-    gain = GAIN if last_tile(config, num_tokens) == config.tokens else 1
-    if took is None or best is None or took <= gain * best[1]:
-        return ""
-    return f"takes {took:.0f} us by count, and {best[1]:.0f} in tiles of {best[0].tokens}"
+    return _refusal(took, best, GAIN if last_tile(config, num_tokens) == config.tokens else 1)
 
 
 def mma_refusal(
@@ -296,6 +295,11 @@ def mma_refusal(
     """Why the plain kernel's tile, measured at another shape, is not for one; "" if it is."""
     best = best_by_count(gpu, kind, num_tokens, num_rows, num_weights)
     took = mma_microseconds(gpu, tile, FORMATS[kind], num_rows, num_weights)
-    if took is None or best is None or took <= GAIN * best[1]:
+    return _refusal(took, best, GAIN)
+
+
+def _refusal(took: float | None, best: tuple[PackedConfig, float] | None, gain: float) -> str:
+    """Why a choice is none where the best takes less by ``gain``; "" where either is not known."""
+    if took is None or best is None or took <= gain * best[1]:
         return ""
-    return f"takes {took:.0f} us by count, packed {best[1]:.0f}"
+    return f"takes {took:.0f} us by count, and {best[1]:.0f} in tiles of {best[0].tokens}"
