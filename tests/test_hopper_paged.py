@@ -1,12 +1,21 @@
 """Prefill over paged pools on Hopper in Gluon: emulated, compiled, and chosen where it may be."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from ferrum_triton import get_backend
+from ferrum_triton.gluon_emulator import run
+from ferrum_triton.kernels.attention import paged_prefill
 from ferrum_triton.kernels.attention.flash_plan import hopper_tile
 from ferrum_triton.kernels.attention.paged_prefill import prefill_config
 from ferrum_triton.kernels.gpu import gpu_of_arch
+from ferrum_triton.kernels.hopper import attention_paged
+from ferrum_triton.kernels.hopper.attention_walk import SEQUENCES, own_programs
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
@@ -100,6 +109,72 @@ def test_nothing_past_a_sequence_is_read(backend_name, block_size):
     check(backend, call)
 
 
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("cost", [1e-6, 0.05, 1.0, 1e6])
+def test_programs_leave_their_sms_to_decodes(cost, window, monkeypatch):
+    """One program, some or all of them take the blocks; results are those of a launch of all."""
+    backend = get_backend("interpret")
+    sms = SimpleNamespace(num_sms=7)
+    monkeypatch.setattr(attention_paged, "gpu_of", lambda _: sms)
+    call = sample(backend, q_lens=(1, 260, 3, 90), group_size=4, sliding_window=window)
+    alone = harness.clone(call)
+    monkeypatch.setattr(paged_prefill, "may_differ", lambda *_: False)
+    want, _ = attend(backend, alone)
+    monkeypatch.undo()
+    monkeypatch.setattr(attention_paged, "gpu_of", lambda _: sms)
+    monkeypatch.setattr(attention_paged, "BLOCK_COST", cost)
+    got, launches = attend(backend, call)
+    assert launches[0].meta["VARIANT"].shared
+    assert torch.equal(got, want) and torch.equal(call["lse"], alone["lse"])
+
+
+@gluon.jit
+def tell_programs(
+    to_ptr,
+    offsets_ptr,
+    cuts_ptr,
+    num_seqs,
+    capacity,
+    window,
+    sms,
+    cost,
+    keys,
+    VARIANT: gl.constexpr,
+):
+    programs = own_programs(
+        offsets_ptr, cuts_ptr, num_seqs, capacity, window, sms, cost, keys, VARIANT
+    )
+    gl.store(to_ptr + gl.program_id(0), gl.max(programs.load(SEQUENCES), 0))
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "offsets", "window", "grid", "programs"),
+    [
+        # 2 blocks count 968 + 100 keys three times, 6,408 for the decodes' 4,000: 62 of 100 SMs.
+        # Two heads' blocks are all taken by four programs.
+        ((64, 1, 1), (936, 1999, 1999), 0, 9, 4),
+        # 10 blocks of 260, 7,800 for 70,000: 10 SMs. Their 20 pairs take nine programs three turns,
+        # which seven do not exceed; ten take two.
+        ((320, 1), (0, 69_999), 0, 9, 7),
+        ((320, 1), (0, 69_999), 0, 40, 10),
+        ((320, 1, 1, 1), (0, 2**24, 2**24, 2**24), 0, 9, 1),
+        # A decode sees 208 keys at most: 78 SMs.
+        ((320, *(1,) * 10), (0, *(69_999,) * 10), 200, 9, 7),
+        ((320, 0), (0, 69_999), 0, 9, 9),  # without decodes all
+        ((1, 1), (5, 5), 0, 9, 0),
+    ],
+)
+def test_the_share_of_programs(q_lens, offsets, window, grid, programs):
+    launch, _ = recorded(sliding_window=window)
+    variant = replace(launch.meta["VARIANT"], block_b=16)
+    assert (variant.heads, variant.num_kv_heads, variant.few) == (4, 2, 8)
+    told, lens = torch.zeros(grid, dtype=torch.int32), torch.tensor([0, *q_lens])
+    cuts, offsets = lens.cumsum(0).int(), torch.tensor(offsets, dtype=torch.int32)
+    arguments = (told, offsets, cuts, len(q_lens), 2**26, window, 100, 3.0, 100)
+    run(tell_programs, grid, arguments, {"VARIANT": variant})
+    assert told.tolist() == [programs] * grid
+
+
 def test_every_wait_fence_and_arrival_is_needed():
     launches = [recorded(), recorded(head_dim=96)]
     launches += [recorded(cache_dtype=torch.float8_e4m3fn, head_dim=n) for n in (64, 96, 256)]
@@ -153,20 +228,16 @@ def test_the_plain_kernel_serves_what_this_one_cannot(axes):
 
 def test_it_is_chosen_for_its_gpu_where_it_was_seen_to_gain():
     hopper, other = gpu_of_arch("sm_90"), gpu_of_arch("sm_80")
-    shape = (128, False, True, False, "")
+    shape = (128, False, True, "")
     assert prefill_config.heuristic(hopper, *shape) == WIDE
-    assert prefill_config.heuristic(hopper, 128, False, False, True, "e4m3") == WIDE
-    assert prefill_config.heuristic(hopper, 128, False, False, False, "") == SMALL  # windows
-    assert prefill_config.heuristic(hopper, 256, False, True, False, "") == SMALL
-    for gpu, *of_plain in (
-        (other, *shape),
-        (hopper, 128, False, True, True, ""),  # decodes find room beside the plain kernel
-        (hopper, 128, True, True, False, ""),
-    ):
+    assert prefill_config.heuristic(hopper, 128, False, False, "e4m3") == WIDE
+    assert prefill_config.heuristic(hopper, 128, False, False, "") == SMALL  # windows
+    assert prefill_config.heuristic(hopper, 256, False, True, "") == SMALL
+    for gpu, *of_plain in ((other, *shape), (hopper, 128, True, True, "")):
         assert "path" not in prefill_config.heuristic(gpu, *of_plain)
     assert WIDE in prefill_config.candidates(hopper, *shape)
     assert WIDE not in prefill_config.candidates(other, *shape)
-    assert "16 bits" in prefill_config.refusal(hopper, WIDE, 128, True, True, False, "")
+    assert "16 bits" in prefill_config.refusal(hopper, WIDE, 128, True, True, "")
     assert "128 rows" in prefill_config.refusal(
-        hopper, hopper_tile(192, 64, 2), 64, False, True, False, ""
+        hopper, hopper_tile(192, 64, 2), 64, False, True, ""
     )

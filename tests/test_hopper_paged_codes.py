@@ -181,22 +181,22 @@ def test_machine_code(axes, dtype):
 def test_rows_of_one_kind_of_pool_say_nothing_of_others():
     hopper = gpu_of_arch("sm_90")
     for codes in FORMATS:
-        shape = (128, False, False, False, codes)
+        shape = (128, False, False, codes)
         assert prefill_config.heuristic(hopper, *shape) == WIDE
         assert WIDE in prefill_config.candidates(hopper, *shape)
     served = {row.shape[-1] for row in prefill_config.rows(hopper)}
     assert served >= {"", *FORMATS}
     for row in prefill_config.rows(hopper):
         for codes in served - {row.shape[-1]}:
-            assert prefill_config.distance(row.shape, (*row.shape[:4], codes)) == float("inf")
+            assert prefill_config.distance(row.shape, (*row.shape[:3], codes)) == float("inf")
     assert launch_of({}).kernel.name == KERNEL
 
 
 def test_what_has_no_room_is_refused():
     hopper = gpu_of_arch("sm_90")
     wide, deep = hopper_tile(128, 128, 2), hopper_tile(128, 64, 3)
-    assert "registers" in prefill_config.refusal(hopper, wide, 256, False, False, False, "e4m3")
-    assert "shared" in prefill_config.refusal(hopper, deep, 256, False, False, False, "e4m3")
+    assert "registers" in prefill_config.refusal(hopper, wide, 256, False, False, "e4m3")
+    assert "shared" in prefill_config.refusal(hopper, deep, 256, False, False, "e4m3")
     most = hopper_tile(128, 128, 3)
-    assert not prefill_config.refusal(hopper, most, 128, False, True, False, "")
-    assert "shared" in prefill_config.refusal(hopper, most, 128, False, False, False, "e4m3")
+    assert not prefill_config.refusal(hopper, most, 128, False, True, "")
+    assert "shared" in prefill_config.refusal(hopper, most, 128, False, False, "e4m3")

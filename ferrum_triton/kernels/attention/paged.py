@@ -95,7 +95,7 @@ def _prefill_of_few(call: Call, longest: int) -> Config | None:
     programs = call.block_tables.shape[0] * call.pool.num_kv_heads
     if 5 * programs < 2 * processors(call.q.device) or may_differ(call, longest):
         return None
-    config = choose_prefill(call, longest)
+    config = choose_prefill(call)
     return config if "path" in config else None
 
 
@@ -149,7 +149,7 @@ def paged_varlen_attention(
         # Only decode takes codes in words.
         in_words = call.pool.layout.quantised
         prompts = call._replace(pool=as_pool(*caches)) if in_words else call
-        launch_prefill(prompts, few, of_few or choose_prefill(prompts, longest))
+        launch_prefill(prompts, few, longest, of_few or choose_prefill(prompts))
     config = configure(call, k_cache.dtype, layout, call.group)
     launch_decode(call, config, few, False, after_prefill=has_long)
     return y

@@ -31,6 +31,7 @@ from ferrum_triton.kernels.attention.pages import (
 )
 from ferrum_triton.kernels.attention.plan import (
     Sequences,
+    blocks_of_rows,
     most_units,
     sequence_lengths,
     tile_range,
@@ -217,7 +218,6 @@ def _paged_decode_kernel(
     stride_q_head,
     stride_table,
     num_kv_heads,
-    row_blocks,  # of BLOCK_M rows, a unit and KV head
     num_seqs,
     capacity,  # keys a block table can hold
     num_blocks,
@@ -242,6 +242,7 @@ def _paged_decode_kernel(
     CACHE: tl.constexpr = ".cg" if UNITS.prefetch > 0 else ""
     batch = Sequences(kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity)
     if PDL and UNITS.prefetch > 0:
+        row_blocks = blocks_of_rows(batch, MAX_Q, GROUP, BLOCK_M, UNITS.block_b, CACHE)
         prefetch_unit(
             tl.program_id(0) // (num_kv_heads * row_blocks),
             tl.program_id(0) % (num_kv_heads * row_blocks) // row_blocks,
@@ -267,6 +268,7 @@ def _paged_decode_kernel(
     )
     if cu_parts_ptr is not None:
         store_cuts(cu_parts_ptr, units, ends, num_seqs)
+    row_blocks = blocks_of_rows(batch, MAX_Q, GROUP, BLOCK_M, UNITS.block_b, CACHE)
     # Heads of one unit are neighbours: their keys lie side by side in the same pages.
     column = tl.program_id(0) % (num_kv_heads * row_blocks)
     index = tl.program_id(0) // (num_kv_heads * row_blocks)
@@ -475,7 +477,6 @@ def launch_decode(
         **strides_of("q", q, *axes),
         stride_table=call.block_tables.stride(0),
         num_kv_heads=pool.num_kv_heads,
-        row_blocks=plan.row_blocks,
         num_seqs=num_seqs,
         capacity=call.capacity,
         num_blocks=pool.num_blocks,

@@ -53,9 +53,13 @@ ANY = tl.constexpr(2**31 - 1)
 # descriptors go to uniform registers; without it the tiles below spill.
 LEAST_SUMMED = 64
 
-# Time an SM takes for a block of queries and a key, over that for one of decode's keys: to be
-# judged by the mixed case of `bench.run paged_varlen_attention`.
+# Time an SM takes for a block of queries and a key, over that for one of decode's keys.
 BLOCK_COST = 2.0
+
+# Keys that take as long as a block's beginning and its end. Without them a prompt of 256 beside 63
+# decodes on 4,096 keys had one SM, and the two took 610 us for 266 (``bench.timing.Replay`` of
+# ``paged_varlen_attention``, H200, copies of 97d9a7c).
+BLOCK_KEYS = 300
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,9 @@ def own_programs(
     blocks,
     pairs,
     sliding_window,
+    sms,
     block_cost,
+    block_keys,
     FEW: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -96,11 +102,11 @@ def own_programs(
     if HAS_WINDOW:
         reach = tl.minimum(reach, sliding_window + BLOCK_Q)
         few_reach = tl.minimum(few_reach, sliding_window + FEW)
-    own = tl.sum(blocks * reach.to(tl.float32), axis=0) * block_cost
+    own = tl.sum(blocks * (reach + block_keys).to(tl.float32), axis=0) * block_cost
     few = known & (seq_queries <= FEW)
     others = tl.sum(tl.where(few, few_reach, 0).to(tl.float32), axis=0)
-    share = tl.num_programs(0) * (own / tl.maximum(own + others, 1.0))
-    programs = tl.maximum((share + 0.5).to(tl.int32), 1)
+    share = (sms * (own / tl.maximum(own + others, 1.0)) + 0.5).to(tl.int32)
+    programs = tl.maximum(tl.minimum(share, tl.num_programs(0)), 1)
     # As few as need no more turns.
     return tl.cdiv(pairs, tl.maximum(tl.cdiv(pairs, programs), 1))
 
@@ -149,7 +155,11 @@ def attend_tiles(
     return state
 
 
-@kernel(dynamic="num_seqs capacity num_blocks sliding_window block_cost scale softcap".split())
+# Scalars that change from call to call.
+DYNAMIC = "num_seqs capacity num_blocks sliding_window sms block_cost block_keys scale softcap"
+
+
+@kernel(dynamic=DYNAMIC.split())
 def _paged_prefill_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
     lse_ptr,  # [num_tokens, num_heads] or None
@@ -174,7 +184,9 @@ def _paged_prefill_kernel(
     capacity,  # keys a block table can hold
     num_blocks,
     sliding_window,
-    block_cost,  # over that of one of decode's keys; used if shared
+    sms,  # of the GPU; this and the next two are used if shared
+    block_cost,  # over that of one of decode's keys
+    block_keys,  # that a block's beginning and end count as
     scale,  # of scores; times log2(e) unless they are capped
     softcap,
     POOL: tl.constexpr,  # PoolLayout
@@ -211,7 +223,9 @@ def _paged_prefill_kernel(
             blocks,
             pairs,
             sliding_window,
+            sms,
             block_cost,
+            block_keys,
             FEW=FEW,
             HAS_WINDOW=HAS_WINDOW,
             BLOCK_Q=BLOCK_Q,
@@ -297,20 +311,20 @@ def is_narrow(pool: PoolTensors) -> bool:
 
 
 def prefill_heuristic(
-    gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, has_decodes: bool, codes: str
+    gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, codes: str
 ) -> Config:
-    """Hopper's kernel where it serves, unless the batch may be mostly decodes over floats.
+    """Hopper's kernel where it serves.
+
+    It leaves SMs to decodes as the plain one does. A prompt of 2,048 and 63 decodes, all on 4,096
+    keys, take 370 us for the plain kernel's 451, four of 1,024 and 124 decodes on 2,048 keys 333
+    for 366, and one of 8,192 and 72 on 8,192 1,226 for 1,503 (``bench.timing.Replay`` of
+    ``paged_varlen_attention`` under ``prefill_config.forced``, H200, copies of 97d9a7c).
 
     Args:
         is_simple: no window, over a pool of floats whose vectors are contiguous.
-        has_decodes: sequences have less than MANY_QUERIES queries on average and may differ, so
-            that the decode launch behind may have most of them. Its programs find room on an SM
-            beside the plain kernel's, and none beside Hopper's: a prompt of 2048 and 63 decodes
-            took 431 us with the plain kernel, at 696a01f, and 509 with Hopper's, at 1137d98
-            (``python -m bench.run paged_varlen_attention --case mixed``).
         codes: format of an 8-bit pool's, ``"e4m3"`` or ``"int8"``; else "". A row of one kind of
             pool says nothing of the others: Hopper's kernel widens codes beside the products. Over
-            a pool in e4m3 that prompt and those decodes take 485 us for the plain kernel's 936.
+            a pool in e4m3 a prompt of 2,048 and 63 decodes take 485 us for the plain kernel's 936.
             Eight sequences of 9 to 64 queries on 4,096 keys take 91 to 98 us for 186 to 193.
 
     Four sequences of 600 queries and 2,048 keys take 107 us for the plain kernel's 150 with heads
@@ -321,14 +335,14 @@ def prefill_heuristic(
     """
     block_n = 128 if head_dim <= 128 and (is_simple or codes) else 64
     config = hopper_tile(128, block_n, 2)
-    shape = (head_dim, is_float32, is_simple, has_decodes, codes)
-    if (codes or not has_decodes) and not prefill_refusal(gpu, config, *shape):
+    shape = (head_dim, is_float32, is_simple, codes)
+    if not prefill_refusal(gpu, config, *shape):
         return config
     return plain_heuristic(gpu, *shape)
 
 
 def plain_heuristic(
-    gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, has_decodes: bool, codes: str
+    gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, codes: str
 ) -> Config:
     """Rows, keys, warps and stages of a program of the plain kernel.
 
@@ -366,7 +380,6 @@ def prefill_refusal(
     head_dim: int,
     is_float32: bool,
     is_simple: bool,
-    has_decodes: bool,
     codes: str,
 ) -> str:
     """Why a GPU cannot launch Hopper's kernel with a configuration, or ""."""
@@ -380,7 +393,7 @@ def prefill_refusal(
 
 prefill_config = Tunable(
     "paged_varlen_attention",
-    ("head_dim", "is_float32", "is_simple", "has_decodes", "codes"),
+    ("head_dim", "is_float32", "is_simple", "codes"),
     prefill_heuristic,
     prefill_candidates,
     prefill_refusal,
@@ -394,14 +407,12 @@ def may_differ(call: Call, longest: int) -> bool:
     return longest * call.block_tables.shape[0] > 2 * call.q.shape[1]
 
 
-def choose_prefill(call: Call, longest: int) -> Config:
-    """The configuration for a varlen call's sequences, of up to ``longest`` queries."""
+def choose_prefill(call: Call) -> Config:
+    """The configuration for a varlen call's sequences of many queries."""
     pool, q = call.pool, call.q
-    num_tokens, _, head_dim = q.shape[1:]
+    head_dim = q.shape[3]
     is_simple = not (call.sliding_window or pool.layout.quantised or pool.layout.k_piece)
-    is_short = num_tokens < MANY_QUERIES * call.block_tables.shape[0]
-    has_decodes = is_short and may_differ(call, longest)
-    shape = (head_dim, q.dtype == torch.float32, is_simple, has_decodes, pool.codes)
+    shape = (head_dim, q.dtype == torch.float32, is_simple, pool.codes)
     config = prefill_config.pick(q.device, *shape)
     if "path" in config:
         from ferrum_triton.kernels.hopper.attention_paged import can_gather
@@ -411,22 +422,25 @@ def choose_prefill(call: Call, longest: int) -> Config:
     return config
 
 
-def launch_prefill(call: Call, few: int, config: Config) -> None:
+def launch_prefill(call: Call, few: int, longest: int, config: Config) -> None:
     """Attention of a varlen call's sequences of more than ``few`` queries.
 
     A decode launch must follow that takes the others, told that it is ``after_prefill``.
 
     Args:
+        longest: a bound on the queries of any sequence.
         config: what :func:`choose_prefill` gave.
     """
     if "path" in config:
         from ferrum_triton.kernels.hopper.attention_paged import attend_pages
 
-        attend_pages(call, few, config)
+        # Decode computes more for a key of 8 bits than memory takes to bring it: fewer SMs would
+        # take longer for it. The prompt above and its decodes take 475 us in e4m3, and 484 to 586
+        # with SMs left to them.
+        attend_pages(call, few, config, shared=may_differ(call, longest) and not call.pool.codes)
         return
     pool, q = call.pool, call.q
-    num_seqs = call.block_tables.shape[0]
-    num_tokens = q.shape[1]
+    num_seqs, num_tokens = call.block_tables.shape[0], q.shape[1]
     block_m = max(config["BLOCK_M"], next_power_of_2(call.group))
     # A sequence of these has more than `few` queries, so there are at most so many.
     most_seqs = min(num_seqs, num_tokens // (few + 1))
@@ -455,7 +469,9 @@ def launch_prefill(call: Call, few: int, config: Config) -> None:
         capacity=call.capacity,
         num_blocks=pool.num_blocks,
         sliding_window=call.sliding_window,
+        sms=processors(q.device),
         block_cost=BLOCK_COST,
+        block_keys=BLOCK_KEYS,
         scale=call.scale_log2,
         softcap=float(call.softcap),
         POOL=pool.layout,

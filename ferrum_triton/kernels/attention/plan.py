@@ -98,6 +98,29 @@ def units_of_sequences(
     return units, tl.cumsum(units, axis=0)
 
 
+@triton.jit
+def blocks_of_rows(
+    batch,
+    MAX_Q: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """Blocks of BLOCK_M rows that the sequence of the most queries fills for a KV head.
+
+    A batch of which every sequence has one query has no program for the rows of further ones. Those
+    that the grid has too many then come last, where SMs are idle anyway. Between the others, a
+    third of the programs would find that they have no rows.
+    """
+    blocks = tl.full([], (MAX_Q * GROUP + BLOCK_M - 1) // BLOCK_M, tl.int32)
+    if batch.cu_seqlens_q_ptr is not None and MAX_Q * GROUP > BLOCK_M:
+        queries, _, known = sequence_lengths(batch, tl.arange(0, BLOCK_B), MAX_Q, CACHE)
+        most = tl.max(tl.where(known, queries, 1), axis=0)
+        blocks = tl.cdiv(most * GROUP, BLOCK_M)
+    return blocks
+
+
 class Unit(NamedTuple):
     """A unit of a plan.
 

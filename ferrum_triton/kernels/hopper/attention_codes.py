@@ -22,8 +22,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ferrum_triton.kernels.hopper.attention_roles import ask, tile_of
-from ferrum_triton.kernels.hopper.attention_tiles import next_rank
-from ferrum_triton.kernels.hopper.attention_walk import begin, copy_pages, part_of, walk_to
+from ferrum_triton.kernels.hopper.attention_walk import (
+    begin,
+    copy_pages,
+    next_of,
+    part_of,
+    walk_to,
+)
 from ferrum_triton.kernels.hopper.rings import release, wait_empty, wait_full
 
 # How the warpgroup's threads share out the keys of a tile.
@@ -188,7 +193,7 @@ def widen_pages(streams, codes, scales, batch, VARIANT: gl.constexpr):
     """
     BLOCK_N: gl.constexpr = VARIANT.block_n
     turn, done = 0, 0  # blocks and tiles before
-    rank, walk = begin(batch)
+    rank, walk = begin(batch, VARIANT)
     walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
     while rank // VARIANT.num_kv_heads < walk.end:
         part = part_of(walk, rank, batch, VARIANT)
@@ -215,5 +220,5 @@ def widen_pages(streams, codes, scales, batch, VARIANT: gl.constexpr):
         done += tiles
         widen_tile(codes.v, streams.v, done - 1, held.v, VARIANT)
         turn += 1
-        rank = next_rank(rank, turn)
+        rank = next_of(rank, turn, batch, VARIANT)
         walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)

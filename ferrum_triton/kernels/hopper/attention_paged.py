@@ -39,12 +39,15 @@ from ferrum_triton.kernels.hopper.attention_roles import (
     attend,
     make_ring,
 )
-from ferrum_triton.kernels.hopper.attention_tiles import ROWS, finish, next_rank, whole_tiles
+from ferrum_triton.kernels.hopper.attention_tiles import ROWS, finish, whole_tiles
 from ferrum_triton.kernels.hopper.attention_walk import (
+    FLAT,
     Batch,
     PagedVariant,
     begin,
     copy_pages,
+    next_of,
+    own_programs,
     part_of,
     walk_to,
 )
@@ -56,8 +59,12 @@ from ferrum_triton.kernels.tuning import Config
 # Pages whose boxes are worth a copy, and that a tile or a part of one holds.
 BLOCK_SIZES = (16, 32, 64, 128)
 
-# How scales lie in shared memory.
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# Time an SM takes for a block of queries and a key, over that for one of decode's keys, and keys
+# that take as long as a block's beginning and its end. Of ten mixed batches, by costs of 1.8, 2.4
+# and 3.2, eight took within 4 % the same. A prompt of 2,048 and 63 decodes on 4,096 keys took 370,
+# 395 and 400 us, and one of 8,192 and 72 on 8,192 keys 1,226, 1,365 and 1,382
+# (``bench.timing.Replay`` of ``paged_varlen_attention``, H200, copies of 97d9a7c).
+BLOCK_COST, BLOCK_KEYS = 1.8, 300
 
 
 @gluon.jit
@@ -74,7 +81,7 @@ def produce_pages(streams, batch, VARIANT: gl.constexpr):
     CONSUMERS: gl.constexpr = VARIANT.consumers
     BLOCK_N: gl.constexpr = VARIANT.block_n
     turn, done = 0, 0  # blocks and tiles before
-    rank, walk = begin(batch)
+    rank, walk = begin(batch, VARIANT)
     walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
     while rank // VARIANT.num_kv_heads < walk.end:
         part = part_of(walk, rank, batch, VARIANT)
@@ -91,7 +98,7 @@ def produce_pages(streams, batch, VARIANT: gl.constexpr):
         done += block.tiles
         ask_pages(streams.v, done - 1, key, part, batch, VARIANT)
         turn += 1
-        rank = next_rank(rank, turn)
+        rank = next_of(rank, turn, batch, VARIANT)
         walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
 
 
@@ -122,7 +129,7 @@ class Targets(NamedTuple):
 def consume_pages(streams, targets, batch, OWN: gl.constexpr, VARIANT: gl.constexpr):
     """The part of a consumer: 64 rows of each of the program's blocks."""
     turn, done = 0, 0  # blocks and tiles before
-    rank, walk = begin(batch)
+    rank, walk = begin(batch, VARIANT)
     walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
     while rank // VARIANT.num_kv_heads < walk.end:
         part = part_of(walk, rank, batch, VARIANT)
@@ -132,7 +139,7 @@ def consume_pages(streams, targets, batch, OWN: gl.constexpr, VARIANT: gl.conste
         # Found anew, which costs less than registers that the products need.
         store_part(state, part_of(walk, rank, batch, VARIANT), targets, OWN, VARIANT)
         turn += 1
-        rank = next_rank(rank, turn)
+        rank = next_of(rank, turn, batch, VARIANT)
         walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
 
 
@@ -164,7 +171,12 @@ def members(part, OWN: gl.constexpr, LAYOUT: gl.constexpr, VARIANT: gl.constexpr
     return (part.token + query).to(gl.int64), head.to(gl.int64), exists
 
 
-@gluon_kernel(dynamic="num_seqs capacity num_blocks sliding_window scale_log2 softcap_log2".split())
+# Scalars that change from call to call.
+DYNAMIC = "num_seqs capacity num_blocks sliding_window sms block_cost block_keys "
+DYNAMIC += "scale_log2 softcap_log2"
+
+
+@gluon_kernel(dynamic=DYNAMIC.split())
 def _hopper_paged_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
     lse_ptr,  # [num_tokens, num_heads] or None
@@ -186,6 +198,9 @@ def _hopper_paged_kernel(
     capacity,
     num_blocks,
     sliding_window,
+    sms,  # of the GPU; used if SMs are shared
+    block_cost,  # see own_programs; likewise
+    block_keys,
     scale_log2,
     softcap_log2,
     VARIANT: gl.constexpr,
@@ -224,6 +239,19 @@ def _hopper_paged_kernel(
         stride_lse_token,
         stride_lse_head,
     )
+    programs = None
+    if VARIANT.shared:
+        programs = own_programs(
+            pos_offsets_ptr,
+            cu_seqlens_q_ptr,
+            num_seqs,
+            capacity,
+            sliding_window,
+            sms,
+            block_cost,
+            block_keys,
+            VARIANT,
+        )
     batch = Batch(
         block_tables_ptr,
         pos_offsets_ptr,
@@ -235,6 +263,7 @@ def _hopper_paged_kernel(
         sliding_window,
         scale_log2,
         softcap_log2,
+        programs,
     )
     if VARIANT.codes == "":
         gl.warp_specialize(
@@ -326,12 +355,16 @@ def can_gather(call: Call) -> bool:
     )
 
 
-def attend_pages(call: Call, few: int, config: Config) -> None:
-    """Attention of a varlen call's sequences of more than ``few`` queries."""
+def attend_pages(call: Call, few: int, config: Config, shared: bool) -> None:
+    """Attention of a varlen call's sequences of more than ``few`` queries.
+
+    Args:
+        shared: whether others may be decodes, to whose launch SMs are left.
+    """
     head_dim, group, pool = call.out.shape[3], call.group, call.pool
     heads, (block_d, block_e) = next_power_of_2(group), split_columns(head_dim)
     block_n, layout = config["BLOCK_N"], pool.layout
-    q, out = call.q[0], call.out[0]
+    q, out, num_seqs = call.q[0], call.out[0], call.block_tables.shape[0]
     factor = abs(call.scale) * LOG2_E.value * (2.0 / call.softcap if call.softcap > 0 else 1.0)
     codes = pool.codes
     # With a warp to ask a program has 512 threads. For products of 256 columns, each has too few
@@ -367,11 +400,14 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
         v_scales=layout.v_scales if codes else None,
         token_step=out.stride(0),
         head_step=out.stride(1),
+        shared=shared,
+        block_b=next_power_of_2(num_seqs) if shared else 0,
     )
     # A sequence of these has more than `few` queries, so there are at most so many.
-    most_seqs = min(call.block_tables.shape[0], q.shape[0] // (few + 1))
+    most_seqs = min(num_seqs, q.shape[0] // (few + 1))
     most_blocks = q.shape[0] // (variant.consumers * variant.queries) + most_seqs
-    programs = min(most_blocks * pool.num_kv_heads, gpu_of(q.device).num_sms)
+    sms = gpu_of(q.device).num_sms
+    programs = min(most_blocks * pool.num_kv_heads, sms)
     rows = ([pool.num_kv_heads, q.shape[0], group], [group * q.stride(1), q.stride(0), q.stride(1)])
     pages = [pool.num_blocks, pool.num_kv_heads, layout.block_size]
     k_steps, v_steps = ([s.block, s.head, s.slot] for s in (layout.k, layout.v))
@@ -393,10 +429,13 @@ def attend_pages(call: Call, few: int, config: Config) -> None:
         v_desc=columns_of(v_pages, pages, v_steps, of_page, 0, variant.block_v),
         **strides_of("lse", None if call.lse is None else call.lse[0], "token", "head"),
         stride_table=call.block_tables.stride(0),
-        num_seqs=call.block_tables.shape[0],
+        num_seqs=num_seqs,
         capacity=call.capacity,
         num_blocks=pool.num_blocks,
         sliding_window=call.sliding_window,
+        sms=sms,
+        block_cost=BLOCK_COST,
+        block_keys=BLOCK_KEYS,
         scale_log2=max(factor, LEAST_SCALE.value),
         softcap_log2=call.softcap * LOG2_E.value,
         VARIANT=variant,

@@ -138,7 +138,7 @@ def produce(streams, call, VARIANT: gl.constexpr):
         done += block.tiles
         ask(streams.v, done - 1, batch, kv_head, key)
         turn += 1
-        rank = next_rank(rank, turn)
+        rank = next_rank(rank, turn, gl.num_programs(0))
 
 
 @gluon.jit
@@ -332,5 +332,5 @@ def consume(streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
         store_rows(state, block, rows, turn, streams, outputs, call, OWN, VARIANT)
         done += block.tiles
         turn += 1
-        rank = next_rank(rank, turn)
+        rank = next_rank(rank, turn, gl.num_programs(0))
     tma.store_wait(0)

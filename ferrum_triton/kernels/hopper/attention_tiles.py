@@ -133,13 +133,13 @@ class Block(NamedTuple):
 
 
 @gluon.jit
-def next_rank(rank, turn):
+def next_rank(rank, turn, programs):
     """The rank of the block that this program takes in a turn after that of the one before.
 
     Every other turn goes through the programs backwards: the one that had the longest block of a
     turn has the shortest of the next.
     """
-    return 2 * turn * gl.num_programs(0) - 1 - rank
+    return 2 * turn * programs - 1 - rank
 
 
 @gluon.jit

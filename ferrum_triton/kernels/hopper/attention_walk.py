@@ -12,7 +12,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ferrum_triton.kernels.attention.pages import Steps
-from ferrum_triton.kernels.hopper.attention_tiles import ROWS, Block, Variant
+from ferrum_triton.kernels.hopper.attention_tiles import ROWS, Block, Variant, next_rank
+
+# How a program's threads share out the sequences before they part.
+SEQUENCES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+# How what is no matrix lies in shared memory.
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class PagedVariant(Variant):
         k_scales, v_scales: strides of the pool's scales; None where it has none.
         token_step, head_step: strides of the result. Constants, as the pool's are to the plain
             kernel, take no registers.
+        shared: SMs are left to the decode launch that follows.
+        block_b: power of two >= num_seqs, where they are.
     """
 
     heads: int = 1
@@ -43,6 +51,8 @@ class PagedVariant(Variant):
     v_scales: Steps | None = None
     token_step: int = 0
     head_step: int = 0
+    shared: bool = False
+    block_b: int = 0
 
     @property
     def queries(self) -> int:
@@ -64,6 +74,7 @@ class Batch(NamedTuple):
         cu_seqlens_q_ptr: where each sequence's queries begin, [num_seqs + 1].
         capacity: keys a block table can hold.
         num_blocks: blocks of the pool.
+        programs: what :func:`own_programs` gave, where SMs are left to decodes; else None.
     """
 
     tables_ptr: Any
@@ -76,6 +87,7 @@ class Batch(NamedTuple):
     sliding_window: Any
     scale_log2: Any
     softcap_log2: Any
+    programs: Any
 
 
 class Walk(NamedTuple):
@@ -116,13 +128,81 @@ def blocks_of(seq, batch, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def begin(batch):
-    """A program's first rank, and the walk before it.
+def own_programs(
+    pos_offsets_ptr,
+    cu_seqlens_q_ptr,
+    num_seqs,
+    capacity,
+    sliding_window,
+    sms,
+    block_cost,
+    block_keys,
+    VARIANT: gl.constexpr,
+):
+    """How many programs keep working, where the others leave SMs to decodes: in shared memory.
+
+    Their share of the SMs is that of the blocks in all that both launches have to do. Of as many
+    those end at once without which there are no more turns. Work is counted in keys of one KV head,
+    a block's queries taken at their sequence's middle. Without decodes all programs work.
+
+    Args:
+        sms: of the GPU.
+        block_cost: time an SM takes for a block and a key, over that for one of decode's keys.
+        block_keys: keys that take as long as a block's beginning and its end.
+    """
+    seq = gl.arange(0, VARIANT.block_b, SEQUENCES)
+    known = seq < num_seqs
+    starts = cu_seqlens_q_ptr + seq
+    first = gl.load(starts, mask=known, other=0)
+    queries = (gl.load(starts + 1, mask=known, other=0) - first).to(gl.int32)
+    keys = gl.load(pos_offsets_ptr + seq, mask=known, other=0) + queries
+    keys = gl.minimum(gl.maximum(keys, 0), capacity).to(gl.int32)
+    step: gl.constexpr = VARIANT.consumers * VARIANT.queries
+    reach, few_reach = keys - queries // 2, keys
+    if VARIANT.has_window:
+        reach = gl.minimum(reach, sliding_window + step)
+        few_reach = gl.minimum(few_reach, sliding_window + VARIANT.few)
+    blocks = gl.where(queries > VARIANT.few, gl.cdiv(queries, step), 0)
+    is_few = (queries > 0) & (queries <= VARIANT.few)
+    own = gl.sum(blocks * (reach + block_keys).to(gl.float32), 0) * block_cost
+    others = gl.sum(gl.where(is_few, few_reach, 0).to(gl.float32), 0)
+    pairs = gl.sum(blocks, 0) * VARIANT.num_kv_heads
+    share = (sms * (own / gl.maximum(own + others, 1.0)) + 0.5).to(gl.int32)
+    programs = gl.maximum(gl.minimum(share, gl.num_programs(0)), 1)
+    fewest = gl.cdiv(pairs, gl.maximum(gl.cdiv(pairs, programs), 1))
+    programs = gl.where(others > 0, fewest, programs)
+    shared = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+    shared.store(gl.full([1], programs, gl.int32, SEQUENCES))
+    return shared
+
+
+@gluon.jit
+def programs_of(batch, VARIANT: gl.constexpr):
+    """The programs that take blocks. Read where needed, it holds no register meanwhile."""
+    programs = gl.num_programs(0)
+    if VARIANT.shared:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        programs = gl.max(batch.programs.load(LAYOUT), 0)
+    return programs
+
+
+@gluon.jit
+def begin(batch, VARIANT: gl.constexpr):
+    """A program's first rank, and the walk before it, which has ended where it has no part.
 
     0 is added to both, as attention_roles.store_rows says why.
     """
     nothing = (gl.load(batch.cu_seqlens_q_ptr) >> 31).to(gl.int32)
-    return gl.program_id(0) + nothing, Walk(batch.num_seqs + nothing, 0)
+    seq = batch.num_seqs + nothing
+    if VARIANT.shared:
+        seq = gl.where(gl.program_id(0) < programs_of(batch, VARIANT), seq, 0)
+    return gl.program_id(0) + nothing, Walk(seq, 0)
+
+
+@gluon.jit
+def next_of(rank, turn, batch, VARIANT: gl.constexpr):
+    """The rank of the block that this program takes in a turn after that of the one before."""
+    return next_rank(rank, turn, programs_of(batch, VARIANT))
 
 
 @gluon.jit
