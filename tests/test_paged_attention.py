@@ -57,6 +57,7 @@ def cut_fine():
         "PROGRAMS": 1000,
         "LEAST_KEYS": 16,
         "PREFETCH": 2,
+        "AHEAD": 0,
         "num_warps": 4,
         "num_stages": 2,
     }

@@ -14,6 +14,9 @@ INVARIANT_KEYS = 1024
 # The least pairs of sequence and head, and keys of all, that need no cuts to fill the GPU.
 MANY_PAIRS, MANY_KEYS = 128, 250_000
 
+# Pairs up to which a step reads blocks ahead of keys.
+FEW_PAIRS = 16
+
 # Shared memory that the queues below take; other GPUs have tiles that fit 64 KB.
 DEEP_QUEUES = 200_000
 
@@ -26,6 +29,7 @@ def decode_heuristic(
     key_bytes: int,
     rows: int,
     is_varlen: bool,
+    beside_prefill: bool,
     is_plain: bool,
 ) -> Config:
     """Tile, warps, loads in flight, programs to aim at, least keys of a unit, early tiles.
@@ -47,10 +51,15 @@ def decode_heuristic(
     sequences of four queries on 4,096 keys take 55 us for 59, and 64 of them 259 us for 330. Eight
     of five queries take 73 us for 92 (the same of ``paged_varlen_attention``).
 
+    With blocks read ahead by hand, three tiles are in flight where the compiler's pipeline has one,
+    by fewer registers. By 4,096 keys, 63 single queries take 255 us for 283, and 64 times four take
+    261 for 287. Beside a prompt of 2,048 they take 437 for 382 (the same, copies of 97d9a7c).
+
     Args:
         key_bytes: bytes of a key and its value.
         rows: queries times heads of a sequence and KV head.
         is_varlen: whether sequences differ in their queries.
+        beside_prefill: whether a prefill has some of the SMs meanwhile.
         is_plain: whether vectors are contiguous, of a power of two of 16-bit floats or codes, or of
             two strips of such floats.
     """
@@ -74,6 +83,8 @@ def decode_heuristic(
     if few_rows and key_bytes < 512 and pairs >= 256:
         # What tells sequences apart takes registers that deeper queues on 2 warps do not leave.
         return {**_free(config), "num_warps": 4, "num_stages": 3}
+    if key_bytes == 512 and few_rows and not beside_prefill:
+        return _config(64, 256, 128, 4, 4, ahead=1)
     return _config(128, 256, 128, 4, 2)
 
 
@@ -136,13 +147,20 @@ def _free(config: Config) -> Config:
 
 
 def _config(
-    block_n: int, programs: int, least_keys: int, warps: int, stages: int, prefetch: int = 0
+    block_n: int,
+    programs: int,
+    least_keys: int,
+    warps: int,
+    stages: int,
+    prefetch: int = 0,
+    ahead: int = 0,
 ) -> Config:
     return {
         "BLOCK_N": block_n,
         "PROGRAMS": programs,
         "LEAST_KEYS": least_keys,
         "PREFETCH": prefetch,
+        "AHEAD": ahead,
         "num_warps": warps,
         "num_stages": stages,
     }
@@ -150,25 +168,30 @@ def _config(
 
 def decode_candidates(gpu: Gpu, *shape: Dim) -> list[Config]:
     """Tiles of 16 to 128 keys, on one warp for every 16 to 32 of them."""
-    # Keys, warps, loads in flight, tiles asked for before the wait.
+    # Keys, warps, loads in flight, tiles asked for before the wait, whether blocks are read ahead.
     tiles = (
-        (16, 1, 6, 0),
-        (32, 1, 4, 0),
-        (32, 1, 4, 1),
-        (32, 2, 3, 0),
-        (32, 2, 5, 0),
-        (32, 4, 2, 0),
-        (64, 2, 3, 0),
-        (64, 2, 5, 0),
-        (64, 4, 3, 0),
-        (64, 4, 5, 0),
-        (128, 4, 2, 0),
-        (128, 4, 2, 2),
-        (128, 4, 3, 0),
+        (16, 1, 6, 0, 0),
+        (32, 1, 4, 0, 0),
+        (32, 1, 4, 1, 0),
+        (32, 2, 3, 0, 0),
+        (32, 2, 5, 0, 0),
+        (32, 4, 2, 0, 0),
+        (64, 2, 3, 0, 0),
+        (64, 2, 5, 0, 0),
+        (64, 4, 3, 0, 0),
+        (64, 4, 5, 0, 0),
+        (128, 4, 2, 0, 0),
+        (128, 4, 2, 2, 0),
+        (128, 4, 3, 0, 0),
+        (32, 2, 4, 0, 1),
+        (64, 2, 3, 0, 1),
+        (64, 4, 3, 0, 1),
+        (64, 4, 4, 0, 1),
+        (128, 4, 2, 0, 1),
     )
     configs = [
-        _config(block_n, programs, least_keys, warps, stages, prefetch)
-        for block_n, warps, stages, prefetch in tiles
+        _config(block_n, programs, least_keys, warps, stages, prefetch, ahead)
+        for block_n, warps, stages, prefetch, ahead in tiles
         for programs in (128, 256, 512)
         for least_keys in (64, 128)
         if least_keys >= block_n
@@ -188,12 +211,21 @@ WITHIN = {"batch": 1.5, "num_kv_heads": 1.5, "capacity": 1.5, "key_bytes": 1.0}
 
 decode_config = Tunable(
     "paged_decode_attention",
-    ("batch", "num_kv_heads", "capacity", "key_bytes", "rows", "is_varlen", "is_plain"),
+    (
+        "batch",
+        "num_kv_heads",
+        "capacity",
+        "key_bytes",
+        "rows",
+        "is_varlen",
+        "beside_prefill",
+        "is_plain",
+    ),
     decode_heuristic,
     decode_candidates,
     fits=decode_fits,
     within=WITHIN,
-    parameters={"PREFETCH": integer(0, 16)},
+    parameters={"PREFETCH": integer(0, 16), "AHEAD": integer(0, 1)},
 )
 
 
@@ -213,21 +245,30 @@ def step_heuristic(
     and 1.6 % off one of 32; little work is merged sooner by the many programs of another launch, by
     0.9 % of a step (``python -m bench.tune_step qwen3-8b --batches 1 8 32``). On AMD's GPUs
     another launch merges, see :attr:`Gpu.waits_for_stores`.
+
+    Up to FEW_PAIRS blocks are read ahead. With 8 KV heads of 128, a sequence of 8,192 keys takes
+    17.8 us for 18.7 and one of 32,768 40.7 for 43.0; four of 2,048 take 16.5 for 16.0, and from
+    eight on either takes within 3 % the same (``bench.timing.Replay`` of
+    ``qkv_paged_decode_attention`` under ``step_config.forced`` of each, H200, copies of 97d9a7c).
     """
     config = decode_heuristic(
-        gpu, batch, num_kv_heads, capacity, key_bytes, rows, is_varlen=False, is_plain=is_plain
+        gpu, batch, num_kv_heads, capacity, key_bytes, rows, False, False, is_plain
     )
     merges = int(gpu.waits_for_stores)
+    reads_ahead = is_plain and key_bytes == 512
     if config["PREFETCH"] > 0:
         # Most programs have one tile, for which there is nothing to be loaded ahead.
-        return {**config, "num_stages": 2, "MERGES": 0}
+        return {**config, "num_stages": 2, "AHEAD": int(reads_ahead), "MERGES": 0}
     if not is_plain:
         config = _shallow_queue()
     elif config["num_warps"] == 2:
+        pairs = batch * num_kv_heads
         if key_bytes > 512:
             config = _config(32, 256, 128, 4, 3)
-        elif batch * num_kv_heads >= 256 and not has_strips(key_bytes):
+        elif pairs >= 256 and not has_strips(key_bytes):
             config = _config(128, 256, 128, 4, 3)
+        elif reads_ahead and pairs <= FEW_PAIRS:
+            config = _config(128, 256, 128, 4, 2, ahead=1)
         else:
             config = _config(32, 512, 128, 4, 2)
     return {**config, "MERGES": merges}
@@ -247,7 +288,7 @@ step_config = Tunable(
     step_candidates,
     fits=decode_fits,
     within=WITHIN,
-    parameters={"PREFETCH": integer(0, 16), "MERGES": integer(0, 1)},
+    parameters={"PREFETCH": integer(0, 16), "AHEAD": integer(0, 1), "MERGES": integer(0, 1)},
 )
 
 

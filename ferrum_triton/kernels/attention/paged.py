@@ -26,16 +26,22 @@ FEW_QUERIES, FEW_ROWS = 8, 16
 
 
 def configure(
-    call: Call, cache: torch.dtype, layout: str, rows: int, batch_invariant: bool = False
+    call: Call,
+    cache: torch.dtype,
+    layout: str,
+    rows: int,
+    batch_invariant: bool = False,
+    beside_prefill: bool = False,
 ) -> Config:
     """The configuration of a decode launch.
 
     Args:
         rows: queries times heads of a sequence and KV head.
+        beside_prefill: whether it has the other sequences of a batch whose prefill is under way.
     """
     sizes = sizes_of(call, cache, batch_invariant)
     is_varlen, plain = call.cu_seqlens_q is not None, is_plain(call.out.shape[3], cache, layout)
-    return decode_config.pick(call.q.device, *sizes, rows, is_varlen, plain)
+    return decode_config.pick(call.q.device, *sizes, rows, is_varlen, beside_prefill, plain)
 
 
 @decode_op.impl("triton")
@@ -150,6 +156,6 @@ def paged_varlen_attention(
         in_words = call.pool.layout.quantised
         prompts = call._replace(pool=as_pool(*caches)) if in_words else call
         launch_prefill(prompts, few, longest, of_few or choose_prefill(prompts))
-    config = configure(call, k_cache.dtype, layout, call.group)
+    config = configure(call, k_cache.dtype, layout, call.group, beside_prefill=has_long)
     launch_decode(call, config, few, False, after_prefill=has_long)
     return y

@@ -14,17 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.attention.codes import from_quarters, in_quarters
 from ferrum_triton.kernels.attention.decode_config import INVARIANT_KEYS, unit_sizes
 from ferrum_triton.kernels.attention.merge import merge_parts, strides_of
 from ferrum_triton.kernels.attention.pages import (
     Attention,
     Pool,
     PoolTensors,
-    Queries,
     Tiles,
-    attend_pages,
     head_of,
+    is_narrow,
     prefetch_pages,
     scaled_queries,
     sink_logits,
@@ -39,8 +37,15 @@ from ferrum_triton.kernels.attention.plan import (
     unit_range,
     units_of_sequences,
 )
-from ferrum_triton.kernels.attention.softmax import LOG2_E, Softmax, finish, first_state, store_rows
-from ferrum_triton.kernels.attention.strips import from_strips, in_strips, strip_of
+from ferrum_triton.kernels.attention.softmax import (
+    LEAST_SCALE,
+    LOG2_E,
+    finish,
+    first_state,
+    store_rows,
+)
+from ferrum_triton.kernels.attention.strips import strip_of
+from ferrum_triton.kernels.attention.units import attend_unit
 from ferrum_triton.kernels.jit import OPTIONS, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -137,57 +142,6 @@ def prefetch_unit(
         table_ptr = block_tables_ptr + unit.seq.to(tl.int64) * stride_table
         tiles = Tiles(first, first, end, end, keys, table_ptr)
         prefetch_pages(head_of(pool, kv_head.to(tl.int64), POOL), tiles, POOL, ATTENTION)
-
-
-@triton.jit
-def attend_unit(
-    state,
-    queries,
-    num_queries,
-    keys,
-    first,
-    end,
-    pool_head,
-    table_ptr,
-    POOL: tl.constexpr,
-    ATTENTION: tl.constexpr,
-):
-    """The softmax of a sequence's newest queries over its tiles [first, end) as well.
-
-    Args:
-        state: that before them, whose ``acc`` is float32 [BLOCK_M, BLOCK_D].
-    """
-    BLOCK_N: tl.constexpr = ATTENTION.block_n
-    IN_WORDS: tl.constexpr = pool_head.k_ptr.dtype.element_ty == tl.int32
-    STRIP: tl.constexpr = ATTENTION.strip
-    if IN_WORDS:
-        state = Softmax(in_quarters(state.acc), state.row_max, state.row_sum)
-    elif STRIP > 0:
-        state = Softmax(in_strips(state.acc, STRIP), state.row_max, state.row_sum)
-        queries = Queries(
-            in_strips(queries.q, STRIP),
-            queries.position,
-            queries.score_factor,
-            queries.value_factor,
-            queries.softcap,
-            queries.sliding_window,
-        )
-    # Tiles that every query sees whole, then the last ones; with a window every tile is an edge.
-    whole_end = first
-    if not ATTENTION.has_window:
-        seen_by_all = tl.maximum((keys - num_queries + 1) // BLOCK_N, 0)
-        whole_end = tl.minimum(tl.maximum(seen_by_all, first), end)
-    tiles = Tiles(first, first, whole_end, end, keys, table_ptr)
-    if not ATTENTION.has_window:
-        state = attend_pages(
-            state, queries, pool_head, tiles, first, whole_end, False, POOL, ATTENTION
-        )
-    state = attend_pages(state, queries, pool_head, tiles, whole_end, end, True, POOL, ATTENTION)
-    if IN_WORDS:
-        state = Softmax(from_quarters(state.acc), state.row_max, state.row_sum)
-    elif STRIP > 0:
-        state = Softmax(from_strips(state.acc), state.row_max, state.row_sum)
-    return state
 
 
 @kernel(dynamic=DYNAMIC.split())
@@ -360,16 +314,17 @@ class Call(NamedTuple):
         """The scale as kernels take it: a cap brings its own log2(e)."""
         return self.scale if self.softcap > 0 else self.scale * LOG2_E.value
 
-    def attention(self, block_m: int, block_n: int, takes_strips: bool = False) -> Attention:
+    def attention(self, block_m: int, block_n: int, config: Config | None = None) -> Attention:
         """What kernels specialise on.
 
         Args:
-            takes_strips: whether the kernel can take a head in strips. In float32, or by more rows
-                than tensor cores take at least, it would spill.
+            config: decode's, which can take a head in strips, and blocks ahead of keys. In float32,
+                or by more rows than tensor cores take at least, strips would spill.
         """
-        head_dim = self.out.shape[3]
-        in_block = self.pool.layout.quantised or self.pool.layout.k_piece
-        fits = self.q.itemsize == 2 and block_m == 16 and not in_block
+        head_dim, pool = self.out.shape[3], self.pool
+        is_plain = self.q.itemsize == 2 and not (pool.layout.quantised or pool.layout.k_piece)
+        strip = strip_of(head_dim) if config and is_plain and block_m == 16 else 0
+        ahead = is_plain and not strip and is_narrow(pool) and self.scale >= LEAST_SCALE.value
         return Attention(
             group=self.group,
             head_dim=head_dim,
@@ -379,7 +334,8 @@ class Call(NamedTuple):
             block_n=block_n,
             block_d=max(next_power_of_2(head_dim), 16),
             precision="ieee" if self.q.dtype == torch.float32 else "tf32",
-            strip=strip_of(head_dim) if takes_strips and fits else 0,
+            strip=strip,
+            ahead=bool(config and config["AHEAD"] and ahead),
         )
 
 
@@ -486,7 +442,7 @@ def launch_decode(
         scale=call.scale_log2,
         softcap=float(call.softcap),
         POOL=pool.layout,
-        ATTENTION=call.attention(plan.block_m, plan.block_n, takes_strips=True),
+        ATTENTION=call.attention(plan.block_m, plan.block_n, config=config),
         UNITS=Units(max_q, batch_invariant, next_power_of_2(num_seqs), after_prefill, prefetch),
         **{option: config[option] for option in OPTIONS if option in config},
     )

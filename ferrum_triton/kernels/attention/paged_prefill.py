@@ -22,20 +22,20 @@ from ferrum_triton.kernels.attention.flash_plan import (
     hopper_tile,
     tile,
 )
+from ferrum_triton.kernels.attention.float_tiles import attend_floats
 from ferrum_triton.kernels.attention.merge import strides_of
 from ferrum_triton.kernels.attention.paged_decode import Call
 from ferrum_triton.kernels.attention.pages import (
     Pool,
-    PoolTensors,
     Queries,
     Tiles,
     attend_pages,
     head_of,
+    is_narrow,
     scaled_queries,
     sink_logits,
 )
 from ferrum_triton.kernels.attention.plan import Sequences, sequence_lengths
-from ferrum_triton.kernels.attention.prefill_tiles import attend_floats
 from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, finish, first_state, store_rows
 from ferrum_triton.kernels.attention.tensor_maps import LARGE
 from ferrum_triton.kernels.gpu import Gpu, gpu_of
@@ -299,14 +299,6 @@ def positive(queries, NEGATE: tl.constexpr):
         queries.value_factor,
         queries.softcap,
         queries.sliding_window,
-    )
-
-
-def is_narrow(pool: PoolTensors) -> bool:
-    """Whether 32 bits hold the offset of every slot of a head."""
-    return all(
-        pool.num_blocks * steps.block + pool.layout.block_size * steps.slot <= 2**32
-        for steps in (pool.layout.k, pool.layout.v)
     )
 
 

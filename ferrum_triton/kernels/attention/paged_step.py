@@ -24,7 +24,6 @@ from ferrum_triton.kernels.attention.new_heads import (
 from ferrum_triton.kernels.attention.paged_decode import (
     Call,
     Units,
-    attend_unit,
     merge_plan,
     plan_launch,
     prefetch_unit,
@@ -48,6 +47,7 @@ from ferrum_triton.kernels.attention.plan import (
     unit_range,
 )
 from ferrum_triton.kernels.attention.softmax import finish, first_state, fold_key, store_rows
+from ferrum_triton.kernels.attention.units import attend_unit
 from ferrum_triton.kernels.heads import COPY, NORM_ROPE, in_pieces
 from ferrum_triton.kernels.jit import OPTIONS, kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
@@ -370,7 +370,7 @@ def qkv_paged_decode_attention(
         scale=call.scale_log2,
         softcap=float(softcap),
         POOL=pool.layout,
-        ATTENTION=call.attention(plan.block_m, plan.block_n, takes_strips=True),
+        ATTENTION=call.attention(plan.block_m, plan.block_n, config=config),
         UNITS=Units(1, False, next_power_of_2(num_seqs), False, prefetch),
         ROTARY=Rotary(qk_mode, 0 if qk_mode == rope.COPY else cos.shape[1]),
         BLOCK_P=_parts_at_a_time(plan.most_parts, call.group, head_dim, config["num_warps"]),

@@ -1,7 +1,7 @@
 """Paged pools as attention kernels read them: tiles of keys and values, folded into a softmax.
 
 Paged decode and, for quantised pools, paged prefill go through :func:`attend_pages`; prefill over a
-pool of floats has a loop of its own (:mod:`ferrum_triton.kernels.attention.prefill_tiles`).
+pool of floats has a loop of its own (:mod:`ferrum_triton.kernels.attention.float_tiles`).
 """
 
 import functools
@@ -80,6 +80,7 @@ class Attention:
         block_d: power of two >= head_dim.
         precision: how tensor cores multiply float32, as ``tl.dot`` takes it.
         strip: columns of a head's second strip; 0 where a block has the whole head.
+        ahead: whether decode takes tiles by :func:`.float_tiles.attend_floats`.
     """
 
     group: int
@@ -91,6 +92,7 @@ class Attention:
     block_d: int
     precision: str
     strip: int = 0
+    ahead: bool = False
 
 
 class Pool(NamedTuple):
@@ -381,6 +383,14 @@ class PoolTensors(NamedTuple):
             "k_scales_ptr": self.k_scales,
             "v_scales_ptr": self.v_scales,
         }
+
+
+def is_narrow(pool: PoolTensors) -> bool:
+    """Whether 32 bits hold the offset of every slot of a head."""
+    return all(
+        pool.num_blocks * steps.block + pool.layout.block_size * steps.slot <= 2**32
+        for steps in (pool.layout.k, pool.layout.v)
+    )
 
 
 def as_pool(

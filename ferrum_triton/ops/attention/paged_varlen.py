@@ -54,6 +54,20 @@ from ferrum_triton.registry import Case, op
                 "us",
             ),
             (
+                "mixed(1x256 + 63 decodes at ctx 4096)",
+                (256, *(1,) * 63),
+                (0, *(4095,) * 63),
+                None,
+                "us",
+            ),
+            (
+                "mixed(4x1024 + 124 decodes at ctx 2048)",
+                (1024,) * 4 + (1,) * 124,
+                (0,) * 4 + (2047,) * 124,
+                None,
+                "us",
+            ),
+            (
                 "fp8/prefill(8x2048 on ctx 8192)",
                 (2048,) * 8,
                 (8192 - 2048,) * 8,

@@ -1,6 +1,7 @@
-"""Tiles of a paged pool of floats, folded into the softmax of a large block of queries.
+"""Tiles of a paged pool of floats, folded into a softmax; blocks are read a tile ahead by hand.
 
-Chosen by paged prefill where the pool holds floats; :func:`.pages.attend_pages` serves the others.
+Paged prefill takes them so where the pool holds floats, and decode where ``AHEAD`` says so;
+:func:`.pages.attend_pages` serves the others.
 """
 
 import triton
@@ -49,7 +50,7 @@ def attend_floats(
     POOL: tl.constexpr,
     ATTENTION: tl.constexpr,
 ):
-    """attend_pages for pools of floats, made for products large enough to keep tensor cores busy.
+    """attend_pages for pools of floats, which leaves keys and values all of the pipeline's stages.
 
     Blocks are read a tile ahead of the keys they tell of, by hand: where the compiler's pipeline
     has to, it takes a stage from the loads of keys and values, which then have no time to arrive.
