@@ -134,7 +134,8 @@ def test_it_is_chosen_where_it_was_seen_to_gain():
     def of_step(*shape):
         return step_heuristic(hopper, *shape)["AHEAD"]
 
-    assert of_decode(64, 8, 4096, 512, 4, True, False, True)
+    for keys in (512, 4096):
+        assert of_decode(64, 8, keys, 512, 4, True, False, True)
     assert not of_decode(64, 8, 4096, 512, 4, True, True, True)  # beside a prompt
     assert not of_decode(64, 8, 4096, 512, 20, True, False, True)
     assert not of_decode(64, 8, 4096, 256, 4, True, False, True)

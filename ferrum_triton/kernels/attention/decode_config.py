@@ -51,9 +51,11 @@ def decode_heuristic(
     sequences of four queries on 4,096 keys take 55 us for 59, and 64 of them 259 us for 330. Eight
     of five queries take 73 us for 92 (the same of ``paged_varlen_attention``).
 
-    With blocks read ahead by hand, three tiles are in flight where the compiler's pipeline has one,
-    by fewer registers. By 4,096 keys, 63 single queries take 255 us for 283, and 64 times four take
-    261 for 287. Beside a prompt of 2,048 they take 437 for 382 (the same, copies of 97d9a7c).
+    With blocks read ahead by hand, up to three tiles are in flight where the compiler's pipeline
+    has one, by fewer registers. By 4,096 keys, 63 single queries take 254 us for 283, and 64 times
+    four take 257 for 287; 16 times two by 512 take 18.8 for 20.0 (``bench.timing.Replay`` of
+    ``paged_varlen_attention`` under ``decode_config.forced`` of each, H200, 6128820). Beside a
+    prompt of 2,048, the 63 take 437 for 382 (copies of 97d9a7c).
 
     Args:
         key_bytes: bytes of a key and its value.
@@ -84,7 +86,8 @@ def decode_heuristic(
         # What tells sequences apart takes registers that deeper queues on 2 warps do not leave.
         return {**_free(config), "num_warps": 4, "num_stages": 3}
     if key_bytes == 512 and few_rows and not beside_prefill:
-        return _config(64, 256, 128, 4, 4, ahead=1)
+        block_n, stages = (64, 4) if capacity >= 2048 else (128, 2)
+        return _config(block_n, 256, 128, 4, stages, ahead=1)
     return _config(128, 256, 128, 4, 2)
 
 
