@@ -249,19 +249,19 @@ def step_heuristic(
     0.9 % of a step (``python -m bench.tune_step qwen3-8b --batches 1 8 32``). On AMD's GPUs
     another launch merges, see :attr:`Gpu.waits_for_stores`.
 
-    Up to FEW_PAIRS blocks are read ahead. With 8 KV heads of 128, a sequence of 8,192 keys takes
-    17.8 us for 18.7 and one of 32,768 40.7 for 43.0; four of 2,048 take 16.5 for 16.0, and from
-    eight on either takes within 3 % the same (``bench.timing.Replay`` of
+    Up to FEW_PAIRS blocks are read ahead. With 8 KV heads of 128, a sequence of 1,024 keys takes
+    7.7 us for 7.9, one of 8,192 17.8 for 18.7, and one of 32,768 40.7 for 43.0; four of 2,048 take
+    16.5 for 16.0, and from eight sequences on the two are within 3 % (``bench.timing.Replay`` of
     ``qkv_paged_decode_attention`` under ``step_config.forced`` of each, H200, copies of 97d9a7c).
     """
     config = decode_heuristic(
         gpu, batch, num_kv_heads, capacity, key_bytes, rows, False, False, is_plain
     )
     merges = int(gpu.waits_for_stores)
-    reads_ahead = is_plain and key_bytes == 512
+    can_read_ahead = is_plain and key_bytes == 512
     if config["PREFETCH"] > 0:
         # Most programs have one tile, for which there is nothing to be loaded ahead.
-        return {**config, "num_stages": 2, "AHEAD": int(reads_ahead), "MERGES": 0}
+        return {**config, "num_stages": 2, "AHEAD": int(can_read_ahead), "MERGES": 0}
     if not is_plain:
         config = _shallow_queue()
     elif config["num_warps"] == 2:
@@ -270,7 +270,7 @@ def step_heuristic(
             config = _config(32, 256, 128, 4, 3)
         elif pairs >= 256 and not has_strips(key_bytes):
             config = _config(128, 256, 128, 4, 3)
-        elif reads_ahead and pairs <= FEW_PAIRS:
+        elif can_read_ahead and pairs <= FEW_PAIRS:
             config = _config(128, 256, 128, 4, 2, ahead=1)
         else:
             config = _config(32, 512, 128, 4, 2)
