@@ -102,10 +102,7 @@ FAMILIES = {
     K + "attention/strips": ("", "test_strips"),
     K + "attention/paged_step": ("interpret and qkv_paged", "test_paged_step"),
     K + "attention/new_heads": ("interpret and qkv_paged", "test_paged_step"),
-    K + "attention/paged": (
-        "interpret and paged",
-        "test_paged_launches test_paged_ahead test_paged_attention",
-    ),
+    K + "attention/paged": ("interpret and paged", "test_paged_launches test_paged_attention"),
     K + "quant": (
         "interpret and quant and not moe",
         "test_quant_planes test_quant_mma test_quant_mma_kinds test_gemv_repacked test_small_m "
