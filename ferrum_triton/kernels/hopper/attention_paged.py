@@ -60,10 +60,11 @@ from ferrum_triton.kernels.tuning import Config
 BLOCK_SIZES = (16, 32, 64, 128)
 
 # Time an SM takes for a block of queries and a key, over that for one of decode's keys, and keys
-# that take as long as a block's beginning and its end. Of ten mixed batches, by costs of 1.8, 2.4
-# and 3.2, eight took within 4 % the same. A prompt of 2,048 and 63 decodes on 4,096 keys took 370,
-# 395 and 400 us, and one of 8,192 and 72 on 8,192 keys 1,226, 1,365 and 1,382
-# (``bench.timing.Replay`` of ``paged_varlen_attention``, H200, copies of 97d9a7c).
+# that take as long as a block's beginning and its end. By costs of 1.8, 2.4 and 3.2, seven of ten
+# mixed batches took within 4 % the same. A prompt of 2,048 and 63 decodes on 4,096 keys took 370,
+# 395 and 400 us, one of 8,192 and 72 on 8,192 keys 1,226, 1,365 and 1,382, but one of 1,024 and 40
+# on 3,000 keys 181, 180 and 166 (``bench.timing.Replay`` of ``paged_varlen_attention``, H200,
+# copies of 97d9a7c).
 BLOCK_COST, BLOCK_KEYS = 1.8, 300
 
 

@@ -141,9 +141,9 @@ def own_programs(
 ):
     """How many programs keep working, where the others leave SMs to decodes: in shared memory.
 
-    Their share of the SMs is that of the blocks in all that both launches have to do. Of as many
-    those end at once without which there are no more turns. Work is counted in keys of one KV head,
-    a block's queries taken at their sequence's middle. Without decodes all programs work.
+    Their share of the SMs is that of the blocks in all that both launches have to do, less those
+    programs without which the blocks take no more turns. Work is counted in keys of one KV head, a
+    block's queries taken at their sequence's middle. Without decodes all programs work.
 
     Args:
         sms: of the GPU.
