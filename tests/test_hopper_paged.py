@@ -15,7 +15,7 @@ from ferrum_triton.kernels.attention.flash_plan import hopper_tile
 from ferrum_triton.kernels.attention.paged_prefill import prefill_config
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper import attention_paged
-from ferrum_triton.kernels.hopper.attention_walk import SEQUENCES, own_programs
+from ferrum_triton.kernels.hopper.attention_walk import FLAT, SEQUENCES, Batch, share_sms
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
@@ -114,15 +114,13 @@ def test_nothing_past_a_sequence_is_read(backend_name, block_size):
 def test_programs_leave_their_sms_to_decodes(cost, window, monkeypatch):
     """One program, some or all of them take the blocks; results are those of a launch of all."""
     backend = get_backend("interpret")
-    sms = SimpleNamespace(num_sms=7)
-    monkeypatch.setattr(attention_paged, "gpu_of", lambda _: sms)
+    monkeypatch.setattr(attention_paged, "gpu_of", lambda _: SimpleNamespace(num_sms=7))
+    monkeypatch.setattr(attention_paged, "BLOCK_COST", cost)
     call = sample(backend, q_lens=(1, 260, 3, 90), group_size=4, sliding_window=window)
     alone = harness.clone(call)
-    monkeypatch.setattr(paged_prefill, "may_differ", lambda *_: False)
-    want, _ = attend(backend, alone)
-    monkeypatch.undo()
-    monkeypatch.setattr(attention_paged, "gpu_of", lambda _: sms)
-    monkeypatch.setattr(attention_paged, "BLOCK_COST", cost)
+    with monkeypatch.context() as unshared:
+        unshared.setattr(paged_prefill, "may_differ", lambda *_: False)
+        want, _ = attend(backend, alone)
     got, launches = attend(backend, call)
     assert launches[0].meta["VARIANT"].shared
     assert torch.equal(got, want) and torch.equal(call["lse"], alone["lse"])
@@ -141,9 +139,11 @@ def tell_programs(
     keys,
     VARIANT: gl.constexpr,
 ):
-    programs = own_programs(
-        offsets_ptr, cuts_ptr, num_seqs, capacity, window, sms, cost, keys, VARIANT
+    programs = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+    batch = Batch(
+        None, offsets_ptr, cuts_ptr, None, num_seqs, capacity, None, window, None, None, programs
     )
+    share_sms(batch, sms, cost, keys, VARIANT)
     gl.store(to_ptr + gl.program_id(0), gl.max(programs.load(SEQUENCES), 0))
 
 

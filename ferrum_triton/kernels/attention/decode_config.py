@@ -32,7 +32,7 @@ def decode_heuristic(
     beside_prefill: bool,
     is_plain: bool,
 ) -> Config:
-    """Tile, warps, loads in flight, programs to aim at, least keys of a unit, early tiles.
+    """Tile, warps, loads in flight, programs to aim at, least keys of a unit, what is read early.
 
     Few warps and deep queues win, since a program waits for memory. Little work is a matter of
     latency: large tiles on more warps, and the first of them asked for before the PDL wait. That
@@ -55,7 +55,7 @@ def decode_heuristic(
     has one, by fewer registers. By 4,096 keys, 63 single queries take 254 us for 283, and 64 times
     four take 257 for 287; 16 times two by 512 take 18.8 for 20.0 (``bench.timing.Replay`` of
     ``paged_varlen_attention`` under ``decode_config.forced`` of each, H200, 6128820). Beside a
-    prompt of 2,048, the 63 take 437 for 382 (copies of 97d9a7c).
+    prompt of 2,048, all take 437 for 382 (copies of 97d9a7c).
 
     Args:
         key_bytes: bytes of a key and its value.
@@ -255,7 +255,15 @@ def step_heuristic(
     ``qkv_paged_decode_attention`` under ``step_config.forced`` of each, H200, copies of 97d9a7c).
     """
     config = decode_heuristic(
-        gpu, batch, num_kv_heads, capacity, key_bytes, rows, False, False, is_plain
+        gpu,
+        batch,
+        num_kv_heads,
+        capacity,
+        key_bytes,
+        rows,
+        is_varlen=False,
+        beside_prefill=False,
+        is_plain=is_plain,
     )
     merges = int(gpu.waits_for_stores)
     can_read_ahead = is_plain and key_bytes == 512

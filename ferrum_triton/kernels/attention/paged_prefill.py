@@ -57,8 +57,8 @@ LEAST_SUMMED = 64
 BLOCK_COST = 2.0
 
 # Keys that take as long as a block's beginning and its end. Without them a prompt of 256 beside 63
-# decodes on 4,096 keys had one SM, and the two took 610 us for 266 (``bench.timing.Replay`` of
-# ``paged_varlen_attention``, H200, copies of 97d9a7c).
+# decodes on 4,096 keys had one SM: all took 610 us, and 266 with them (``bench.timing.Replay`` of
+# ``paged_varlen_attention`` by this kernel, two runs of an H200, copies of 97d9a7c).
 BLOCK_KEYS = 300
 
 
@@ -308,9 +308,11 @@ def prefill_heuristic(
     """Hopper's kernel where it serves.
 
     It leaves SMs to decodes as the plain one does. A prompt of 2,048 and 63 decodes, all on 4,096
-    keys, take 370 us for the plain kernel's 451, four of 1,024 and 124 decodes on 2,048 keys 333
-    for 366, and one of 8,192 and 72 on 8,192 1,226 for 1,503 (``bench.timing.Replay`` of
-    ``paged_varlen_attention`` under ``prefill_config.forced``, H200, copies of 97d9a7c).
+    keys, took 410 us for the plain kernel's 451, four of 1,024 and 124 decodes on 2,048 keys 328
+    for 366, and one of 8,192 and 72 on 8,192 1,319 for 1,503 (``bench.timing.Replay`` of
+    ``paged_varlen_attention`` under ``prefill_config.forced``, one run of an H200, copies of
+    97d9a7c). The first takes 373 since :func:`.plan.blocks_of_rows` (``python -m bench.run
+    paged_varlen_attention --case mixed``, 6128820).
 
     Args:
         is_simple: no window, over a pool of floats whose vectors are contiguous.
@@ -426,9 +428,10 @@ def launch_prefill(call: Call, few: int, longest: int, config: Config) -> None:
     if "path" in config:
         from ferrum_triton.kernels.hopper.attention_paged import attend_pages
 
-        # Decode computes longer for a key of 8 bits than memory takes to bring it, so fewer SMs
-        # take longer. Over a pool in e4m3, a prompt of 2,048 and 63 decodes on 4,096 keys take 475
-        # us, and 484 to 586 with SMs left to decodes (as in :func:`prefill_heuristic`).
+        # Over a pool in e4m3, a prompt of 2,048 and 63 decodes on 4,096 keys take 475 us, and 484
+        # to 586 with SMs left to decodes (``bench.timing.Replay`` of ``paged_varlen_attention``,
+        # BLOCK_COST from 1.5 to 5, one run of an H200, copies of 97d9a7c). Most likely decode is
+        # bound by the instructions that widen codes, which fewer SMs take longer for.
         attend_pages(call, few, config, shared=may_differ(call, longest) and not call.pool.codes)
         return
     pool, q = call.pool, call.q

@@ -109,9 +109,9 @@ def blocks_of_rows(
 ):
     """Blocks of BLOCK_M rows that the sequence of the most queries fills for a KV head.
 
-    The grid has programs for as many as sequences may have. Where all have one query, no program is
-    there for the rows of others: those that are too many come last, when SMs fall idle. Between the
-    others, every second one would find no rows, of 32 heads over 8 and up to eight queries.
+    The grid has programs for as many as a sequence may have. Those that no sequence needs have the
+    last numbers, and end when SMs fall idle anyway. If each unit had its own, every second program
+    of 63 single queries would plan and end, where eight of 32 heads over 8 are allowed.
     """
     blocks = tl.full([], (MAX_Q * GROUP + BLOCK_M - 1) // BLOCK_M, tl.int32)
     if batch.cu_seqlens_q_ptr is not None and MAX_Q * GROUP > BLOCK_M:

@@ -47,8 +47,8 @@ from ferrum_triton.kernels.hopper.attention_walk import (
     begin,
     copy_pages,
     next_of,
-    own_programs,
     part_of,
+    share_sms,
     walk_to,
 )
 from ferrum_triton.kernels.hopper.rings import Ring, make_barriers, wait_empty
@@ -173,8 +173,9 @@ def members(part, OWN: gl.constexpr, LAYOUT: gl.constexpr, VARIANT: gl.constexpr
 
 
 # Scalars that change from call to call.
-DYNAMIC = "num_seqs capacity num_blocks sliding_window sms block_cost block_keys "
-DYNAMIC += "scale_log2 softcap_log2"
+DYNAMIC = (
+    "num_seqs capacity num_blocks sliding_window sms block_cost block_keys scale_log2 softcap_log2"
+)
 
 
 @gluon_kernel(dynamic=DYNAMIC.split())
@@ -199,8 +200,8 @@ def _hopper_paged_kernel(
     capacity,
     num_blocks,
     sliding_window,
-    sms,  # of the GPU; used if SMs are shared
-    block_cost,  # see own_programs; likewise
+    sms,  # of the GPU; this and the next two are share_sms's
+    block_cost,
     block_keys,
     scale_log2,
     softcap_log2,
@@ -242,17 +243,7 @@ def _hopper_paged_kernel(
     )
     programs = None
     if VARIANT.shared:
-        programs = own_programs(
-            pos_offsets_ptr,
-            cu_seqlens_q_ptr,
-            num_seqs,
-            capacity,
-            sliding_window,
-            sms,
-            block_cost,
-            block_keys,
-            VARIANT,
-        )
+        programs = gl.allocate_shared_memory(gl.int32, [1], FLAT)
     batch = Batch(
         block_tables_ptr,
         pos_offsets_ptr,
@@ -266,6 +257,8 @@ def _hopper_paged_kernel(
         softcap_log2,
         programs,
     )
+    if VARIANT.shared:
+        share_sms(batch, sms, block_cost, block_keys, VARIANT)
     if VARIANT.codes == "":
         gl.warp_specialize(
             [

@@ -74,7 +74,8 @@ class Batch(NamedTuple):
         cu_seqlens_q_ptr: where each sequence's queries begin, [num_seqs + 1].
         capacity: keys a block table can hold.
         num_blocks: blocks of the pool.
-        programs: what :func:`own_programs` gave, where SMs are left to decodes; else None.
+        programs: room for the number of programs that take blocks, in shared memory, where SMs are
+            left to decodes; else None.
     """
 
     tables_ptr: Any
@@ -128,40 +129,30 @@ def blocks_of(seq, batch, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def own_programs(
-    pos_offsets_ptr,
-    cu_seqlens_q_ptr,
-    num_seqs,
-    capacity,
-    sliding_window,
-    sms,
-    block_cost,
-    block_keys,
-    VARIANT: gl.constexpr,
-):
-    """How many programs keep working, where the others leave SMs to decodes: in shared memory.
+def share_sms(batch, sms, block_cost, block_keys, VARIANT: gl.constexpr):
+    """Find out how many programs take blocks, where the others leave their SMs to decodes.
 
-    Their share of the SMs is that of the blocks in all that both launches have to do, less those
-    programs without which the blocks take no more turns. Work is counted in keys of one KV head, a
-    block's queries taken at their sequence's middle. Without decodes all programs work.
+    Blocks of queries and decodes share the SMs as they share the work, which is counted in keys of
+    one KV head, a block's queries taken at their sequence's middle. Of the programs that makes,
+    those end too without which the blocks take no more turns. Without decodes all programs work.
 
     Args:
-        sms: of the GPU.
+        sms: how many SMs the GPU has.
         block_cost: time an SM takes for a block and a key, over that for one of decode's keys.
         block_keys: keys that take as long as a block's beginning and its end.
     """
     seq = gl.arange(0, VARIANT.block_b, SEQUENCES)
-    known = seq < num_seqs
-    starts = cu_seqlens_q_ptr + seq
+    known = seq < batch.num_seqs
+    starts = batch.cu_seqlens_q_ptr + seq
     first = gl.load(starts, mask=known, other=0)
     queries = (gl.load(starts + 1, mask=known, other=0) - first).to(gl.int32)
-    keys = gl.load(pos_offsets_ptr + seq, mask=known, other=0) + queries
-    keys = gl.minimum(gl.maximum(keys, 0), capacity).to(gl.int32)
+    keys = gl.load(batch.pos_offsets_ptr + seq, mask=known, other=0) + queries
+    keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
     step: gl.constexpr = VARIANT.consumers * VARIANT.queries
     reach, few_reach = keys - queries // 2, keys
     if VARIANT.has_window:
-        reach = gl.minimum(reach, sliding_window + step)
-        few_reach = gl.minimum(few_reach, sliding_window + VARIANT.few)
+        reach = gl.minimum(reach, batch.sliding_window + step)
+        few_reach = gl.minimum(few_reach, batch.sliding_window + VARIANT.few)
     blocks = gl.where(queries > VARIANT.few, gl.cdiv(queries, step), 0)
     is_few = (queries > 0) & (queries <= VARIANT.few)
     own = gl.sum(blocks * (reach + block_keys).to(gl.float32), 0) * block_cost
@@ -171,9 +162,7 @@ def own_programs(
     programs = gl.maximum(gl.minimum(share, gl.num_programs(0)), 1)
     fewest = gl.cdiv(pairs, gl.maximum(gl.cdiv(pairs, programs), 1))
     programs = gl.where(others > 0, fewest, programs)
-    shared = gl.allocate_shared_memory(gl.int32, [1], FLAT)
-    shared.store(gl.full([1], programs, gl.int32, SEQUENCES))
-    return shared
+    batch.programs.store(gl.full([1], programs, gl.int32, SEQUENCES))
 
 
 @gluon.jit
