@@ -142,11 +142,11 @@ def release_tokens(x, x_at, TILE: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_products(acc, a):
-    """Their sums, once all products are done."""
+def wait_for_products(acc, a, OUTSTANDING: gl.constexpr = 0):
+    """Their sums, once all products are done but the last ``OUTSTANDING``."""
     held = (acc,)
     held += a
-    held = warpgroup_mma_wait(0, deps=held)
+    held = warpgroup_mma_wait(OUTSTANDING, deps=held)
     return held[0]
 
 
@@ -182,35 +182,29 @@ def add_in_turns(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.co
 
 @gluon.jit
 def add_overlapped(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """acc plus the products of a segment's blocks, the next steps unpacked beside those of a row.
+    """acc plus the products of a segment's blocks, steps unpacked while those before multiply.
 
-    Codes that a loop carries are there before its end: the assembler would move what is used within
-    it behind the wait for the products, so that a row of a whole block gains most. The wait for the
-    next steps' activations stands before that for the products for another reason: it holds that
-    one, which touches no register that anything before it does, in its place.
+    Operands of a block's products are all different registers, which are left alone until its last
+    product is done. A product in flight at the loop's end would have the assembler wait for each
+    (C7513), whether or not the loop carries its operands. Activations are let go of a row later.
     """
     SPAN: gl.constexpr = TILE.span
-    stage = wait_full(w, at)
-    block = load_block(w.buffers, stage, part.begin, WARPGROUP, TILE)
-    steps, below = steps_of(block, 0, TILE), offsets_of(block, TILE)
-    tokens = wait_tokens(x, x_at, stage, 0, TILE)
     for k in range(part.begin, part.end):
+        stage = wait_full(w, at)
+        block = load_block(w.buffers, stage, k, WARPGROUP, TILE)
+        below = offsets_of(block, TILE)
+        held = ()
         for first in gl.static_range(0, 4, SPAN):
-            a = fragments(steps, below, first, TILE)
+            a = fragments(steps_of(block, first, TILE), below, first, TILE)
+            tokens = wait_tokens(x, x_at, stage, first, TILE)
             acc = multiply(acc, a, x, tokens, stage, first, TILE)
-            more = 1
-            if first + SPAN < 4:
-                steps = steps_of(block, first + SPAN, TILE)
-            else:
-                # After the last step this reads what is at hand once more, and nobody uses it.
-                more = (k + 1 < part.end).to(gl.int32)
-                stage = wait_full(w, at + more)
-                block = load_block(w.buffers, stage, k + more, WARPGROUP, TILE)
-                steps, below = steps_of(block, 0, TILE), offsets_of(block, TILE)
-            tokens = wait_tokens(x, x_at + more, stage, (first + SPAN) % 4, TILE)
-            acc = wait_for_products(acc, a)
-            release_tokens(x, x_at, TILE)
+            held += a
+            if first > 0 and not TILE.joined:
+                acc = wait_for_products(acc, held, SPAN)
+                release(x, x_at - 1)
             x_at += 1
+        acc = wait_for_products(acc, held)
+        release_tokens(x, x_at - 1, TILE)
         release(w, at)
         at += 1
     return acc, at, x_at
