@@ -10,10 +10,10 @@ added up where several programs share a tile's K, is said in :mod:`.packed_work`
 
 A step is 64 of K, and several may be multiplied in a row. In turns, a warpgroup unpacks a row,
 multiplies it and waits, and other warpgroups fill the time: with few tokens, two programs on an SM.
-Overlapped, it has the next row's codes ready before it waits for the products, and only scales them
-afterwards: a fragment that is written while a product is in flight would have the assembler wait
-for each product (C7513). Unpacking takes four instructions for a pair of weights either way, and
-three where what a group of weights has in common is a product of its own (:mod:`.packed_offsets`).
+Overlapped, it unpacks the next row of a block while the row before is multiplied, and only at the
+block's end waits for all of them. Unpacking takes four instructions for a pair of weights either
+way, and three where what a group of weights has in common is a product of its own
+(:mod:`.packed_offsets`).
 
 A stage of weights may come with its block's activations. *Joined*, a warpgroup waits once for a
 block; with two rings it waits for the weights, and for the activations of every row of steps. 256
@@ -58,19 +58,6 @@ from ferrum_triton.kernels.pdl import pdl_wait
 
 
 @gluon.jit
-def steps_of(block, FIRST: gl.constexpr, TILE: gl.constexpr):
-    """The steps of a block from one on that are multiplied in a row."""
-    SPAN: gl.constexpr = TILE.span
-    steps = ()
-    for j in gl.static_range(SPAN):
-        if TILE.sums_offsets:
-            steps += (coded(block, FIRST + j, TILE),)
-        else:
-            steps += (unpacked(block, FIRST + j, TILE),)
-    return steps
-
-
-@gluon.jit
 def offsets_of(block, TILE: gl.constexpr):
     """A block's offsets, where they are a product of their own: one in a tuple, or none."""
     found = ()
@@ -80,15 +67,21 @@ def offsets_of(block, TILE: gl.constexpr):
 
 
 @gluon.jit
-def fragments(steps, below, FIRST: gl.constexpr, TILE: gl.constexpr):
-    """First operands of products; a block's first row of steps has its offsets' behind them.
+def operands(block, below, FIRST: gl.constexpr, TILE: gl.constexpr):
+    """First operands of a row of steps; a block's first row has its offsets' behind them.
 
     Args:
         below: the block's offsets, as :func:`offsets_of` returns them.
+        FIRST: the first of the row's steps in its block.
     """
     LAYOUT: gl.constexpr = operand_layout(TILE.tokens)
     SPAN: gl.constexpr = TILE.span
-    a = ()
+    steps, a = (), ()
+    for j in gl.static_range(SPAN):
+        if TILE.sums_offsets:
+            steps += (coded(block, FIRST + j, TILE),)
+        else:
+            steps += (unpacked(block, FIRST + j, TILE),)
     for j in gl.static_range(SPAN):
         if TILE.sums_offsets:
             a += (scaled(steps[j], TILE, LAYOUT),)
@@ -169,7 +162,7 @@ def add_in_turns(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.co
         block = load_block(w.buffers, stage, k, WARPGROUP, TILE)
         below = offsets_of(block, TILE)
         for first in gl.static_range(0, 4, SPAN):
-            a = fragments(steps_of(block, first, TILE), below, first, TILE)
+            a = operands(block, below, first, TILE)
             tokens = wait_tokens(x, x_at, stage, first, TILE)
             acc = multiply(acc, a, x, tokens, stage, first, TILE)
             acc = wait_for_products(acc, a)
@@ -184,9 +177,10 @@ def add_in_turns(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.co
 def add_overlapped(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
     """acc plus the products of a segment's blocks, steps unpacked while those before multiply.
 
-    Operands of a block's products are all different registers, which are left alone until its last
-    product is done. A product in flight at the loop's end would have the assembler wait for each
-    (C7513), whether or not the loop carries its operands. Activations are let go of a row later.
+    The operands of a block's products are different registers, which nothing writes before the last
+    of them is done. A product in flight at the end of the loop would have the assembler wait for
+    each product (C7513), so none is. A row's activations are let go of once the next row's products
+    have begun and its own are done.
     """
     SPAN: gl.constexpr = TILE.span
     for k in range(part.begin, part.end):
@@ -195,7 +189,7 @@ def add_overlapped(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.
         below = offsets_of(block, TILE)
         held = ()
         for first in gl.static_range(0, 4, SPAN):
-            a = fragments(steps_of(block, first, TILE), below, first, TILE)
+            a = operands(block, below, first, TILE)
             tokens = wait_tokens(x, x_at, stage, first, TILE)
             acc = multiply(acc, a, x, tokens, stage, first, TILE)
             held += a

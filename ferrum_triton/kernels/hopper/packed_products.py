@@ -48,7 +48,7 @@ class Tile:
         activation: y = activation(gate) * up, "silu" or "gelu_tanh"; or "".
         matrices: how many there are.
         tokens: tokens of a tile.
-        span: steps of 64 of K that are multiplied in a row, before a wait for them.
+        span: steps of 64 of K that are multiplied in a row.
         overlapped: steps are unpacked while those before them are multiplied.
         streamed: programs share tiles' K.
         stages: blocks of 256 weights in the ring of weights.

@@ -32,9 +32,9 @@ class PackedConfig(NamedTuple):
 
     Attributes:
         tokens: tokens in a tile.
-        span: steps of 64 of K that are multiplied in a row, before a wait for them: 1, 2 or 4.
-        overlapped: steps are unpacked while those before them are multiplied, or else in turns with
-            other warpgroups, which takes fewer registers.
+        span: steps of 64 of K that are multiplied in a row: 1, 2 or 4.
+        overlapped: the steps of a block are unpacked while those before them are multiplied, or
+            else in turns with other warpgroups, which takes fewer registers.
         streamed: programs share tiles' K, so that all have as much to do.
         ctas_per_sm: programs for each SM.
         stages: blocks of 256 weights in the ring of weights.
@@ -90,7 +90,7 @@ _TRIED = {
     16: [(1, False, True, 2), (2, False, True, 2), (4, False, True, 2), (2, False, True, 1)],
     32: [(1, False, True, 2), (2, False, True, 2), (2, False, True, 1), (4, False, True, 1)],
     64: [(2, False, True, 1), (4, False, True, 1), (2, True, True, 1)],
-    128: [(2, False, True, 1), (2, False, False, 1), (2, True, False, 1)],
+    128: [(2, False, True, 1), (2, False, False, 1), (1, True, False, 1), (2, True, False, 1)],
     256: [(1, False, False, 1), (1, True, False, 1)],
 }
 
