@@ -67,6 +67,10 @@ BLOCK_US = {
 }
 
 
+# How many times as long a block takes that is cut anywhere, in tiles of 128 tokens and fewer.
+CUT = 1.12
+
+
 class Ends(NamedTuple):
     """Microseconds that a product takes beside its blocks.
 
@@ -74,13 +78,15 @@ class Ends(NamedTuple):
         whole: in whole tiles.
         turn: in whole tiles, by each that a program takes after its first.
         even: in tiles whose programs each add a slice of the sums.
-        cut: cut anywhere, where a block takes CUT times as long.
+        cut: cut anywhere.
+        longer: how many times as long a block takes that is cut anywhere.
     """
 
     whole: float
     turn: float
     even: float
     cut: float
+    longer: float = CUT
 
 
 ENDS_US = {
@@ -90,9 +96,8 @@ ENDS_US = {
     (32, 2): Ends(5.0, 5.0, 8.8, 8.8),
     (64, 1): Ends(3.0, 0.0, 8.0, 10.0),
     (128, 1): Ends(4.0, 0.0, 9.5, 11.0),
-    (256, 1): Ends(7.0, 0.0, 13.0, 20.0),
+    (256, 1): Ends(7.0, 0.0, 13.0, 20.0, 1.0),
 }
-CUT = 1.12
 # What each tile after a program's first takes beside its blocks where the last tiles are parts.
 RAGGED_TURN_US = 1.5
 # The plain kernel by its tiles of 64 rows: what a product takes beside its blocks, and each of them
@@ -170,7 +175,7 @@ def microseconds(
     tiles = cdiv(num_tokens, tokens) * row_tiles
     programs = programs_of(config, tiles, blocks, gpu.num_sms)
     if programs.cut:
-        return programs.blocks * block * CUT + ends.cut
+        return programs.blocks * block * ends.longer + ends.cut
     if config.streamed:
         return programs.blocks * block + (ends.even if programs.slices > 1 else ends.whole)
     turns = cdiv(tiles, programs.count)
