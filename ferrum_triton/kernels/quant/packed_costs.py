@@ -67,10 +67,6 @@ BLOCK_US = {
 }
 
 
-# How many times as long a block takes that is cut anywhere, in tiles of 128 tokens and fewer.
-CUT = 1.12
-
-
 class Ends(NamedTuple):
     """Microseconds that a product takes beside its blocks.
 
@@ -78,15 +74,13 @@ class Ends(NamedTuple):
         whole: in whole tiles.
         turn: in whole tiles, by each that a program takes after its first.
         even: in tiles whose programs each add a slice of the sums.
-        cut: cut anywhere.
-        longer: how many times as long a block takes that is cut anywhere.
+        cut: cut anywhere, where a block may take longer (:func:`cut_factor`).
     """
 
     whole: float
     turn: float
     even: float
     cut: float
-    longer: float = CUT
 
 
 ENDS_US = {
@@ -96,8 +90,11 @@ ENDS_US = {
     (32, 2): Ends(5.0, 5.0, 8.8, 8.8),
     (64, 1): Ends(3.0, 0.0, 8.0, 10.0),
     (128, 1): Ends(4.0, 0.0, 9.5, 11.0),
-    (256, 1): Ends(7.0, 0.0, 13.0, 20.0, 1.0),
+    (256, 1): Ends(7.0, 0.0, 13.0, 20.0),
 }
+# How many times as long a block takes that is cut anywhere, and the blocks of a row up to which it
+# takes no longer in the largest tiles.
+CUT, FEW_BLOCKS = 1.12, 32
 # What each tile after a program's first takes beside its blocks where the last tiles are parts.
 RAGGED_TURN_US = 1.5
 # The plain kernel by its tiles of 64 rows: what a product takes beside its blocks, and each of them
@@ -152,6 +149,19 @@ def programs_of(config: PackedConfig, tiles: int, blocks: int, num_sms: int) -> 
     return Programs(count, cut, 1, True)
 
 
+def cut_factor(tokens: int, blocks: int) -> float:
+    """How many times as long a block takes where tiles are cut anywhere.
+
+    In tiles of 256 tokens, by rows of up to 8,192 weights, it takes as long as in whole tiles. So
+    counted, 12 cases of Q4_K would change their tiles, and were timed in both. The ten of such rows
+    took 0.6 to 11 % less: 51200x5120 by 192 tokens 193 us for 215, 57344x8192 by 256 337 for 367.
+    The two of longer rows took more: 3584x18944 by 256 75.9 us for 72.2, 8192x28672 by 768 593 for
+    545. They are counted as before (``bench.timing.Replay`` of ``gemm_quant`` under
+    ``products.forced`` of both in turns, H200, 8827b54).
+    """
+    return 1.0 if tokens > LARGE and blocks <= FEW_BLOCKS else CUT
+
+
 def _sort(fmt: BlockFormat) -> int:
     """Which of the three sorts of formats one is of, in the tables above."""
     return 2 if fmt.bits > 4 or fmt.values else int(bool(fmt.scale_code))
@@ -175,7 +185,7 @@ def microseconds(
     tiles = cdiv(num_tokens, tokens) * row_tiles
     programs = programs_of(config, tiles, blocks, gpu.num_sms)
     if programs.cut:
-        return programs.blocks * block * ends.longer + ends.cut
+        return programs.blocks * block * cut_factor(tokens, blocks) + ends.cut
     if config.streamed:
         return programs.blocks * block + (ends.even if programs.slices > 1 else ends.whole)
     turns = cdiv(tiles, programs.count)
