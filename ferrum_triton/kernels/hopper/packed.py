@@ -144,8 +144,14 @@ def wait_for_products(acc, a, OUTSTANDING: gl.constexpr = 0):
 
 
 @gluon.jit
-def add_in_turns(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
+def add_blocks(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
     """acc plus the products of a segment's blocks, a row of steps after the other.
+
+    In turns, each row's products are waited for. Overlapped, they are waited for at the end of a
+    block, and a row's activations are let go of once its own products are done and the next row's
+    have begun. The operands of a block's products are different registers, which nothing writes
+    before the last of them is done. A product in flight at the end of the loop would have the
+    assembler wait for each product (C7513), so none is.
 
     A block of weights is let go of behind its products, which prove that every warp has its words.
     Neither a barrier nor an arrival waits for loads in flight: let go of right behind its loads, a
@@ -161,56 +167,25 @@ def add_in_turns(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.co
         stage = wait_full(w, at)
         block = load_block(w.buffers, stage, k, WARPGROUP, TILE)
         below = offsets_of(block, TILE)
-        for first in gl.static_range(0, 4, SPAN):
-            a = operands(block, below, first, TILE)
-            tokens = wait_tokens(x, x_at, stage, first, TILE)
-            acc = multiply(acc, a, x, tokens, stage, first, TILE)
-            acc = wait_for_products(acc, a)
-            release_tokens(x, x_at, TILE)
-            x_at += 1
-        release(w, at)
-        at += 1
-    return acc, at, x_at
-
-
-@gluon.jit
-def add_overlapped(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """acc plus the products of a segment's blocks, steps unpacked while those before multiply.
-
-    The operands of a block's products are different registers, which nothing writes before the last
-    of them is done. A product in flight at the end of the loop would have the assembler wait for
-    each product (C7513), so none is. A row's activations are let go of once the next row's products
-    have begun and its own are done.
-    """
-    SPAN: gl.constexpr = TILE.span
-    for k in range(part.begin, part.end):
-        stage = wait_full(w, at)
-        block = load_block(w.buffers, stage, k, WARPGROUP, TILE)
-        below = offsets_of(block, TILE)
         held = ()
         for first in gl.static_range(0, 4, SPAN):
             a = operands(block, below, first, TILE)
             tokens = wait_tokens(x, x_at, stage, first, TILE)
             acc = multiply(acc, a, x, tokens, stage, first, TILE)
-            held += a
-            if first > 0 and not TILE.joined:
-                acc = wait_for_products(acc, held, SPAN)
-                release(x, x_at - 1)
+            if not TILE.overlapped:
+                acc = wait_for_products(acc, a)
+                release_tokens(x, x_at, TILE)
+            else:
+                held += a
+                if first > 0 and not TILE.joined:
+                    acc = wait_for_products(acc, held, SPAN)
+                    release(x, x_at - 1)
             x_at += 1
-        acc = wait_for_products(acc, held)
-        release_tokens(x, x_at - 1, TILE)
+        if TILE.overlapped:
+            acc = wait_for_products(acc, held)
+            release_tokens(x, x_at - 1, TILE)
         release(w, at)
         at += 1
-    return acc, at, x_at
-
-
-@gluon.jit
-def add_blocks(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """acc plus the products of a segment's blocks, in either of the two ways."""
-    if TILE.overlapped:
-        acc, at, x_at = add_overlapped(acc, w, x, at, x_at, part, WARPGROUP, TILE)
-    else:
-        acc, at, x_at = add_in_turns(acc, w, x, at, x_at, part, WARPGROUP, TILE)
     return acc, at, x_at
 
 
