@@ -164,11 +164,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         calls = list(draws(names, seed, options.count, limits, part, parts))
     compile_ahead(calls, seed, limits, parts)
     again = f"python -m tests.soak --seed {seed} --backend {options.backend} --only"
+    start = time.monotonic()
     with Watchdog(options.hang) as watchdog:
         tally = fuzz(calls, backend, again, watchdog)
         print(tally, flush=True)
         if options.minutes is None:
             return int(bool(tally.failed))
+        print(f"compared in {time.monotonic() - start:.0f} s", flush=True)
         sound = [drawn for drawn in calls if drawn.name not in tally.failed]
         with Soak(sound, backend, seed, watchdog) as run:
             run.launch_for(60 * options.minutes)

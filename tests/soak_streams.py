@@ -149,8 +149,11 @@ class Soak:
         return Ready(drawn, call, drawn.results(self._backend, clone(call)))
 
     def launch_for(self, seconds: float) -> None:
-        """Launch batches, by turns on one lane and on two, and look at each when it is over."""
-        start, batches = time.monotonic(), 0
+        """Launch batches, by turns on one lane and on two, and look at each when it is over.
+
+        What has been found is told every minute, so that a run that is cut off has told most.
+        """
+        start, batches, minutes = time.monotonic(), 0, 0
         in_flight: deque[Batch] = deque()
         while time.monotonic() < start + seconds:
             in_flight.append(self._launch(self._lanes[: 1 + batches % 2]))
@@ -159,9 +162,13 @@ class Soak:
             self._watchdog.expect(list(dict.fromkeys(names)))
             if len(in_flight) > 1:
                 self._look(in_flight.popleft())
+            self.seconds = time.monotonic() - start
+            if self.seconds >= 60 * (minutes + 1):
+                minutes += 1
+                print(self, flush=True)
         while in_flight:
             self._look(in_flight.popleft())
-        self.seconds += time.monotonic() - start
+        self.seconds = time.monotonic() - start
 
     def _launch(self, lanes: Sequence[Lane]) -> Batch:
         names: list[str] = []

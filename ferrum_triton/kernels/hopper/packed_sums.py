@@ -72,28 +72,28 @@ def at_once(tile, num_tokens):
 
 
 @gluon.jit
-def _plus(
-    line,
+def _stored(
     first,
     count,
+    left_out,
     partial_ptr,
     at,
     AT_ONCE: gl.constexpr,
     WARPGROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """A line plus up to ``AT_ONCE`` of ``count`` programs' sums from one on, in their order.
+    """Sums that ``count`` programs from one on have stored, the first ``AT_ONCE`` of them.
 
     Args:
-        at: the line's places in a program's sums of a tile that it goes on with.
+        left_out: a program whose sums are not read, and zeros; -1 if there is none.
+        at: the places of the sums in a program's of a tile that it goes on with.
     """
-    others = ()
+    sums = ()
     for j in gl.static_range(AT_ONCE):
         more = _slot(partial_ptr, first + j, 0, WARPGROUP, TILE)
-        others += (gl.load(more + at, j < count, 0.0, cache_modifier=".cg"),)
-    for j in gl.static_range(AT_ONCE):
-        line += others[j]
-    return line
+        is_read = (j < count) & (first + j != left_out)
+        sums += (gl.load(more + at, is_read, 0.0, cache_modifier=".cg"),)
+    return sums
 
 
 class Slices(NamedTuple):
@@ -103,11 +103,15 @@ class Slices(NamedTuple):
         begin: the first of the tile's programs.
         ticket: the tile's, of this warpgroup.
         taken: a bit for each slice that this program adds.
+        own: a bit for each slice that is this program's to add, whoever does.
+        line: this program's sums, in a line. Those of its own slices may be nowhere else.
     """
 
     begin: Any
     ticket: Any
     taken: Any
+    own: Any
+    line: Any
 
 
 @gluon.jit
@@ -125,6 +129,8 @@ def hand_on(
 ):
     """Store this program's sums of a tile, and wait for the others': the :class:`Slices`.
 
+    Its own slices' are stored only if it leaves these to another.
+
     Args:
         acc: this program's sums, float32 [64, tokens].
         partial_ptr: float32 [programs, 2, warpgroups, 64 tokens].
@@ -132,29 +138,44 @@ def hand_on(
         part: the program's :class:`~.packed_work.Segment`.
     """
     SLICES: gl.constexpr = TILE.slices
+    PART: gl.constexpr = 64 * TILE.tokens // SLICES
     each = contributors(sizes)
-    number = gl.program_id(0) % each
+    own = _own_slices(gl.program_id(0) % each, each, SLICES)
     line = in_thread_order(acc)
     at = gl.arange(0, 64 * TILE.tokens, line.type.layout)
-    gl.store(_slot(partial_ptr, gl.program_id(0), 0, WARPGROUP, TILE) + at, line)
+    mine = _slot(partial_ptr, gl.program_id(0), 0, WARPGROUP, TILE)
+    is_own = (own >> (at // PART)) & 1 != 0
+    gl.store(mine + at, line, ~is_own)
     # All threads have stored before one of them says so.
     gl.thread_barrier()
     ticket = tickets_ptr + part.tile * WARPGROUPS + WARPGROUP
     before = gl.atomic_add(ticket, 1, sem="acq_rel")
     arrived = (before & _COUNT) + 1
-    taken = _own_slices(number, each, SLICES)
+    taken = own
     if arrived == each:
         taken |= (before >> _LEFT) & ((1 << SLICES) - 1)
-    elif taken != 0:
+    elif own != 0:
         polls = 0
         while (arrived < each) & (polls < MOST_POLLS):
             arrived = gl.atomic_add(ticket, 0, sem="acquire") & _COUNT
             polls += 1
         if arrived < each:
-            arrived = gl.atomic_add(ticket, taken << _LEFT, sem="acq_rel") & _COUNT
+            gl.store(mine + at, line, is_own)
+            gl.thread_barrier()
+            arrived = gl.atomic_add(ticket, own << _LEFT, sem="acq_rel") & _COUNT
             if arrived < each:
                 taken *= 0
-    return Slices(part.tile * each, ticket, taken)
+    return Slices(part.tile * each, ticket, taken, own, line)
+
+
+@gluon.jit
+def _held(slices, s, LAYOUT: gl.constexpr, TILE: gl.constexpr):
+    """This program's sums of a slice, in a line, from its registers."""
+    PART: gl.constexpr = 64 * TILE.tokens // TILE.slices
+    parts = slices.line.reshape([TILE.slices, PART])
+    number = gl.arange(0, TILE.slices, gl.SliceLayout(1, parts.type.layout))
+    line = gl.sum(gl.where((number == s)[:, None], parts, 0.0), axis=0)
+    return gl.convert_layout(line, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -164,11 +185,18 @@ def slice_sums(slices, s, partial_ptr, sizes, WARPGROUP: gl.constexpr, TILE: gl.
     AT_ONCE: gl.constexpr = min(at_once(TILE, TOKENS), TILE.slices)
     each = contributors(sizes)
     line = in_thread_order(gl.zeros([64, TOKENS], gl.float32, sums_layout(TOKENS)))
-    at = s * (64 * TOKENS) + gl.arange(0, 64 * TOKENS, line.type.layout)
-    for first in range(0, each, AT_ONCE):
-        line = _plus(
-            line, slices.begin + first, each - first, partial_ptr, at, AT_ONCE, WARPGROUP, TILE
+    LAYOUT: gl.constexpr = line.type.layout
+    held = _held(slices, s, LAYOUT, TILE)
+    is_own = (slices.own >> s) & 1 != 0
+    left_out = gl.where(is_own, gl.program_id(0), -1)
+    at = s * (64 * TOKENS) + gl.arange(0, 64 * TOKENS, LAYOUT)
+    for number in range(0, each, AT_ONCE):
+        first = slices.begin + number
+        sums = _stored(
+            first, each - number, left_out, partial_ptr, at, AT_ONCE, WARPGROUP, TILE
         )
+        for j in gl.static_range(AT_ONCE):
+            line += gl.where(first + j == left_out, held, sums[j])
     return in_tile_order(line, TOKENS)
 
 
@@ -211,6 +239,8 @@ def summed(acc, partial_ptr, tickets_ptr, part, sizes, WARPGROUP: gl.constexpr, 
             line = gl.load(_slot(partial_ptr, first, 1, WARPGROUP, TILE) + at, cache_modifier=".cg")
             for program in range(first + 1, last + 1, AT_ONCE):
                 count = last + 1 - program
-                line = _plus(line, program, count, partial_ptr, at, AT_ONCE, WARPGROUP, TILE)
+                sums = _stored(program, count, -1, partial_ptr, at, AT_ONCE, WARPGROUP, TILE)
+                for j in gl.static_range(AT_ONCE):
+                    line += sums[j]
             acc = in_tile_order(line, TILE.tokens)
     return acc, finishes

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_triton.kernels.jit import kernel
-from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.gemv_plan import Squares
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
@@ -25,6 +25,8 @@ STEP = 256
 WORD, GROUP = 8, 32
 # Elements of a token that a program holds at a time, at most.
 LONGEST_BLOCK = 16384
+# Elements of 16 bits in a line of L2.
+LINE = tl.constexpr(64)
 # Tokens of a product's tile, at most.
 LARGEST_TILE = 256
 # Tickets that an arrangement has: as many tiles can have their K split.
@@ -207,12 +209,14 @@ def _arrange_kernel(
 ):
     if EARLY:
         pdl_trigger(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    a_row = a_ptr + token * stride_a_token
+    if PDL:
+        prefetch_l2(a_row + tl.minimum(tl.arange(0, BLOCK_K // LINE) * LINE, num_weights - 1))
     pdl_wait(PDL)
     if not EARLY:
         pdl_trigger(PDL)
     clear_tickets(tickets_ptr)
-    token = tl.program_id(0).to(tl.int64)
-    a_row = a_ptr + token * stride_a_token
     to = Arranged(x_ptr, sums_ptr, factor_ptr)
     arrange_token(
         to, token, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K, INTERLEAVE, SUMS
