@@ -8,7 +8,8 @@ Where a tile has programs of its own, *each adds a slice* of the tile's tokens, 
 have counted: all SMs read, instead of one for a tile. Q4_K 4096x14336 by 128 tokens takes 32.5 us
 so, and 33.9 where one program adds all; 4096x4096 by 64 12.1 and 12.7, by 128 15.8 and 16.9; Q6_K
 1024x4096 by 64 9.7 and 13.0 (``bench.timing.Replay`` of ``gemm_quant``, trees of d35f2e3 and of
-what became 31a4fc3 in turns on one H200).
+what became 31a4fc3 in turns on one H200). A program keeps its sums of the slices that it adds in
+registers: where a tile has four programs, a quarter less is written and read.
 
 A program must not wait without limit. The one that it waits for may not have begun, because
 programs that wait, of this launch or of another one, hold every SM. So a program asks MOST_POLLS
@@ -192,9 +193,7 @@ def slice_sums(slices, s, partial_ptr, sizes, WARPGROUP: gl.constexpr, TILE: gl.
     at = s * (64 * TOKENS) + gl.arange(0, 64 * TOKENS, LAYOUT)
     for number in range(0, each, AT_ONCE):
         first = slices.begin + number
-        sums = _stored(
-            first, each - number, left_out, partial_ptr, at, AT_ONCE, WARPGROUP, TILE
-        )
+        sums = _stored(first, each - number, left_out, partial_ptr, at, AT_ONCE, WARPGROUP, TILE)
         for j in gl.static_range(AT_ONCE):
             line += gl.where(first + j == left_out, held, sums[j])
     return in_tile_order(line, TOKENS)
