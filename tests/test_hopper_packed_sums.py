@@ -54,6 +54,27 @@ def test_sums_are_the_same_whoever_waits_and_whoever_leaves(config, m, n, k, pro
     assert all(torch.equal(y, results[0]) for y in results)
 
 
+@pytest.mark.parametrize(("concurrent", "left_out"), [(4, 4), (1, 1)])
+def test_a_program_stores_its_own_slice_only_if_it_leaves_it(concurrent, left_out, monkeypatch):
+    """Of four programs none leaves while all wait; one at a time, all do but the last one."""
+    made, empty = [], torch.empty
+
+    def noted(*args, **kwargs):
+        made.append(empty(*args, **kwargs))
+        return made[-1].fill_(float("nan")) if made[-1].dtype == torch.float32 else made[-1]
+
+    monkeypatch.setattr(packed_sums, "MOST_POLLS", 1 << 20 if concurrent > 1 else 0)
+    a, blocks = tokens(WIDE.tokens, 1024), [matrix("Q4_K", 100, 1024)]
+    monkeypatch.setattr(torch, "empty", noted)
+    y, _ = emulate(a, blocks, "Q4_K", WIDE, concurrent=concurrent)
+    monkeypatch.undo()
+    assert error(y, wanted(a, blocks, "Q4_K")) < LIMITS[a.dtype]
+    partial = next(x for x in made if x.shape == (4, 2, 2, 64, WIDE.tokens))
+    slices = partial[:, 0].reshape(4, 2, 4, -1).isnan()
+    assert torch.equal(slices.all(-1), slices.any(-1))
+    assert slices.all(-1).sum(dim=(0, 2)).tolist() == [left_out] * 2  # of either warpgroup
+
+
 @pytest.mark.parametrize("concurrent", [1, 4])
 def test_slices_are_finished_as_whole_tiles_are(concurrent):
     """With a bias and a residual, gate and up, and matrices side by side."""
