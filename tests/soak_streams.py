@@ -153,7 +153,7 @@ class Soak:
 
         What has been found is told every minute, so that a run that is cut off has told most.
         """
-        start, batches, minutes = time.monotonic(), 0, 0
+        start, batches, before = time.monotonic(), 0, self.seconds
         in_flight: deque[Batch] = deque()
         while time.monotonic() < start + seconds:
             in_flight.append(self._launch(self._lanes[: 1 + batches % 2]))
@@ -162,13 +162,12 @@ class Soak:
             self._watchdog.expect(list(dict.fromkeys(names)))
             if len(in_flight) > 1:
                 self._look(in_flight.popleft())
-            self.seconds = time.monotonic() - start
-            if self.seconds >= 60 * (minutes + 1):
-                minutes += 1
+            last, self.seconds = self.seconds, before + time.monotonic() - start
+            if self.seconds // 60 > last // 60:
                 print(self, flush=True)
         while in_flight:
             self._look(in_flight.popleft())
-        self.seconds = time.monotonic() - start
+        self.seconds = before + time.monotonic() - start
 
     def _launch(self, lanes: Sequence[Lane]) -> Batch:
         names: list[str] = []

@@ -86,8 +86,8 @@ def _stored(
     """Sums that ``count`` programs from one on have stored, the first ``AT_ONCE`` of them.
 
     Args:
-        left_out: a program whose sums are not read, and zeros; -1 if there is none.
-        at: the places of the sums in a program's of a tile that it goes on with.
+        left_out: a program whose sums are not read and are zeros here; -1 if there is none.
+        at: where a program's sums of a tile that it goes on with are read, from their first on.
     """
     sums = ()
     for j in gl.static_range(AT_ONCE):
@@ -104,8 +104,8 @@ class Slices(NamedTuple):
         begin: the first of the tile's programs.
         ticket: the tile's, of this warpgroup.
         taken: a bit for each slice that this program adds.
-        own: a bit for each slice that is this program's to add, whoever does.
-        line: this program's sums, in a line. Those of its own slices may be nowhere else.
+        own: a bit for each slice that this program adds unless it leaves it to another.
+        line: this program's sums, in a line. Those of its own slices may not be in memory.
     """
 
     begin: Any
@@ -130,7 +130,7 @@ def hand_on(
 ):
     """Store this program's sums of a tile, and wait for the others': the :class:`Slices`.
 
-    Its own slices' are stored only if it leaves these to another.
+    Sums of its own slices are stored only if it leaves these slices to another.
 
     Args:
         acc: this program's sums, float32 [64, tokens].

@@ -25,8 +25,6 @@ STEP = 256
 WORD, GROUP = 8, 32
 # Elements of a token that a program holds at a time, at most.
 LONGEST_BLOCK = 16384
-# Elements of 16 bits in a line of L2.
-LINE = tl.constexpr(64)
 # Tokens of a product's tile, at most.
 LARGEST_TILE = 256
 # Tickets that an arrangement has: as many tiles can have their K split.
@@ -213,9 +211,12 @@ def _arrange_kernel(
     a_row = a_ptr + token * stride_a_token
     # Cold activations come sooner: Q4_K 4096x14336 by 64 tokens takes 21.7 us for 22.4, by 32 19.0
     # for 19.5 (bench.timing.Replay of gemm_quant, a copy of 9dbce6c with this and 9dbce6c, one run
-    # of each on one H200). Behind a kernel that has just written them there is nothing to gain.
+    # of each on one H200). Behind a norm that has just written them it gains nothing: 13.60 us for
+    # 13.63 by 8 tokens (bench.run gemm_quant, H200, ea8c95f and 449e373).
     if PDL:
-        prefetch_l2(a_row + tl.minimum(tl.arange(0, BLOCK_K // LINE) * LINE, num_weights - 1))
+        PER_LINE: tl.constexpr = 1024 // a_ptr.dtype.element_ty.primitive_bitwidth
+        line = tl.arange(0, BLOCK_K // PER_LINE) * PER_LINE
+        prefetch_l2(a_row + tl.minimum(line, num_weights - 1))
     pdl_wait(PDL)
     if not EARLY:
         pdl_trigger(PDL)
