@@ -364,9 +364,13 @@ def add_up_blocks(y_ptr, buf, landed, free, num_blocks, FENCED: gl.constexpr):
     for i in range(num_blocks):
         mbarrier.wait(landed.index(0), i & 1)
         x = buf.load(LAYOUT)
-        if FENCED:
+        if FENCED == "before":
             fence_async_shared()
         gl.thread_barrier()
+        mbarrier.arrive(free.index(0), count=1)
+        if FENCED == "between":
+            fence_async_shared()
+            gl.thread_barrier()
         mbarrier.arrive(free.index(0), count=1)
         total += x
     gl.store(y_ptr + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.sum(total, 1))
@@ -374,9 +378,12 @@ def add_up_blocks(y_ptr, buf, landed, free, num_blocks, FENCED: gl.constexpr):
 
 @gluon.jit
 def sums_of_rows(y_ptr, x_desc, num_blocks, FENCED: gl.constexpr):
-    """Sums of rows over blocks of 64 rows, one buffer for all; its loads may be overtaken."""
+    """Sums of rows over blocks of 64 rows, one buffer for all; its loads may be overtaken.
+
+    Two arrivals let go of it, and a fence comes before both, between them, or nowhere ("").
+    """
     buf = gl.allocate_shared_memory(gl.float32, [ROWS, ROWS], x_desc.layout)
-    landed, free = make_barriers(1, 1), make_barriers(1, 1)
+    landed, free = make_barriers(1, 1), make_barriers(1, 2)
     fence_async_shared()
     gl.warp_specialize(
         [

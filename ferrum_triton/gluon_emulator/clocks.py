@@ -72,14 +72,33 @@ class Access:
     ``bit`` is that of the asynchronous operation, or 0 of what is done once it is executed.
     ``generic`` accesses go through the generic proxy, as ordinary loads and stores do. ``let_go``
     is where the partition arrived at a barrier while this, a load, may still have been in flight.
+    ``landed`` is the partition's epoch in which it got certain that the load was not any more.
     """
 
-    __slots__ = ("atomic", "bit", "epoch", "generic", "let_go", "place", "what", "who", "writes")
+    __slots__ = (
+        "atomic",
+        "bit",
+        "epoch",
+        "generic",
+        "landed",
+        "let_go",
+        "place",
+        "what",
+        "who",
+        "writes",
+    )
 
     def __init__(self, who: Any, what: str, writes: bool, bit: int, generic: bool) -> None:
         self.who, self.what, self.writes, self.bit, self.generic = who, what, writes, bit, generic
         self.epoch, self.place, self.atomic = who.clock.of(who), here(), False
         self.let_go: Place | None = None
+        self.landed: int | None = None
+
+    def may_be_overtaken(self, clock: Clock) -> bool:
+        """Whether this load was let go of, and who knows no more than a clock misses its end."""
+        if self.let_go is None:
+            return False
+        return self.landed is None or clock.of(self.who) < self.landed
 
     def known_to(self, clock: Clock) -> bool:
         if self.bit:

@@ -240,7 +240,7 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
     for each in done:
         me.clock.done |= each.bit
     if done:  # products prove that what was loaded is there
-        me.loads = []
+        me.land()
     results = tuple(_handed_back(me, each) for each in deps)
     return results[0] if len(results) == 1 else results
 

@@ -225,12 +225,14 @@ class View:
                 for read in region.reads:
                     if not read.known_to(clock):
                         raise Race(self._conflict(access, read))
-                    if read.let_go is not None and not generic:
+                    if not generic and read.may_be_overtaken(clock):
                         raise Race(self._overtaken(access, read))
                 region.write, region.reads = access, []
             else:
                 region.reads = [
-                    read for read in region.reads if read.let_go or not read.known_to(clock)
+                    read
+                    for read in region.reads
+                    if read.may_be_overtaken(clock) or not read.known_to(clock)
                 ]
                 region.reads.append(access)
         return access

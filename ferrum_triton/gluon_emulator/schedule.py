@@ -90,12 +90,17 @@ class Partition:
         if self.num_warps > 1:  # a warp's own loads come before its arrival
             place = here()
             for load in self.loads:
-                load.let_go = place
+                load.let_go = load.let_go or place
+
+    def land(self) -> None:
+        """What was loaded is there, which whoever hears of this partition from now on knows."""
+        for load in self.loads:
+            load.landed = self.clock.of(self)
         self.loads = []
 
     def fence(self) -> None:
         """Writes known so far get visible to asynchronous operations, after a threads' barrier."""
-        self.loads = []
+        self.land()
         known = self.clock.seen.items()
         self.fenced = {who: epoch for who, epoch in known if isinstance(who, Partition)}
         self.publish()
