@@ -55,6 +55,9 @@ CONFIGS = [
     SMALL._replace(x_stages=0),
     SMALL._replace(span=4, x_stages=0, streamed=False),
     SMALL._replace(span=1, overlapped=True, x_stages=0, stages=3),
+    SMALL._replace(span=4, x_stages=0, pingpong=True),
+    SMALL._replace(tokens=32, span=4, x_stages=0, streamed=False, stages=3, pingpong=True),
+    SMALL._replace(pingpong=True),
 ]
 
 
@@ -210,14 +213,17 @@ def test_sums_are_the_same_in_whatever_order_programs_run(config):
     assert all(torch.equal(y, results[0][0]) and not tickets.any() for y, tickets in results)
 
 
-# What one launch of the emulator cannot miss: the launches before and after it, and the order of
-# a partition's own stores and its ticket.
-NOT_SEEN = {"gl.thread_barrier()"}
+# What makes no result wrong, but the order in which warpgroups begin (test_hopper_packed_pingpong).
+TAKES_OVER = "mbarrier.wait(w.go.index(WARPGROUP), row & 1 ^ 1 - WARPGROUP)"
+# And what one launch of the emulator cannot miss: the launches before and after it, and the order
+# of a partition's own stores and its ticket.
+NOT_SEEN = {"gl.thread_barrier()", TAKES_OVER}
 
 
 def test_every_synchronisation_is_needed():
-    seen = assert_every_mutant_fails([SMALL, SMALL._replace(overlapped=True, span=2)])
-    assert len(seen) == 7, seen
+    variants = SMALL, SMALL._replace(overlapped=True, span=2), SMALL._replace(pingpong=True)
+    seen = assert_every_mutant_fails(variants)
+    assert len(seen) == 8, seen
 
 
 def assert_every_mutant_fails(variants):

@@ -32,7 +32,15 @@ from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant import FORMATS, dequantize_blocks
 from tests.compiling import compiled
 from tests.packed_twins import twins
-from tests.test_hopper_packed import HOPPER, KINDS, LIMITS, assembler_says, error, tokens
+from tests.test_hopper_packed import (
+    HOPPER,
+    KINDS,
+    LIMITS,
+    TAKES_OVER,
+    assembler_says,
+    error,
+    tokens,
+)
 from tests.test_quant_mma import packed as matrix
 from tests.test_quant_mma import planes_of, seeded
 
@@ -42,6 +50,7 @@ CONFIGS = [
     SMALL._replace(tokens=8, span=4),
     SMALL._replace(span=1, overlapped=True),
     SMALL._replace(tokens=32, span=4, overlapped=True, stages=3, x_stages=3),
+    SMALL._replace(span=4, x_stages=0, pingpong=True),
 ]
 
 
@@ -99,6 +108,7 @@ def routed(num_tokens, top_k, num_experts, seed=0):
         ("Q6_K", CONFIGS[2]),
         ("Q8_0", CONFIGS[3]),
         ("Q4_K", CONFIGS[3]),
+        ("Q4_1", CONFIGS[4]),
     ],
 )
 @pytest.mark.parametrize("per_pair", [False, True])
@@ -184,8 +194,10 @@ def test_every_synchronisation_is_needed():
     kind, ids, a = "Q4_K", routed(40, 2, 3), tokens(40, 512)
     stack, seen = [matrix(kind, 192, 512, seed=e) for e in range(3)], []
     want = wanted(a, stack, ids, kind)
-    variants = [SMALL, SMALL._replace(overlapped=True, span=2)]
+    variants = [SMALL, SMALL._replace(overlapped=True, span=2), SMALL._replace(pingpong=True)]
     for mutant in mutants(packed_experts_kernel.jit):
+        if mutant.text == TAKES_OVER:
+            continue
         seen.append(str(mutant))
         for config, seed in itertools.product(variants, range(4)):
             try:

@@ -169,7 +169,7 @@ def test_sums_are_the_same_in_whatever_order_programs_run(config):
 
 def test_every_synchronisation_is_needed():
     """Of sums that come with a stage of weights while activations have a ring of their own."""
-    assert assert_every_mutant_fails([SMALL, JOINED])
+    assert assert_every_mutant_fails([SMALL, JOINED, JOINED._replace(pingpong=True)])
 
 
 def test_sums_over_groups_are_exact_in_two_parts():

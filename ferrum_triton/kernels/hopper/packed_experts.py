@@ -21,8 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ferrum_triton.kernels.gluon import describe, gluon_kernel
 from ferrum_triton.kernels.hopper.layouts import sums_layout
 from ferrum_triton.kernels.hopper.packed import (
+    WeightRing,
     add_blocks,
     buffers_of,
+    go_barriers,
     part_of,
     token_ring,
 )
@@ -36,7 +38,7 @@ from ferrum_triton.kernels.hopper.packed_products import descriptors_of, plane_o
 from ferrum_triton.kernels.hopper.packed_stores import gated, output_layout
 from ferrum_triton.kernels.hopper.packed_weights import Planes
 from ferrum_triton.kernels.hopper.packed_work import WARPGROUPS, Segment
-from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers
+from ferrum_triton.kernels.hopper.rings import acquire, make_barriers
 from ferrum_triton.kernels.jit import processors
 from ferrum_triton.kernels.moe.prepare import Result
 from ferrum_triton.kernels.moe.tile_table import FIELDS, TileTable
@@ -290,7 +292,7 @@ def packed_experts_kernel(
         buffers_of(d_desc, TILES),
     )
     full = make_barriers(TILE.stages, TILE.producers)
-    w = Ring(buffers, full, make_barriers(TILE.stages, WARPGROUPS))
+    w = WeightRing(buffers, full, make_barriers(TILE.stages, WARPGROUPS), go_barriers(TILE))
     x = token_ring(x_desc, w, TILE)
     fence_async_shared()
     pdl_wait(PDL)

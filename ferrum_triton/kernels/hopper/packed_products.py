@@ -50,6 +50,7 @@ class Tile:
         tokens: tokens of a tile.
         span: steps of 64 of K that are multiplied in a row.
         overlapped: steps are unpacked while those before them are multiplied.
+        pingpong: warpgroups begin their products in turn.
         streamed: programs share tiles' K.
         stages: blocks of 256 weights in the ring of weights.
         x_stages: stages in the ring of activations; 0 where they come with weights.
@@ -69,6 +70,7 @@ class Tile:
     tokens: int
     span: int
     overlapped: bool
+    pingpong: bool
     streamed: bool
     stages: int
     x_stages: int
@@ -119,7 +121,7 @@ def tile_of(
     ragged: bool = False,
 ) -> Tile:
     registers, _ = REGISTERS[config.ctas_per_sm]
-    shape = config.tokens, config.span, config.overlapped, config.streamed
+    shape = config.tokens, config.span, config.overlapped, config.pingpong, config.streamed
     rings = config.stages, config.x_stages
     parts = slices, ragged
     num_bytes = WARPGROUPS * block_bytes(fmt)

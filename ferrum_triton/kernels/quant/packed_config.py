@@ -42,6 +42,8 @@ class PackedConfig(NamedTuple):
             comes with its block's activations, and is waited for and let go of with them.
         sums_offsets: minimums and zeros are a product of their own, with sums of activations, and
             weights are rounded where they are unpacked.
+        pingpong: a program's warpgroups begin their products in turn, so that one unpacks while the
+            other's products run.
     """
 
     tokens: int
@@ -52,6 +54,7 @@ class PackedConfig(NamedTuple):
     stages: int = 4
     x_stages: int = 4
     sums_offsets: bool = False
+    pingpong: bool = False
 
 
 def packed(config: PackedConfig) -> Config:
@@ -93,6 +96,9 @@ _TRIED = {
     128: [(2, False, True, 1), (2, False, False, 1), (1, True, False, 1), (2, True, False, 1)],
     256: [(1, False, False, 1), (1, True, False, 1)],
 }
+# Tiles whose whole blocks are tried with ping-pong too. By 16 and 128 tokens it gained nothing
+# (:func:`~ferrum_triton.kernels.hopper.packed.add_blocks`).
+_PINGPONG = (32, 64)
 
 
 def is_served(fmt: BlockFormat) -> bool:
@@ -175,6 +181,8 @@ def packed_candidates(
             config = PackedConfig(tokens, span, overlapped, streamed, ctas_per_sm)
             config = config._replace(sums_offsets=sums)
             found.append(with_rings(gpu, config, fmt, joined=joined))
+            if tokens in _PINGPONG and span == BLOCK // STEP:
+                found.append(found[-1]._replace(pingpong=True))
     shape = kind, num_tokens, num_rows, num_weights
     return [config for config in found if not packed_fits(gpu, config, *shape)]
 
@@ -230,6 +238,8 @@ def packed_fits(
     tiles = cdiv(num_rows, TILE_ROWS) * cdiv(num_tokens, config.tokens)
     if config.streamed and tiles > TICKETS.value:
         return f"{tiles} tiles are more than there are tickets for, {TICKETS.value}"
+    if config.pingpong and config.overlapped:
+        return "overlapped, a warpgroup unpacks beside its own products and not the other's"
     if config.stages < 2 or config.x_stages == 1:
         return "a ring has two stages at least"
     limit, taken = most_shared(gpu, config.ctas_per_sm), shared_bytes(config, fmt)

@@ -243,6 +243,8 @@ PARAMETERS = {
     "x_stages": integer(0, 16),
     "span": one_of(1, 2, 4),
     "overlapped": FLAG,
+    "sums_offsets": FLAG,
+    "pingpong": FLAG,
 }
 
 products = Tunable(

@@ -1,0 +1,125 @@
+"""Packed products whose warpgroups begin their products in turn."""
+
+import itertools
+
+import pytest
+
+from ferrum_triton.gluon_emulator import Deadlock, hopper
+from ferrum_triton.gluon_emulator.mutants import mutants
+from ferrum_triton.gluon_emulator.schedule import Operation, current
+from ferrum_triton.kernels.hopper.packed import packed_kernel
+from ferrum_triton.kernels.quant.packed_config import (
+    PackedConfig,
+    packed_candidates,
+    packed_fits,
+    shared_bytes,
+)
+from ferrum_triton.kernels.sass import instructions
+from ferrum_triton.quant import FORMATS
+from tests.compiling import compiled
+from tests.test_hopper_packed import (
+    HOPPER,
+    LIMITS,
+    SMALL,
+    TAKES_OVER,
+    assembler_says,
+    emulate,
+    error,
+    launch_of,
+    tokens,
+    unpacking_in_flight,
+    wanted,
+)
+from tests.test_quant_mma import packed as matrix
+
+BLOCKS = SMALL._replace(span=4, x_stages=0, streamed=False, pingpong=True)
+ROWS = SMALL._replace(streamed=False, pingpong=True)
+
+
+def warpgroups_of_rows(monkeypatch, config, seed, mutant=None):
+    """Of each program, whose rows of steps are begun, one after the other."""
+    begun = {}
+
+    def noted(program, what):
+        if what == "warpgroup_mma":
+            begun.setdefault(program, []).append(current().name)
+        return Operation(program, what)
+
+    a, blocks = tokens(20, 1024), [matrix("Q4_K", 130, 1024)]
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper, "Operation", noted)
+        y, _ = emulate(a, blocks, "Q4_K", config, seed=seed, mutant=mutant)
+    assert error(y, wanted(a, blocks, "Q4_K")) < LIMITS[a.dtype]
+    return [names[:: config.span] for names in begun.values()]
+
+
+def alternate(names):
+    return all(one != other for one, other in itertools.pairwise(names))
+
+
+def without(text):
+    """The mutant of the kernel that lacks a statement."""
+    (found,) = [mutant for mutant in mutants(packed_kernel.jit) if mutant.text == text]
+    return found
+
+
+@pytest.mark.parametrize("config", [BLOCKS, ROWS])
+def test_warpgroups_begin_their_products_in_turn(monkeypatch, config):
+    programs = [
+        names for seed in range(4) for names in warpgroups_of_rows(monkeypatch, config, seed)
+    ]
+    assert len(programs) == 4 * 4
+    for names in programs:
+        assert len(names) == 2 * 4 * 4 // config.span
+        assert names[0].endswith("0") and alternate(names)
+
+
+def test_nothing_but_the_wait_keeps_their_order(monkeypatch):
+    mutant = without(TAKES_OVER)
+    orders = [
+        names for seed in range(4) for names in warpgroups_of_rows(monkeypatch, ROWS, seed, mutant)
+    ]
+    assert not all(map(alternate, orders))
+
+
+def test_who_never_hands_over_stops_the_other(monkeypatch):
+    mutant = without("mbarrier.arrive(w.go.index(1 - WARPGROUP), count=1)")
+    with pytest.raises(Deadlock, match="go"):
+        warpgroups_of_rows(monkeypatch, BLOCKS, 0, mutant)
+
+
+def test_whole_blocks_of_32_and_64_tokens_are_tried_so():
+    for m in (8, 16, 32, 64, 128, 256):
+        found = packed_candidates(HOPPER, "Q4_K", m, 4096, 14336)
+        spans = {config.span for config in found if config.pingpong}
+        assert spans == ({4} if m in (32, 64) else set())
+    config = PackedConfig(64, 2, overlapped=True, stages=3, x_stages=0, pingpong=True)
+    assert "overlapped" in packed_fits(HOPPER, config, "Q4_K", 64, 4096, 14336)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("Q4_K", PackedConfig(32, 4, False, True, 1, 5, 0, True, True)),
+        ("Q4_K", PackedConfig(64, 4, False, True, 1, 3, 0, True, True)),
+        ("Q4_0", PackedConfig(64, 4, False, True, 1, 3, 0, True, True)),
+    ],
+)
+def test_what_is_compiled(kind, config):
+    """A block is unpacked before its products, and the other warpgroup let go between them and
+    the wait for them."""
+    resources = compiled(launch_of(kind, config, config.tokens, n=4096, k=14336))
+    assert resources.registers == 168
+    assert resources.shared <= shared_bytes(config, FORMATS[kind])
+    code = instructions(resources.asm["cubin"])
+    found = unpacking_in_flight(code)
+    assert len(found) == 2 * 16 * 4 and not any(found)
+    names = [each.name for each in code]
+    last = [i for i, name in enumerate(names) if name.startswith("HGMMA")][16::17]
+    assert len(last) == 2
+    for i in last:
+        behind = names[i : i + 16]
+        arrival = next(j for j, name in enumerate(behind) if name.startswith("SYNCS.ARRIVE"))
+        wait = next(j for j, name in enumerate(behind) if name.startswith("WARPGROUP.DEPBAR"))
+        assert arrival < wait
+    assert "C75" not in assembler_says(resources.asm["ptx"])
