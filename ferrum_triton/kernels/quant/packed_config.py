@@ -87,7 +87,7 @@ LARGE = 128
 MOST_BY_LARGE = 1024
 # Configurations to time, by the tokens of a tile: span, overlapped, joined, programs for an SM. All
 # others spill, have no room for two stages, or took longer, as two rings did by up to 64 tokens
-# (docs/hopper.md).
+# (docs/packed-products.md).
 _TRIED = {
     8: [(2, False, True, 2), (2, False, True, 1)],
     16: [(1, False, True, 2), (2, False, True, 2), (4, False, True, 2), (2, False, True, 1)],

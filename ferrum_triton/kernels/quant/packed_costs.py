@@ -16,7 +16,7 @@ to 14 configurations, copies of 71162e4). There the plain kernel's tiles are cou
 what takes less is chosen. With the measured rows, it takes 0.7 % longer on average than the fastest
 of all that was timed, and 1.11 times as long at most. By 32 tokens, Q5_K was timed at four shapes
 and Q8_0 at four, chosen as Q6_K is, and Q4_1 at five, chosen as Q4_0 is (449e373 and 97d9a7c;
-docs/hopper.md has the times). Q4_Z, Q5_0 and Q5_1 were not.
+docs/packed-products.md has the times). Q4_Z, Q5_0 and Q5_1 were not.
 
 Where the last tokens have a smaller tile, the numbers of full ones told up to 11 % less than 16
 cases took (``Replay`` of ``gemm_quant``, copies of 449e373). RAGGED_TURN_US is an estimate of that,
