@@ -72,6 +72,15 @@ def test_files_stay_short(path):
     assert len(path.read_text().splitlines()) <= 500
 
 
+def test_tests_benches_and_pages_stay_short():
+    root = PACKAGE.parent
+    found = [*(root / "tests").rglob("*.py"), *(root / "bench").rglob("*.py")]
+    found += [*(root / "docs").glob("*.md"), *root.glob("*.md"), *(root / "bench").glob("*.md")]
+    lengths = {path.name: len(path.read_text().splitlines()) for path in found}
+    assert len(found) > 200
+    assert not {name: length for name, length in lengths.items() if length > 500}
+
+
 def test_what_is_constant_is_frozen():
     """A dataclass is frozen where nothing assigns to it: of the others, each is known to change."""
     plain = {
