@@ -136,18 +136,14 @@ def test_the_plain_kernel_keeps_its_rows_where_packed_products_gain_little(monke
 
 def test_measured_rows_are_close_to_the_best_by_count():
     measured = [row for row in products.rows(HOPPER) if row.config["path"] == "packed"]
-    # What is counted is without ping-pong.
-    tiles = [packed_tile(row.config) for row in measured]
-    measured = [
-        row
-        for row, tile in zip(measured, tiles, strict=True)
-        if tile.tokens >= 64 and not tile.pingpong
-    ]
+    measured = [row for row in measured if packed_tile(row.config).tokens >= 64]
     assert len(measured) > 50
     for row in measured:
         kind, _, tokens, rows, groups = row.shape
         shape = kind, tokens, rows, 32 * groups
         assert not count_refusal(HOPPER, packed_tile(row.config), *shape), shape
+        if packed_tile(row.config).pingpong:
+            continue  # which is not counted
         _, took = best_by_count(HOPPER, *shape)
         # What is published is of a card that has grown warm, and of programs one of which adds all.
         assert 0.7 * row.us < took < 1.05 * row.us, (shape, took, row.us)

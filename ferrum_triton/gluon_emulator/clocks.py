@@ -72,7 +72,7 @@ class Access:
     ``bit`` is that of the asynchronous operation, or 0 of what is done once it is executed.
     ``generic`` accesses go through the generic proxy, as ordinary loads and stores do. ``let_go``
     is where the partition arrived at a barrier while this, a load, may still have been in flight.
-    ``landed`` is the partition's epoch in which it got certain that the load was not any more.
+    ``landed`` is the partition's epoch in which it knew that the load had ended.
     """
 
     __slots__ = (
@@ -95,7 +95,7 @@ class Access:
         self.landed: int | None = None
 
     def may_be_overtaken(self, clock: Clock) -> bool:
-        """Whether this load was let go of, and who knows no more than a clock misses its end."""
+        """Whether this load was let go of, and a clock does not tell that it has ended."""
         if self.let_go is None:
             return False
         return self.landed is None or clock.of(self.who) < self.landed

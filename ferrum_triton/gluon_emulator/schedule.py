@@ -93,7 +93,7 @@ class Partition:
                 load.let_go = load.let_go or place
 
     def land(self) -> None:
-        """What was loaded is there, which whoever hears of this partition from now on knows."""
+        """All loads so far have ended, and whoever hears from this partition later knows it."""
         for load in self.loads:
             load.landed = self.clock.of(self)
         self.loads = []

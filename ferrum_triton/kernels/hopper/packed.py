@@ -19,9 +19,9 @@ A stage of weights may come with its block's activations. *Joined*, a warpgroup 
 block; with two rings it waits for the weights, and for the activations of every row of steps. 256
 tokens have no room for joined stages: their activations of a block are 128 KiB.
 
-The two warpgroups wait for the same stage, and would unpack at the same time, and then multiply at
-the same time. *Ping-pong*, each begins its products once the other has begun its own, so that one
-unpacks while the other's products run.
+The two warpgroups wait for the same stage, so both unpack at once, and then both multiply. With
+*ping-pong*, each begins its products once the other has begun its own, and one unpacks while the
+other's products run.
 """
 
 from typing import Any, NamedTuple
@@ -141,9 +141,10 @@ def release_tokens(x, x_at, TILE: gl.constexpr):
 
 @gluon.jit
 def take_over(w, row, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """Wait until the other warpgroup has begun its products of a row: the second one of this row.
+    """Wait until the other warpgroup has begun its products.
 
-    The first one waits for those of the row before.
+    The second warpgroup waits for the first one's products of the same row of steps, the first for
+    the second one's of the row before.
 
     Args:
         row: number of the row of steps among all that a warpgroup multiplies.
@@ -183,11 +184,11 @@ def add_blocks(acc, w, x, at, x_at, part, WARPGROUP: gl.constexpr, TILE: gl.cons
     block was overwritten by the next one's copy (``python -m tests.soak --minutes 8 --seed 1``
     beside other processes on an H200, a2d8e4f).
 
-    Ping-pong gains where a row is a whole block, and loses where a block has two rows. In that
-    order, Q4_K 4096x14336 takes 18.6 us and 20.3 by 32 tokens, 21.7 and 22.4 by 64. Without
-    ping-pong it takes 19.1 and 19.0, 22.4 and 21.8. Q4_0 by 64 takes 20.1 us in whole blocks, and
-    20.8 without. By 128 tokens it gains nothing: 32.3 us for 32.1 (``bench.timing.Replay`` of
-    ``gemm_quant`` under ``products.forced``, H200, cbdf1ce and a copy of it in turns, two runs).
+    Ping-pong gains where a row is a whole block. Q4_K 4096x14336 takes 18.6 us so by 32 tokens and
+    21.7 by 64, and without it 19.1 and 22.4; Q4_0 by 64 tokens 20.1 and 20.8. By 128 it gains
+    nothing, 32.3 us for 32.1. Where a block has two rows it loses: Q4_K takes 20.3 us by 32 tokens
+    and 22.4 by 64, and without it 19.0 and 21.8 (``bench.timing.Replay`` of ``gemm_quant`` under
+    ``products.forced``, H200, cbdf1ce and a copy of it in turns, two runs).
 
     Args:
         w: the ring of weights, :class:`WeightRing`.

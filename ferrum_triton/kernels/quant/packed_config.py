@@ -239,7 +239,7 @@ def packed_fits(
     if config.streamed and tiles > TICKETS.value:
         return f"{tiles} tiles are more than there are tickets for, {TICKETS.value}"
     if config.pingpong and config.overlapped:
-        return "overlapped, a warpgroup unpacks beside its own products and not the other's"
+        return "ping-pong is not for overlapped tiles, which unpack beside their own products"
     if config.stages < 2 or config.x_stages == 1:
         return "a ring has two stages at least"
     limit, taken = most_shared(gpu, config.ctas_per_sm), shared_bytes(config, fmt)
