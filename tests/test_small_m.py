@@ -7,7 +7,7 @@ from ferrum_triton import get_backend
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant import activations as arranging
-from ferrum_triton.kernels.quant.activations import Order, arrange
+from ferrum_triton.kernels.quant.activations import GROUP, Order, arrange, takes_whole_rows
 from ferrum_triton.kernels.quant.products import (
     bucket_of,
     fits,
@@ -403,3 +403,49 @@ def test_arranging_clears_the_tickets_of_the_product_behind_it(num_tokens, monke
 
     monkeypatch.setattr(arranging, "room_for", used_room)
     assert not arrange(torch.randn(num_tokens, 256), Order(16)).tickets.any()
+
+
+# Of few tokens that small_m takes, and of more than there are processors.
+@pytest.mark.parametrize("order", [small_m_order(5), Order(32, halves=4, sums=GROUP)])
+@pytest.mark.parametrize("k", [8480, 16384])
+def test_rows_arranged_without_a_loop_have_the_same_bits(order, k, monkeypatch):
+    room_for, a = arranging.room_for, torch.randn(5, k).bfloat16()
+
+    def clean_room(*args, **options):
+        room = room_for(*args, **options)
+        for part in (room.x, room.sums):
+            part.fill_(0)
+        return room
+
+    monkeypatch.setattr(arranging, "room_for", clean_room)
+    with record_launches() as launches:
+        whole = arrange(a, order)
+        monkeypatch.setattr(arranging, "takes_whole_rows", lambda *shape: False)
+        looped = arrange(a, order)
+    assert [launch.meta["WHOLE"] for launch in launches] == [True, False]
+    assert torch.equal(whole.factor[:5], looped.factor[:5])
+    assert torch.equal(whole.x, looped.x) and torch.equal(whole.sums, looped.sums)
+
+
+def test_which_rows_are_arranged_without_a_loop():
+    few, many = small_m_order(8), Order(32, halves=4, sums=0)
+    assert [m for m in range(1, 9) if takes_whole_rows(m, 14336, few, 132)] == [5, 6, 7, 8]
+    assert not takes_whole_rows(16, 14336, small_m_order(16), 132)
+    assert takes_whole_rows(133, 14336, many, 132) and not takes_whole_rows(132, 14336, many, 132)
+    assert [k for k in (4096, 8192, 8448, 16384, 16640) if takes_whole_rows(8, k, few, 132)] == [
+        8448,
+        16384,
+    ]
+
+
+def test_two_programs_that_arrange_without_a_loop_fit_an_sm():
+    planes = torch.empty(4096, PLANE_FORMATS["Q4_K:planes"].row_bytes(14336), dtype=torch.uint8)
+    registers = []
+    for num_tokens in (128, 256):
+        a = torch.empty(num_tokens, 14336, dtype=torch.bfloat16, device="meta")
+        with record_launches((9, 0)) as launches:
+            product(a, planes.to("meta"), "Q4_K:planes")
+        registers.append(compiled(launches[0]).registers)
+        assert launches[0].meta["num_warps"] == 16
+    looped, whole = registers
+    assert 2 * 512 * whole <= 65536 < 2 * 512 * looped

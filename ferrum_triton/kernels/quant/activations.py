@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import kernel
+from ferrum_triton.kernels.jit import kernel, processors
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.gemv_plan import Squares
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -57,14 +57,15 @@ def load_block(a_row, first, num_weights, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def first_block(a_row, num_weights, num_padded, BLOCK_K: tl.constexpr):
+def first_block(a_row, num_weights, num_padded, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr = False):
     """A row's first block, and the exponent bits of its factor's inverse: :func:`arrange_token`."""
     a = load_block(a_row, 0, num_weights, BLOCK_K)
     # Ordered as integers, a NaN is above infinity and so is not lost.
     largest = tl.abs(a).to(tl.int32, bitcast=True)
-    for first in range(BLOCK_K, num_padded, BLOCK_K):
-        more = load_block(a_row, first, num_weights, BLOCK_K)
-        largest = tl.maximum(largest, tl.abs(more).to(tl.int32, bitcast=True))
+    if not WHOLE:
+        for first in range(BLOCK_K, num_padded, BLOCK_K):
+            more = load_block(a_row, first, num_weights, BLOCK_K)
+            largest = tl.maximum(largest, tl.abs(more).to(tl.int32, bitcast=True))
     return a, inverse_of(largest)
 
 
@@ -167,6 +168,7 @@ def arrange_token(
     BLOCK_K: tl.constexpr,
     INTERLEAVE: tl.constexpr = 0,
     SUMS: tl.constexpr = 8,
+    WHOLE: tl.constexpr = False,
 ):
     """One token: x = a / factor, its largest magnitude in [2^11, 2^12), and sums over words.
 
@@ -177,14 +179,19 @@ def arrange_token(
         to: :class:`Arranged` pointers.
         row: row of ``to``.
         a_row: pointer to the token's activations.
+        WHOLE: a block holds the row, and nothing is a loop.
     """
-    a, inverse = first_block(a_row, num_weights, num_padded, BLOCK_K)
+    a, inverse = first_block(a_row, num_weights, num_padded, BLOCK_K, WHOLE)
     tl.store(to.factor + row, factor_of(inverse))
-    for first in range(0, num_padded, BLOCK_K):
+    if WHOLE:
         x, sums = arranged(a, inverse, COLUMNS, HALVES, INTERLEAVE > 0, SUMS)
-        store_arranged(to, row, first, x, sums, num_padded, INTERLEAVE)
-        if first + BLOCK_K < num_padded:
-            a = load_block(a_row, first + BLOCK_K, num_weights, BLOCK_K)
+        store_arranged(to, row, 0, x, sums, num_padded, INTERLEAVE)
+    else:
+        for first in range(0, num_padded, BLOCK_K):
+            x, sums = arranged(a, inverse, COLUMNS, HALVES, INTERLEAVE > 0, SUMS)
+            store_arranged(to, row, first, x, sums, num_padded, INTERLEAVE)
+            if first + BLOCK_K < num_padded:
+                a = load_block(a_row, first + BLOCK_K, num_weights, BLOCK_K)
 
 
 @kernel
@@ -203,6 +210,7 @@ def _arrange_kernel(
     SUMS: tl.constexpr,  # as an Order has it
     EARLY: tl.constexpr,  # as an Order has it
     BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if EARLY:
@@ -222,9 +230,8 @@ def _arrange_kernel(
         pdl_trigger(PDL)
     clear_tickets(tickets_ptr)
     to = Arranged(x_ptr, sums_ptr, factor_ptr)
-    arrange_token(
-        to, token, a_row, num_weights, num_padded, COLUMNS, HALVES, BLOCK_K, INTERLEAVE, SUMS
-    )
+    row = to, token, a_row, num_weights, num_padded
+    arrange_token(*row, COLUMNS, HALVES, BLOCK_K, INTERLEAVE, SUMS, WHOLE)
 
 
 class Order(NamedTuple):
@@ -293,6 +300,25 @@ def block_and_warps(padded: int) -> tuple[int, int]:
     return block, 16 if block > 4096 else (8 if block > 1024 else 2)
 
 
+def takes_whole_rows(num_tokens: int, padded: int, order: Order, num_processors: int) -> bool:
+    """Whether the kernel that arranges has no loop over a row's blocks.
+
+    Rows of LONGEST_BLOCK then take 64 registers and not 92 (``compile_launch`` for sm_90), so that
+    an SM holds two programs. That gains where there are more tokens than SMs: 4096x14336 of Q4_K
+    takes 54.2 us for 56.6 by 256 tokens, 52.1 for 54.5 by 192 and 106 for 109 by 512
+    (``bench.timing.Replay`` of ``gemm_quant``, both in one run on an H200, ed6a981 and a copy that
+    does so from 65 tokens on). By fewer it gains nothing there, 31.5 us for 31.2 by 128
+    (``bench.run gemm_quant``, the same), and loses with small_m by 16, 16.5 for 15.6
+    (docs/packed-products.md).
+
+    Five to eight tokens gain too, where a norm is before the launch: 4096x14336 takes 13.1 us for
+    13.8 by eight, 4096x12288 11.6 for 12.2 by eight and 11.5 for 12.1 by five. Four lose, 12.7 for
+    12.4. Shorter rows gain nothing: 28672x4096 by eight takes 22.3 us for 21.7 (the same).
+    """
+    is_long = LONGEST_BLOCK // 2 < padded <= LONGEST_BLOCK
+    return is_long and (num_tokens > num_processors or 4 < num_tokens <= order.interleave == 8)
+
+
 def arrange(a: Tensor, order: Order) -> Arranged:
     """Activations [m, k] in an order.
 
@@ -302,7 +328,8 @@ def arrange(a: Tensor, order: Order) -> Arranged:
     """
     num_tokens, num_weights = a.shape
     to = room_for(num_tokens, num_weights, a.device, order, splits_k=True)
-    block, warps = block_and_warps(to.x.shape[1])
+    padded = to.x.shape[1]
+    block, warps = block_and_warps(padded)
     _arrange_kernel.launch(
         (num_tokens,),
         x_ptr=to.x,
@@ -312,13 +339,14 @@ def arrange(a: Tensor, order: Order) -> Arranged:
         a_ptr=a,
         stride_a_token=a.stride(0),
         num_weights=num_weights,
-        num_padded=to.x.shape[1],
+        num_padded=padded,
         COLUMNS=order.words // order.halves,
         HALVES=order.halves,
         INTERLEAVE=order.interleave,
         SUMS=order.sums,
         EARLY=order.early,
         BLOCK_K=block,
+        WHOLE=takes_whole_rows(num_tokens, padded, order, processors(a.device)),
         num_warps=warps,
     )
     return to
