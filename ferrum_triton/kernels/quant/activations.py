@@ -303,12 +303,13 @@ def block_and_warps(padded: int) -> tuple[int, int]:
 def takes_whole_rows(num_tokens: int, padded: int, order: Order, num_processors: int) -> bool:
     """Whether the kernel that arranges has no loop over a row's blocks.
 
-    Rows of LONGEST_BLOCK then take 64 registers and not 92 (``compile_launch`` for sm_90), so that
-    an SM holds two programs. That gains where there are more tokens than SMs: 4096x14336 of Q4_K
-    takes 54.2 us for 56.6 by 256 tokens, 52.1 for 54.5 by 192 and 106 for 109 by 512
+    Rows of LONGEST_BLOCK then take 45 to 64 registers and not 92 (``compile_launch`` for sm_90), so
+    that an SM holds two programs. That gains where there are more tokens than SMs: 4096x14336 of
+    Q4_K takes 54.2 us for 56.6 by 256 tokens, 52.1 for 54.5 by 192 and 106 for 109 by 512
     (``bench.timing.Replay`` of ``gemm_quant``, both in one run on an H200, ed6a981 and a copy that
-    does so from 65 tokens on). By fewer it gains nothing there, 31.5 us for 31.2 by 128
-    (``bench.run gemm_quant``, the same), and loses with small_m by 16, 16.5 for 15.6
+    does so from 65 tokens on); 172 for 184 by 1,024 and 343 for 376 by 2,048 (``bench.run``,
+    5f7c1b1 and 15d0366). By fewer it gains nothing there, 31.5 us for 31.2 by 128 (``bench.run
+    gemm_quant``, ed6a981 and that copy), and loses with small_m by 16, 16.5 for 15.6
     (docs/packed-products.md).
 
     Five to eight tokens gain too, where a norm is before the launch: 4096x14336 takes 13.1 us for
