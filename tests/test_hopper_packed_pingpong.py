@@ -109,8 +109,9 @@ def test_whole_blocks_of_32_and_64_tokens_are_tried_so():
     ],
 )
 def test_what_is_compiled(kind, config):
-    """A block is unpacked before its products, and the other warpgroup let begin ahead of the last
-    step's: four products of twelve before, and one of offsets behind."""
+    """A block is unpacked before its products. The other warpgroup may begin behind twelve of them,
+    ahead of the last step's four and the one of offsets.
+    """
     resources = compiled(launch_of(kind, config, config.tokens, n=4096, k=14336))
     assert resources.registers == 168
     assert resources.shared <= shared_bytes(config, FORMATS[kind])

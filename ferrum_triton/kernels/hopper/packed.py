@@ -20,8 +20,8 @@ block; with two rings it waits for the weights, and for the activations of every
 tokens have no room for joined stages: their activations of a block are 128 KiB.
 
 The two warpgroups wait for the same stage, so both unpack at once, and then both multiply. With
-*ping-pong*, each begins its products once the other has begun its own, and one unpacks while the
-other's products run.
+*ping-pong*, each begins its products once the other has begun its own but for the last step's, and
+one unpacks while the other's products run.
 """
 
 from typing import Any, NamedTuple
@@ -103,11 +103,11 @@ def multiply(
 ):
     """Start the products of a row of steps; ``a`` must be left alone until they are done.
 
-    The other warpgroup is let begin ahead of the last step's. Q4_K 4096x14336 by 32 tokens takes
-    18.3 us so and 18.6 where it is let begin behind them, by 64 21.3 and 21.6; Q4_0 by 64 20.6 and
-    20.5. Ahead of the last two it takes 18.4 and 22.1, and Q4_0 21.3 (``bench.timing.Replay`` of
-    ``gemm_quant`` under ``products.forced``, and ``bench.run`` of the rows, H200, ed6a981 and
-    copies of it).
+    With ping-pong, the other warpgroup may begin ahead of the last step's products. Q4_K 4096x14336
+    by 32 tokens takes 18.3 us so and 18.6 where it may begin behind them, by 64 21.3 and 21.6; Q4_0
+    by 64 20.6 and 20.5. Ahead of the last two steps' it takes 18.4 and 22.1, and Q4_0 21.3
+    (``bench.timing.Replay`` of ``gemm_quant`` under ``products.forced``, and ``bench.run`` of the
+    rows, H200, ed6a981 and copies of it).
 
     Args:
         first: number of the buffer of the row's first activations.
