@@ -432,19 +432,17 @@ def test_which_rows_are_arranged_without_a_loop():
     assert [m for m in range(1, 9) if takes_whole_rows(m, 14336, few, 132)] == [5, 6, 7, 8]
     assert not takes_whole_rows(16, 14336, small_m_order(16), 132)
     assert takes_whole_rows(133, 14336, many, 132) and not takes_whole_rows(132, 14336, many, 132)
-    assert [k for k in (4096, 8192, 8448, 16384, 16640) if takes_whole_rows(8, k, few, 132)] == [
-        8448,
-        16384,
-    ]
+    lengths = 4096, 8192, 8448, 16384, 16640
+    assert [k for k in lengths if takes_whole_rows(8, k, few, 132)] == [8448, 16384]
 
 
 def test_two_programs_that_arrange_without_a_loop_fit_an_sm():
-    planes = torch.empty(4096, PLANE_FORMATS["Q4_K:planes"].row_bytes(14336), dtype=torch.uint8)
-    registers = []
+    row_bytes, registers = PLANE_FORMATS["Q4_K:planes"].row_bytes(14336), []
+    planes = torch.empty(4096, row_bytes, dtype=torch.uint8, device="meta")
     for num_tokens in (128, 256):
         a = torch.empty(num_tokens, 14336, dtype=torch.bfloat16, device="meta")
         with record_launches((9, 0)) as launches:
-            product(a, planes.to("meta"), "Q4_K:planes")
+            product(a, planes, "Q4_K:planes")
         registers.append(compiled(launches[0]).registers)
         assert launches[0].meta["num_warps"] == 16
     looped, whole = registers

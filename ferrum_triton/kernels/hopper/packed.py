@@ -110,6 +110,7 @@ def multiply(
     rows, H200, ed6a981 and copies of it).
 
     Args:
+        w: the ring of weights, :class:`WeightRing`.
         first: number of the buffer of the row's first activations.
         stage: the stage that holds the block of weights, and sums of its activations.
         FIRST: the first of the row's steps in its block.
@@ -151,7 +152,7 @@ def release_tokens(x, x_at, TILE: gl.constexpr):
 
 @gluon.jit
 def take_over(w, row, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """Wait until the other warpgroup has begun its products.
+    """Wait until the other warpgroup has begun its products, but for the last step's.
 
     The second warpgroup waits for the first one's products of the same row of steps, the first for
     the second one's of the row before.
@@ -165,7 +166,7 @@ def take_over(w, row, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def hand_over(w, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
-    """Let the other warpgroup begin products, as this one has begun its own."""
+    """Let the other warpgroup begin its products of a row of steps."""
     if TILE.pingpong:
         mbarrier.arrive(w.go.index(1 - WARPGROUP), count=1)
 

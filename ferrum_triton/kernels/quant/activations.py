@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.jit import kernel, processors
+from ferrum_triton.kernels.gpu import gpu_of
+from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
 from ferrum_triton.kernels.quant.gemv_plan import Squares
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -300,7 +301,7 @@ def block_and_warps(padded: int) -> tuple[int, int]:
     return block, 16 if block > 4096 else (8 if block > 1024 else 2)
 
 
-def takes_whole_rows(num_tokens: int, padded: int, order: Order, num_processors: int) -> bool:
+def takes_whole_rows(num_tokens: int, padded: int, order: Order, num_sms: int) -> bool:
     """Whether the kernel that arranges has no loop over a row's blocks.
 
     Rows of LONGEST_BLOCK then take 45 to 64 registers and not 92 (``compile_launch`` for sm_90), so
@@ -313,11 +314,12 @@ def takes_whole_rows(num_tokens: int, padded: int, order: Order, num_processors:
     (docs/packed-products.md).
 
     Five to eight tokens gain too, where a norm is before the launch: 4096x14336 takes 13.1 us for
-    13.8 by eight, 4096x12288 11.6 for 12.2 by eight and 11.5 for 12.1 by five. Four lose, 12.7 for
-    12.4. Shorter rows gain nothing: 28672x4096 by eight takes 22.3 us for 21.7 (the same).
+    13.8 by eight, 4096x12288 11.6 for 12.2 by eight and 11.5 for 12.1 by five. Shorter rows lose:
+    28672x4096 by eight takes 22.3 us for 21.7 (the same). So do four tokens, 12.7 us for 12.4 of
+    4096x14336 (``bench.run gemm_quant``, H200, cbdf1ce and a copy of it).
     """
     is_long = LONGEST_BLOCK // 2 < padded <= LONGEST_BLOCK
-    return is_long and (num_tokens > num_processors or 4 < num_tokens <= order.interleave == 8)
+    return is_long and (num_tokens > num_sms or 4 < num_tokens <= order.interleave == 8)
 
 
 def arrange(a: Tensor, order: Order) -> Arranged:
@@ -347,7 +349,7 @@ def arrange(a: Tensor, order: Order) -> Arranged:
         SUMS=order.sums,
         EARLY=order.early,
         BLOCK_K=block,
-        WHOLE=takes_whole_rows(num_tokens, padded, order, processors(a.device)),
+        WHOLE=takes_whole_rows(num_tokens, padded, order, gpu_of(a.device).num_sms),
         num_warps=warps,
     )
     return to
