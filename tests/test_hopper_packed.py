@@ -213,17 +213,25 @@ def test_sums_are_the_same_in_whatever_order_programs_run(config):
     assert all(torch.equal(y, results[0][0]) and not tickets.any() for y, tickets in results)
 
 
-# What makes no result wrong, but the order in which warpgroups begin (test_hopper_packed_pingpong).
+# What makes no result wrong, but the order in which warpgroups begin (test_hopper_packed_pingpong),
+# and the order of copies (test_hopper_packed_ahead).
 TAKES_OVER = "mbarrier.wait(w.go.index(WARPGROUP), row & 1 ^ 1 - WARPGROUP)"
+TOKENS_FIRST = "mbarrier.wait(asked.index(0), 0)"
 # And what one launch of the emulator cannot miss: the launches before and after it, and the order
 # of a partition's own stores and its ticket.
-NOT_SEEN = {"gl.thread_barrier()", TAKES_OVER}
+NOT_SEEN = {"gl.thread_barrier()", TAKES_OVER, TOKENS_FIRST}
 
 
 def test_every_synchronisation_is_needed():
     variants = SMALL, SMALL._replace(overlapped=True, span=2), SMALL._replace(pingpong=True)
     seen = assert_every_mutant_fails(variants)
-    assert len(seen) == 8, seen
+    assert len(seen) == 9, seen
+
+
+def without(text):
+    """The mutant of the kernel that lacks a statement."""
+    (found,) = [mutant for mutant in mutants(packed_kernel.jit) if mutant.text == text]
+    return found
 
 
 def assert_every_mutant_fails(variants):

@@ -5,9 +5,7 @@ import itertools
 import pytest
 
 from ferrum_triton.gluon_emulator import Deadlock, hopper
-from ferrum_triton.gluon_emulator.mutants import mutants
 from ferrum_triton.gluon_emulator.schedule import Operation, current
-from ferrum_triton.kernels.hopper.packed import packed_kernel
 from ferrum_triton.kernels.quant.packed_config import (
     PackedConfig,
     packed_candidates,
@@ -29,6 +27,7 @@ from tests.test_hopper_packed import (
     tokens,
     unpacking_in_flight,
     wanted,
+    without,
 )
 from tests.test_quant_mma import packed as matrix
 
@@ -58,12 +57,6 @@ def warpgroups_of_rows(monkeypatch, config, seed, mutant=None):
 
 def alternate(names):
     return all(one != other for one, other in itertools.pairwise(names))
-
-
-def without(text):
-    """The mutant of the kernel that lacks a statement."""
-    (found,) = [mutant for mutant in mutants(packed_kernel.jit) if mutant.text == text]
-    return found
 
 
 @pytest.mark.parametrize("config", [BLOCKS, ROWS])

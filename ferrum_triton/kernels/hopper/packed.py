@@ -249,7 +249,8 @@ def finish(
                 factor = factors(out, first + s * SLICE, SLICE)
                 sums = slice_sums(slices, s, out.partial, sizes, WARPGROUP, TILE)
                 store_sums(sums, factor, out, rows, first + s * SLICE, WARPGROUP, TILE)
-        depart(slices, sizes)
+        if slices.taken == 0:
+            depart(slices, sizes)
     else:
         factor = factors(out, first, TILE.tokens)
         finishes = True
@@ -390,7 +391,7 @@ def token_ring(x_desc, w, TILE: gl.constexpr):
     return x
 
 
-@gluon_kernel(dynamic=("tiles", "tiles_m", "num_tokens"))
+@gluon_kernel(dynamic=("tiles", "tiles_m", "num_tokens", "early"))
 def packed_kernel(
     y_ptr,  # [m, n]
     partial_ptr,  # float32 [programs, 2, warpgroups, 64, tokens], or None of whole tiles
@@ -421,6 +422,7 @@ def packed_kernel(
     tiles,
     tiles_m,
     num_tokens,
+    early,  # programs that begin while activations are arranged, the first ones
     TILE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -443,6 +445,7 @@ def packed_kernel(
     w = WeightRing(buffers, full, make_barriers(TILE.stages, WARPGROUPS), go_barriers(TILE))
     ring = token_ring(x_desc, w, TILE)
     x = TokenRing(ring.buffers, ring.full, ring.empty, buffers_of(sums_desc, TILE.stages))
+    asked = make_barriers(1, 1)
     fence_async_shared()
     matrices = (first, second, third)
     sizes = Sizes(tiles, tiles_m, blocks)
@@ -463,8 +466,8 @@ def packed_kernel(
         [
             (multiply_tiles, (out, w, x, sizes, 0, TILE, PDL)),
             (multiply_tiles, (out, w, x, sizes, 1, TILE, PDL)),
-            (fetch_weights, (matrices, w, out, sizes, TILE, PDL)),
-            (fetch_tokens, (TokenMaps(x_desc, sums_desc), x, w, sizes, TILE, PDL)),
+            (fetch_weights, (matrices, w, asked, early, out, sizes, TILE)),
+            (fetch_tokens, (TokenMaps(x_desc, sums_desc), x, w, asked, sizes, TILE, PDL)),
         ],
         [4, 1, 1],
         [TILE.registers, 24, 24],

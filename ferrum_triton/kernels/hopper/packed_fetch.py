@@ -1,15 +1,19 @@
 """The two warps of a packed product that ask for what others multiply: weights, and activations.
 
-Weights are asked for before the kernel that arranges the activations has ended (PDL), but only two
-stages of them: more would stand in TMA's queue before the first activations. Tokens past the last
-one are zeros by the tensor map, and so are rows past a matrix's last one.
+Weights are asked for before the kernel that arranges the activations has ended (PDL). TMA works
+through its requests in order, so weights that are asked for too soon keep the first activations
+waiting. A program that begins while activations are arranged asks for all of its ring but a stage:
+it has landed by the time that they are there. One that begins behind that asks for one stage. All
+others follow behind the first block's activations.
+
+Tokens past the last one are zeros by the tensor map, and so are rows past a matrix's last one.
 """
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ferrum_triton.kernels.hopper.packed_weights import D_WORDS, columns_of, word_of_d
 from ferrum_triton.kernels.hopper.packed_work import (
@@ -125,18 +129,22 @@ def copy_sums(maps, row, k, x, w, step, TILE: gl.constexpr):
 
 
 @gluon.jit
-def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
-    """The warp that asks for weights."""
+def fetch_weights(matrices, ring, asked, early, out, sizes, TILE: gl.constexpr):
+    """The warp that asks for weights.
+
+    The rule for what is asked for ahead of activations is worth 2 to 8 %, and costs 6144x4096 by 64
+    tokens 2 %: Q4_K 4096x14336 takes 17.7 us by 32 tokens so, and 18.5 where each program asks for
+    two stages and is not kept waiting; 8192x8192 19.0 and 20.7, 28672x4096 by 16 24.5 and 25.4
+    (``bench.timing.Replay`` of ``gemm_quant``, H200, a copy of 3cf5b90 that departs early too
+    (:func:`.packed_sums.slice_sums`) and 3cf5b90). docs/packed-products.md has all shapes.
+
+    Args:
+        asked: a barrier, complete once the first block's activations have been asked for.
+        early: programs that begin while activations are arranged, the first of all.
+    """
     share = share_of_program(sizes, TILE)
-    # Q4_K 4096x14336 by 64 tokens takes 22.2 us with one of three stages asked for ahead and 22.0
-    # with two, 4096x4096 13.1 and 12.7, 28672x4096 by 16 24.7 and 24.4. All of a ring is slower
-    # than a part: 24.7 us, 24.4 with half and 24.1 with a quarter. So is what lies behind the ring,
-    # asked for into L2: 25.2 us (``bench.run gemm_quant`` in turns, H200, c7cf68a with each; of
-    # larger rings ``bench.timing.Replay`` of ``gemm_quant``, 186cdb5, that with half, and af67162).
-    # One of three stages is better than none: 4096x4096 takes 13.4 us and not 13.6, 28672x4096 37.9
-    # and not 38.2 (``Replay`` of ``gemm_quant`` under ``products.forced``, H200, copies of what
-    # became 3be7f18 that read the activations' map once more ahead of these).
-    AHEAD: gl.constexpr = min(2, TILE.stages - 1)
+    ALL_BUT_ONE: gl.constexpr = TILE.stages - 1
+    ahead = gl.where(gl.program_id(0) < early, ALL_BUT_ONE, 1)
     BYTES: gl.constexpr = TILE.block_bytes
     MATRICES: gl.constexpr = TILE.matrices
     to = ring.buffers
@@ -146,8 +154,8 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.conste
         place = place_of(corner_of(part.tile, sizes, TILE).rows, out.num_rows, TILE)
         rows = Source(0, place.row)
         for k in range(part.begin, part.end):
-            if step == AHEAD:
-                pdl_wait(PDL)
+            if step == ahead:
+                mbarrier.wait(asked.index(0), 0)
             stage = acquire(ring, step, BYTES)
             full = ring.full.index(stage)
             if TILE.activation != "" or MATRICES == 1:
@@ -162,12 +170,13 @@ def fetch_weights(matrices, ring, out, sizes, TILE: gl.constexpr, PDL: gl.conste
 
 
 @gluon.jit
-def fetch_tokens(maps, x, w, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
+def fetch_tokens(maps, x, w, asked, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
     """The warp that asks for activations, and for their sums.
 
     Args:
         maps: :class:`TokenMaps`.
         x, w: the rings.
+        asked: the barrier of :func:`fetch_weights`.
     """
     share = share_of_program(sizes, TILE)
     STAGES: gl.constexpr = 4 // TILE.x_steps  # of a block
@@ -182,4 +191,6 @@ def fetch_tokens(maps, x, w, sizes, TILE: gl.constexpr, PDL: gl.constexpr):
                 copy_sums(maps, token, k, x, w, block, TILE)
             for j in gl.static_range(STAGES):
                 copy_tokens(maps, token, k * STAGES + j, x, block * STAGES + j, TILE)
+            if block == 0:
+                mbarrier.arrive(asked.index(0), count=1)
             block += 1

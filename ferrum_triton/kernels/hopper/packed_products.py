@@ -29,6 +29,7 @@ from ferrum_triton.kernels.quant.packed_config import (
     WARPGROUPS,
     PackedConfig,
     block_bytes,
+    early_programs,
     last_tile,
 )
 from ferrum_triton.kernels.quant.packed_costs import programs_of
@@ -261,6 +262,7 @@ def packed_products(
         tiles=tiles,
         tiles_m=tiles_m,
         num_tokens=num_tokens,
+        early=early_programs(config, num_tokens, processors(y.device)),
         TILE=tile,
         num_warps=4,
         maxnreg=maxnreg,

@@ -158,6 +158,15 @@ def fewest_tokens(num_tokens: int) -> int:
     return min(max(next_power_of_2(num_tokens), 8), 256)
 
 
+def early_programs(config: PackedConfig, num_tokens: int, num_sms: int) -> int:
+    """Programs that begin while activations are arranged, the first ones of a product.
+
+    The launch that arranges them has a program for a token, and each of these fills an SM until it
+    ends.
+    """
+    return config.ctas_per_sm * max(num_sms - num_tokens, 0)
+
+
 def last_tile(config: PackedConfig, num_tokens: int) -> int:
     """Tokens of the last tokens' tiles: where several are whole, perhaps a half or a quarter."""
     left = num_tokens % config.tokens or config.tokens
