@@ -36,7 +36,8 @@ METAL = "ferrum_triton/backends/metal/"
 PACKED = (
     "",
     "test_hopper_packed test_hopper_packed_sums test_hopper_packed_offsets "
-    "test_hopper_packed_experts test_hopper_packed_ragged test_hopper_packed_pingpong",
+    "test_hopper_packed_experts test_hopper_packed_ragged test_hopper_packed_pingpong "
+    "test_hopper_packed_ahead",
 )
 FAMILIES = {
     K: ("", "test_launch test_rows test_replay test_norm_laws"),
