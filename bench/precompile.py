@@ -16,6 +16,7 @@ import torch
 
 from ferrum_triton.kernels.ahead import compile_key
 from ferrum_triton.kernels.jit import Launch
+from ferrum_triton.kernels.sources import hash_source
 
 # A function of a module with its arguments, so that another process can call it again.
 Recorder = Callable[[], list[Launch]]
@@ -61,6 +62,7 @@ def _nth(recorder: Recorder, i: int) -> Launch:
 def _compile(job: Callable[[], Launch]) -> str:
     launch = job()
     try:
+        hash_source(launch.kernel.jit)  # a launch asks Triton's cache by this hash
         launch.kernel.jit.warmup(*launch.args, grid=launch.grid, **launch.meta)
     except Exception as error:  # as above
         first = (str(error).splitlines() or [""])[0]

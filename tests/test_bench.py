@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from bench import check, compile_time, fingerprint, peers, run
+from bench import check, compile_time, fingerprint, peers, precompile, run
 from bench.attention_peers import flex_call, sdpa_call
 from bench.behind import Timing, behind_norm, stands_behind_norm
 from bench.cascade import cascade, sample, whole
@@ -31,6 +31,7 @@ from bench.timing import COLD_BYTES, copies_of
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.ahead import compile_key
 from ferrum_triton.kernels.resources import TARGETS
+from ferrum_triton.kernels.sources import hash_source
 from ferrum_triton.quant import FORMATS, load_quant
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TWO_PRODUCTS, TensorFactory, assert_close
@@ -238,6 +239,20 @@ def test_what_shares_machine_code_is_compiled_once():
     jobs = different([partial(launches_of, row) for row in (*rows, "rms_norm/bf16/h4096/m1")])
     assert [job().kernel.name for job in jobs] == ["_copy_kernel", "_rms_norm_kernel"]
     assert different([partial(launches_of, "rms_norm/bf16/h4096/m1", "no arch")]) == []
+
+
+def test_a_launch_finds_what_was_compiled_for_it_ahead(monkeypatch):
+    """Triton's cache is asked by the hash of a kernel's source, which depends on what was hashed
+    before.
+    """
+    (launch,) = launches_of("rms_norm/bf16/h4096/m1")
+    function = launch.kernel.jit
+    hash_source(function)
+    monkeypatch.setattr(type(function), "warmup", lambda self, *_, **__: hashes.append(self.hash))
+    hashes, asked = [], function.hash
+    monkeypatch.setattr(function, "hash", None)
+    assert precompile._compile(lambda: launch) == ""
+    assert hashes == [asked]
 
 
 def test_launches_differ_by_the_types_in_their_tuples():
