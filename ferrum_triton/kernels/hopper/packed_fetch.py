@@ -2,9 +2,9 @@
 
 Weights are asked for before the kernel that arranges the activations has ended (PDL). TMA works
 through its requests in order, so weights that are asked for too soon keep the first activations
-waiting. A program that begins while activations are arranged asks for all of its ring but a stage:
-it has landed by the time that they are there. One that begins behind that asks for one stage. All
-others follow behind the first block's activations.
+waiting. A program that begins while activations are arranged asks for all of its ring but a stage,
+which lands in time. A program that begins later asks for one stage. Both ask for all further
+weights behind the first block's activations.
 
 Tokens past the last one are zeros by the tensor map, and so are rows past a matrix's last one.
 """
@@ -132,11 +132,12 @@ def copy_sums(maps, row, k, x, w, step, TILE: gl.constexpr):
 def fetch_weights(matrices, ring, asked, early, out, sizes, TILE: gl.constexpr):
     """The warp that asks for weights.
 
-    The rule for what is asked for ahead of activations is worth 2 to 8 %, and costs 6144x4096 by 64
-    tokens 2 %: Q4_K 4096x14336 takes 17.7 us by 32 tokens so, and 18.5 where each program asks for
-    two stages and is not kept waiting; 8192x8192 19.0 and 20.7, 28672x4096 by 16 24.5 and 25.4
-    (``bench.timing.Replay`` of ``gemm_quant``, H200, a copy of 3cf5b90 that departs early too
-    (:func:`.packed_sums.slice_sums`) and 3cf5b90). docs/packed-products.md has all shapes.
+    What is asked for ahead of activations is worth up to 8 %. Q4_K 4096x14336 takes 17.7 us by 32
+    tokens so, and 18.5 where each program asks for two stages and then for weights and activations
+    at once; 8192x8192 19.0 and 20.7, 28672x4096 by 16 24.5 and 25.4. But 6144x4096 by 64 takes 15.3
+    us so and 15.1 (``bench.timing.Replay`` of ``gemm_quant``, H200, a copy of 3cf5b90, which
+    departs sooner too (:func:`.packed_sums.slice_sums`), and 3cf5b90). docs/packed-products.md has
+    more shapes.
 
     Args:
         asked: a barrier, complete once the first block's activations have been asked for.
