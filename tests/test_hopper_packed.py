@@ -1,5 +1,6 @@
 """Packed products on Hopper: executed by the emulator, and what is compiled of them."""
 
+import contextlib
 import itertools
 import re
 import subprocess
@@ -11,8 +12,9 @@ import pytest
 import torch
 import triton
 
-from ferrum_triton.gluon_emulator import EmulationError, run
+from ferrum_triton.gluon_emulator import EmulationError, hopper, run
 from ferrum_triton.gluon_emulator.mutants import mutants
+from ferrum_triton.gluon_emulator.schedule import Operation, current
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper.packed import packed_kernel
 from ferrum_triton.kernels.hopper.packed_products import packed_products
@@ -232,6 +234,21 @@ def without(text):
     """The mutant of the kernel that lacks a statement."""
     (found,) = [mutant for mutant in mutants(packed_kernel.jit) if mutant.text == text]
     return found
+
+
+@contextlib.contextmanager
+def whose(what):
+    """Whose operations of a kind begin, one after the other, of each program: {program: names}."""
+    begun = {}
+
+    def noted(program, kind):
+        if kind == what:
+            begun.setdefault(program.index[0], []).append(current().name)
+        return Operation(program, kind)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "Operation", noted)
+        yield begun
 
 
 def assert_every_mutant_fails(variants):

@@ -1,9 +1,10 @@
 """Weights that packed products ask for ahead of the first activations."""
 
+import contextlib
+
 import pytest
 
-from ferrum_triton.gluon_emulator import Deadlock, hopper
-from ferrum_triton.gluon_emulator.schedule import Operation, current
+from ferrum_triton.gluon_emulator import Deadlock
 from ferrum_triton.kernels.jit import CPU_PROCESSORS
 from ferrum_triton.kernels.quant.packed_config import PackedConfig, early_programs
 from tests.test_hopper_packed import (
@@ -14,14 +15,13 @@ from tests.test_hopper_packed import (
     error,
     tokens,
     wanted,
+    whose,
     without,
 )
 from tests.test_quant_mma import packed as matrix
 
 # Copies of a stage of weights, planes q, s and d for each warpgroup; and of a block's activations.
 WEIGHTS, TOKENS = 2 * 3, 4
-
-
 CONFIGS = [
     SMALL._replace(stages=4),
     SMALL._replace(stages=4, x_stages=0),
@@ -29,27 +29,19 @@ CONFIGS = [
 ]
 
 
-def copies(monkeypatch, config, seed, mutant=None):
-    """Whose copies were asked for, one after the other, by two tokens: of each program."""
-    asked = {program: [] for program in range(CPU_PROCESSORS)}
+def copies(config, seed, mutant=None, stops=False):
+    """Whose copies are asked for, one after the other, by two tokens: of each program.
 
-    def noted(program, what):
-        if what == "TMA load":
-            asked[program.index[0]].append(current().name.split()[0])
-        return Operation(program, what)
-
+    Args:
+        stops: the mutant never ends.
+    """
     a, blocks = tokens(2, 1280), [matrix("Q4_K", 500, 1280)]
-    with monkeypatch.context() as patch:
-        patch.setattr(hopper, "Operation", noted)
-        try:
-            y, _ = emulate(
-                a, blocks, "Q4_K", config, seed=seed, mutant=mutant, concurrent=CPU_PROCESSORS
-            )
-        except Deadlock as stopped:
-            assert "asked" in str(stopped)
-        else:
-            assert error(y, wanted(a, blocks, "Q4_K")) < LIMITS[a.dtype]
-    return list(asked.values())
+    how = {"seed": seed, "mutant": mutant, "concurrent": CPU_PROCESSORS}
+    ends = pytest.raises(Deadlock, match="asked") if stops else contextlib.nullcontext()
+    with whose("TMA load") as asked, ends:
+        y, _ = emulate(a, blocks, "Q4_K", config, **how)
+        assert error(y, wanted(a, blocks, "Q4_K")) < LIMITS[a.dtype]
+    return [asked[program] for program in range(CPU_PROCESSORS)]
 
 
 def ahead_of_tokens(names):
@@ -63,32 +55,34 @@ def allowed(config):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_weights_stop_until_activations_are_asked_for(monkeypatch, config):
+def test_weights_stop_until_activations_are_asked_for(config):
     """Where nobody ever says that they are, these are all that a program asks for."""
-    stopped = copies(monkeypatch, config, 0, without("mbarrier.arrive(asked.index(0), count=1)"))
+    mutant = without("mbarrier.arrive(asked.index(0), count=1)")
+    stopped = copies(config, 0, mutant, stops=True)
     assert [names.count("fetch_weights") for names in stopped] == allowed(config)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_no_other_weights_are_ahead_of_the_first_activations(monkeypatch, config):
+def test_no_other_weights_are_ahead_of_the_first_activations(config):
     for seed in range(4):
-        found = map(ahead_of_tokens, copies(monkeypatch, config, seed))
+        found = map(ahead_of_tokens, copies(config, seed))
         assert all(each <= most for each, most in zip(found, allowed(config), strict=True))
 
 
-def test_nothing_but_the_wait_keeps_weights_behind_activations(monkeypatch):
+def test_nothing_but_the_wait_keeps_weights_behind_activations():
     mutant = without(TOKENS_FIRST)
     found = [
         ahead_of_tokens(names)
         for seed in range(6)
-        for names in copies(monkeypatch, CONFIGS[0], seed, mutant)[2:]
+        for names in copies(CONFIGS[0], seed, mutant)[2:]
     ]
     assert max(found) > WEIGHTS
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ctas_per_sm", "programs"), [(1, 1, 131), (32, 2, 200), (132, 1, 0), (500, 2, 0)]
+    ("num_tokens", "ctas_per_sm", "programs"),
+    [(1, 1, 131), (32, 2, 200), (132, 1, 0), (500, 2, 0)],
 )
-def test_programs_are_early_where_no_token_has_their_sm(tokens, ctas_per_sm, programs):
+def test_programs_are_early_where_no_token_has_their_sm(num_tokens, ctas_per_sm, programs):
     config = PackedConfig(16, ctas_per_sm=ctas_per_sm)
-    assert early_programs(config, tokens, 132) == programs
+    assert early_programs(config, num_tokens, 132) == programs

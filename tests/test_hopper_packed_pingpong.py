@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from ferrum_triton.gluon_emulator import Deadlock, hopper
-from ferrum_triton.gluon_emulator.schedule import Operation, current
+from ferrum_triton.gluon_emulator import Deadlock
 from ferrum_triton.kernels.quant.packed_config import (
     PackedConfig,
     packed_candidates,
@@ -27,6 +26,7 @@ from tests.test_hopper_packed import (
     tokens,
     unpacking_in_flight,
     wanted,
+    whose,
     without,
 )
 from tests.test_quant_mma import packed as matrix
@@ -35,18 +35,10 @@ BLOCKS = SMALL._replace(span=4, x_stages=0, streamed=False, pingpong=True)
 ROWS = SMALL._replace(streamed=False, pingpong=True)
 
 
-def warpgroups_of_rows(monkeypatch, config, seed, mutant=None):
+def warpgroups_of_rows(config, seed, mutant=None):
     """Of each program, whose rows of steps are begun, one after the other."""
-    begun = {}
-
-    def noted(program, what):
-        if what == "warpgroup_mma":
-            begun.setdefault(program, []).append(current().name)
-        return Operation(program, what)
-
     a, blocks = tokens(20, 1024), [matrix("Q4_K", 130, 1024)]
-    with monkeypatch.context() as patch:
-        patch.setattr(hopper, "Operation", noted)
+    with whose("warpgroup_mma") as begun:
         y, _ = emulate(a, blocks, "Q4_K", config, seed=seed, mutant=mutant)
     assert error(y, wanted(a, blocks, "Q4_K")) < LIMITS[a.dtype]
     return [
@@ -60,28 +52,24 @@ def alternate(names):
 
 
 @pytest.mark.parametrize("config", [BLOCKS, ROWS])
-def test_warpgroups_begin_their_products_in_turn(monkeypatch, config):
-    programs = [
-        names for seed in range(4) for names in warpgroups_of_rows(monkeypatch, config, seed)
-    ]
+def test_warpgroups_begin_their_products_in_turn(config):
+    programs = [names for seed in range(4) for names in warpgroups_of_rows(config, seed)]
     assert len(programs) == 4 * 4
     for names in programs:
         assert len(names) == 2 * 4 * 4 // config.span
         assert names[0].endswith("0") and alternate(names)
 
 
-def test_nothing_but_the_wait_keeps_their_order(monkeypatch):
+def test_nothing_but_the_wait_keeps_their_order():
     mutant = without(TAKES_OVER)
-    orders = [
-        names for seed in range(4) for names in warpgroups_of_rows(monkeypatch, ROWS, seed, mutant)
-    ]
+    orders = [names for seed in range(4) for names in warpgroups_of_rows(ROWS, seed, mutant)]
     assert not all(map(alternate, orders))
 
 
-def test_who_never_hands_over_stops_the_other(monkeypatch):
+def test_who_never_hands_over_stops_the_other():
     mutant = without("mbarrier.arrive(w.go.index(1 - WARPGROUP), count=1)")
     with pytest.raises(Deadlock, match="go"):
-        warpgroups_of_rows(monkeypatch, BLOCKS, 0, mutant)
+        warpgroups_of_rows(BLOCKS, 0, mutant)
 
 
 def test_whole_blocks_of_32_and_64_tokens_are_tried_so():

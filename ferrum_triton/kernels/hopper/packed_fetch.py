@@ -132,12 +132,11 @@ def copy_sums(maps, row, k, x, w, step, TILE: gl.constexpr):
 def fetch_weights(matrices, ring, asked, early, out, sizes, TILE: gl.constexpr):
     """The warp that asks for weights.
 
-    What is asked for ahead of activations is worth up to 8 %. Q4_K 4096x14336 takes 17.7 us by 32
-    tokens so, and 18.5 where each program asks for two stages and then for weights and activations
-    at once; 8192x8192 19.0 and 20.7, 28672x4096 by 16 24.5 and 25.4. But 6144x4096 by 64 takes 15.3
-    us so and 15.1 (``bench.timing.Replay`` of ``gemm_quant``, H200, a copy of 3cf5b90, which
-    departs sooner too (:func:`.packed_sums.slice_sums`), and 3cf5b90). docs/packed-products.md has
-    more shapes.
+    Before, each program asked for two stages, and then for weights and activations at once. Since,
+    Q4_K 4096x14336 by 32 tokens takes 17.7 us for 18.5, 8192x8192 19.0 for 20.7, and 28672x4096 by
+    16 24.5 for 25.4; but 6144x4096 by 64 15.3 for 15.1 (``bench.timing.Replay`` of ``gemm_quant``,
+    H200, a copy of 3cf5b90 for 3cf5b90; the copy also departs sooner, as
+    :func:`.packed_sums.slice_sums` says). docs/packed-products.md has more shapes.
 
     Args:
         asked: a barrier, complete once the first block's activations have been asked for.

@@ -222,7 +222,8 @@ def packed_products(
     tiles = tiles_m * sum(cdiv(len(w), rows * WARPGROUPS) for w in counted)
     if tiles > TICKETS.value:  # a measured choice may serve a shape of more than it was measured at
         config = config._replace(streamed=False)
-    programs, partial = programs_of(config, tiles, blocks, processors(y.device)), None
+    num_sms = processors(y.device)
+    programs, partial = programs_of(config, tiles, blocks, num_sms), None
     if config.streamed:
         parts = programs.count, 2, WARPGROUPS, ROWS, config.tokens
         partial = torch.empty(parts, dtype=torch.float32, device=y.device)
@@ -262,7 +263,7 @@ def packed_products(
         tiles=tiles,
         tiles_m=tiles_m,
         num_tokens=num_tokens,
-        early=early_programs(config, num_tokens, processors(y.device)),
+        early=early_programs(config, num_tokens, num_sms),
         TILE=tile,
         num_warps=4,
         maxnreg=maxnreg,
