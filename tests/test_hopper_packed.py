@@ -27,6 +27,7 @@ from ferrum_triton.kernels.quant.packed_config import (
     order_of,
     packed_candidates,
     packed_fits,
+    registers_of,
     shared_bytes,
 )
 from ferrum_triton.kernels.quant.packed_costs import programs_of
@@ -351,6 +352,28 @@ def launch_of(kind, config, m, n=28672, k=4096, matrices=1, **added):
         w = [packed_rows(kind, n, k)] * matrices
         packed_products(empty(m, n), arranged, w, f"{kind}:planes", config, k, **added)
     return launches[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "programs", "registers"),
+    [
+        ("Q4_K", 64, 1, 168),
+        ("Q4_K", 32, 1, 240),
+        ("Q4_K", 128, 1, 240),
+        ("Q4_K", 32, 2, 104),
+        ("Q4_0", 64, 1, 240),
+        ("IQ4_XS", 64, 1, 240),
+        ("Q5_K", 64, 1, 240),
+    ],
+)
+def test_registers_are_those_timed_and_are_there(kind, tokens, programs, registers):
+    config = PackedConfig(tokens, ctas_per_sm=programs, stages=2, x_stages=0)
+    launch, told = launch_of(kind, config, tokens), registers_of(config, FORMATS[kind])
+    assert (launch.meta["TILE"].registers, launch.meta["maxnreg"]) == told
+    assert told.multiplying == registers
+    # Warps that fetch leave what they have over 24 to those that multiply, which wait for it.
+    assert 2 * told.multiplying + 24 <= 3 * told.average
+    assert programs * 3 * 128 * told.average <= 1 << 16
 
 
 def assembler_says(ptx):

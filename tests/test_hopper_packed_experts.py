@@ -233,8 +233,10 @@ def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
     assert "path" not in TILES.heuristic(HOPPER, *asked)
     assert TILES.fits(HOPPER, packed(SMALL._replace(streamed=True)), *asked)
     assert not experts_candidates(HOPPER, "Q3_K", 256)
-    names = [launch.kernel.name for launch in launches_of("Q4_K", SMALL, False)]
+    launches = launches_of("Q4_K", SMALL._replace(tokens=64), False)
+    names = [launch.kernel.name for launch in launches]
     assert names[-2:] == ["_arrange_pairs_kernel", "packed_experts_kernel"]
+    assert (launches[-1].meta["TILE"].registers, launches[-1].meta["maxnreg"]) == (240, 168)
     one = torch.empty(1, 768, 1184, dtype=torch.uint8, device="meta").expand(128, -1, -1)
     names = [launch.kernel.name for launch in launches_of("Q4_K", SMALL, False, stack=one)]
     assert names[-1] == "_plane_tiles_kernel"

@@ -44,7 +44,13 @@ from ferrum_triton.kernels.moe.prepare import Result
 from ferrum_triton.kernels.moe.tile_table import FIELDS, TileTable
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged
-from ferrum_triton.kernels.quant.packed_config import BLOCK, REGISTERS, ROWS, STEP, PackedConfig
+from ferrum_triton.kernels.quant.packed_config import (
+    BLOCK,
+    ROWS,
+    STEP,
+    PackedConfig,
+    usual_registers,
+)
 from ferrum_triton.kernels.quant.planes import ROW_ALIGN, row_sizes
 from ferrum_triton.kernels.rows import cdiv
 from ferrum_triton.quant.formats import FORMATS
@@ -359,7 +365,7 @@ def packed_pairs(
     """
     num_rows, activation = y.shape[2], "silu" if len(stacks) > 1 else ""
     rows = ROWS // 2 if activation else ROWS
-    row_tiles = cdiv(num_rows, rows * WARPGROUPS.value)
+    row_tiles, registers = cdiv(num_rows, rows * WARPGROUPS.value), usual_registers(config)
     most = len(table.tiles) * row_tiles
     maps: dict[str, Any] = {f"up_{plane}_desc": None for plane in "qhsd"}
     for prefix, stack in zip(("", "up_"), stacks, strict=False):
@@ -380,7 +386,7 @@ def packed_pairs(
         blocks=cdiv(k, BLOCK),
         row_tiles=row_tiles,
         TOP_K=y.shape[1],
-        TILE=tile_of(FORMATS[file_kind(kind)], config, activation, 1),
+        TILE=tile_of(FORMATS[file_kind(kind)], config, registers.multiplying, activation, 1),
         num_warps=4,
-        maxnreg=REGISTERS[config.ctas_per_sm][1],
+        maxnreg=registers.average,
     )

@@ -22,7 +22,6 @@ from ferrum_triton.kernels.quant.fragments import (
 )
 from ferrum_triton.kernels.quant.packed_config import (
     BLOCK,
-    REGISTERS,
     ROWS,
     STEP,
     SUMS_BYTES,
@@ -31,6 +30,7 @@ from ferrum_triton.kernels.quant.packed_config import (
     block_bytes,
     early_programs,
     last_tile,
+    registers_of,
 )
 from ferrum_triton.kernels.quant.packed_costs import programs_of
 from ferrum_triton.kernels.quant.planes import row_sizes
@@ -116,12 +116,12 @@ class Tile:
 def tile_of(
     fmt: BlockFormat,
     config: PackedConfig,
+    registers: int,
     activation: str,
     matrices: int,
     slices: int = 1,
     ragged: bool = False,
 ) -> Tile:
-    registers, _ = REGISTERS[config.ctas_per_sm]
     shape = config.tokens, config.span, config.overlapped, config.pingpong, config.streamed
     rings = config.stages, config.x_stages
     parts = slices, ragged
@@ -227,15 +227,17 @@ def packed_products(
     if config.streamed:
         parts = programs.count, 2, WARPGROUPS, ROWS, config.tokens
         partial = torch.empty(parts, dtype=torch.float32, device=y.device)
+    fmt = FORMATS[file_kind(kind)]
+    registers = registers_of(config, fmt)
     tile = tile_of(
-        FORMATS[file_kind(kind)],
+        fmt,
         config,
+        registers.multiplying,
         activation,
         len(matrices),
         slices=programs.slices,
         ragged=last_tile(config, num_tokens) < config.tokens,
     )
-    _, maxnreg = REGISTERS[config.ctas_per_sm]
     first, second, third = [*matrices, None, None][:3]
     each = {"": first, "second_": second, "third_": third}
     descriptors = {
@@ -266,6 +268,6 @@ def packed_products(
         early=early_programs(config, num_tokens, num_sms),
         TILE=tile,
         num_warps=4,
-        maxnreg=maxnreg,
+        maxnreg=registers.average,
     )
     return y

@@ -72,9 +72,48 @@ def order_of(config: PackedConfig) -> Order:
     return ORDER._replace(sums=GROUP) if config.sums_offsets else ORDER
 
 
-# Registers of a thread that multiplies, and of all of a program's on average, which is what the
-# compiler is told: by programs for an SM.
-REGISTERS = {1: (240, 168), 2: (104, 80)}
+class Registers(NamedTuple):
+    """Registers of a thread.
+
+    Attributes:
+        multiplying: of one that multiplies.
+        average: of all of a program's on average, which is what the compiler is told.
+    """
+
+    multiplying: int
+    average: int
+
+
+# By programs for an SM.
+_REGISTERS = {1: Registers(240, 168), 2: Registers(104, 80)}
+# Of what :func:`registers_of` has figures for.
+_FEWER = Registers(168, 120)
+
+
+def usual_registers(config: PackedConfig) -> Registers:
+    """As many as an SM's programs have room for."""
+    return _REGISTERS[config.ctas_per_sm]
+
+
+def registers_of(config: PackedConfig, fmt: BlockFormat) -> Registers:
+    """The registers of a product by weights in a format, of one matrix or several.
+
+    Tiles of 64 tokens of four bits with integer scales gain by fewer, though an SM has no room for
+    a second program then: most likely the compiler orders instructions otherwise. Of Q4_K 6144x4096
+    takes 14.4 us for 15.2, 12288x4096 19.1 for 19.7, 5120x17408 34.0 for 34.6, 4096x14336 21.3 for
+    21.5, and gate and up of 12288x4096 36.6 for 37.5; but those of 17408x5120 take 57.0 for 55.4.
+
+    Elsewhere they lose. Q5_K's 4096x14336 takes 25.1 us for 24.4, though its 6144x4096 takes 15.5
+    for 16.5, and Q4_0's 28672x4096 35.6 for 34.7. Experts of 2048x768 of Q4_K take 111 for 108 by
+    1,024 tokens. In tiles of 128 tokens 4096x4096 of Q4_K takes 15.1 for 14.1, and in tiles of 32
+    4096x14336 17.9 for 17.7 (``bench.timing.Replay`` of the ops in turns, H200, 3e0d60b with either
+    number).
+    """
+    is_scaled = fmt.bits == 4 and fmt.scale_code and not fmt.values
+    if config.tokens == 64 and config.ctas_per_sm == 1 and is_scaled:
+        return _FEWER
+    return usual_registers(config)
+
 
 # Steps in the ring of activations, by a tile's tokens.
 _STEPS = {8: 16, 16: 12, 32: 8, 64: 8, 128: 6, 256: 4}
