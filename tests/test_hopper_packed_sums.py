@@ -10,10 +10,11 @@ from ferrum_triton.gluon_emulator import Race
 from ferrum_triton.gluon_emulator.mutants import Mutant
 from ferrum_triton.gluon_emulator.twins import tree_of
 from ferrum_triton.kernels.gpu import gpu_of_arch
-from ferrum_triton.kernels.hopper import packed_sums
+from ferrum_triton.kernels.hopper import packed, packed_sums
 from ferrum_triton.kernels.jit import CPU_PROCESSORS
 from ferrum_triton.kernels.quant.packed_costs import best_by_count, programs_of
 from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.kernels.sass import instructions
 from tests.compiling import compiled
 from tests.test_hopper_packed import (
     LIMITS,
@@ -52,6 +53,23 @@ def test_sums_are_the_same_whoever_waits_and_whoever_leaves(config, m, n, k, pro
         results.append(y)
     assert error(results[0], wanted(a, blocks, "Q4_K")) < LIMITS[a.dtype]
     assert all(torch.equal(y, results[0]) for y in results)
+
+
+@pytest.mark.parametrize("concurrent", [1, 2, 4])
+def test_sums_are_the_same_where_programs_depart_late(concurrent, monkeypatch):
+    a, blocks = tokens(20, 1024), [matrix("Q4_K", 100, 1024)]
+    y, _ = emulate(a, blocks, "Q4_K", WIDE)
+    asked = []
+
+    def late(tile):
+        asked.append(tile)
+        return False
+
+    for module in (packed, packed_sums):
+        assert module.departs_early(launch_of("Q4_K", WIDE, 20).meta["TILE"])
+        monkeypatch.setattr(module, "departs_early", late)
+    departed, tickets = emulate(a, blocks, "Q4_K", WIDE, concurrent=concurrent)
+    assert asked and torch.equal(departed, y) and not tickets.any()
 
 
 @pytest.mark.parametrize(("concurrent", "left_out"), [(4, 4), (1, 1)])
@@ -131,3 +149,13 @@ def test_slices_spill_nothing(kind, m, slices, added):
     launch = launch_of(kind, config, m, n=4096, **added)
     assert launch.meta["TILE"].slices == slices
     assert compiled(launch).spilled == 0
+
+
+def test_few_sums_spill_where_registers_do_not_hold_a_tile():
+    """480 words were stored where programs of such tiles departed early, and 98 are."""
+    config, _ = best_by_count(gpu_of_arch("sm_90"), "Q4_K", 256, 4096, 14336)
+    launch = launch_of("Q4_K", config, 256, n=4096, k=14336)
+    tile = launch.meta["TILE"]
+    assert (tile.tokens, tile.slices) == (256, 4) and not packed_sums.departs_early(tile)
+    code = instructions(compiled(launch).asm["cubin"])
+    assert sum(each.name.startswith("STL") for each in code) < 200

@@ -44,7 +44,13 @@ from ferrum_triton.kernels.hopper.packed_fetch import (
 )
 from ferrum_triton.kernels.hopper.packed_offsets import coded, offsets, offsets_operand, scaled
 from ferrum_triton.kernels.hopper.packed_stores import Output, factors, store_sums
-from ferrum_triton.kernels.hopper.packed_sums import depart, hand_on, slice_sums, summed
+from ferrum_triton.kernels.hopper.packed_sums import (
+    depart,
+    departs_early,
+    hand_on,
+    slice_sums,
+    summed,
+)
 from ferrum_triton.kernels.hopper.packed_weights import (
     Planes,
     fragment,
@@ -249,7 +255,7 @@ def finish(
                 factor = factors(out, first + s * SLICE, SLICE)
                 sums = slice_sums(slices, s, out.partial, sizes, WARPGROUP, TILE)
                 store_sums(sums, factor, out, rows, first + s * SLICE, WARPGROUP, TILE)
-        if slices.taken == 0:
+        if not departs_early(TILE) or slices.taken == 0:
             depart(slices, sizes)
     else:
         factor = factors(out, first, TILE.tokens)
