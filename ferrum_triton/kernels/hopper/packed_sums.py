@@ -197,10 +197,11 @@ def _held(slices, s, LAYOUT: gl.constexpr, TILE: gl.constexpr):
 def slice_sums(slices, s, partial_ptr, sizes, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
     """The sums of a slice, float32 [64, tokens / slices].
 
-    The program departs while the sums of its first slice are on their way. Departing is a round
-    trip to L2 as well, and a program that departs behind its last slice ends later by it. Q6_K
-    1024x4096 by 64 tokens takes 9.0 us so and 9.3 that way, Q4_K 4096x4096 by 128 14.7 and 15.0
-    (``bench.timing.Replay`` of ``gemm_quant``, H200, a copy of 3cf5b90 and 3cf5b90).
+    The program departs while the sums of its first slice are on their way, where registers hold
+    these (:func:`departs_early`). Departing is a round trip to L2 as well, and a program that
+    departs behind its last slice ends later by it. Q6_K 1024x4096 by 64 tokens takes 9.0 us so and
+    9.3 that way, Q4_K 4096x4096 by 128 14.7 and 15.0 (``bench.timing.Replay`` of ``gemm_quant``,
+    H200, a copy of 3cf5b90 and 3cf5b90).
     """
     TOKENS: gl.constexpr = TILE.tokens // TILE.slices
     AT_ONCE: gl.constexpr = min(at_once(TILE, TOKENS), TILE.slices)

@@ -86,7 +86,7 @@ class Registers(NamedTuple):
 
 # By programs for an SM.
 _REGISTERS = {1: Registers(240, 168), 2: Registers(104, 80)}
-# Of what :func:`registers_of` has figures for.
+# Where fewer gain, which :func:`registers_of` has figures of.
 _FEWER = Registers(168, 120)
 
 
