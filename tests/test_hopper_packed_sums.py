@@ -14,7 +14,6 @@ from ferrum_triton.kernels.hopper import packed, packed_sums
 from ferrum_triton.kernels.jit import CPU_PROCESSORS
 from ferrum_triton.kernels.quant.packed_costs import best_by_count, programs_of
 from ferrum_triton.kernels.rows import cdiv
-from ferrum_triton.kernels.sass import instructions
 from tests.compiling import compiled
 from tests.test_hopper_packed import (
     LIMITS,
@@ -152,10 +151,9 @@ def test_slices_spill_nothing(kind, m, slices, added):
 
 
 def test_few_sums_spill_where_registers_do_not_hold_a_tile():
-    """480 words were stored where programs of such tiles departed early, and 98 are."""
+    """720 bytes, more than are few, where programs of such tiles departed early."""
     config, _ = best_by_count(gpu_of_arch("sm_90"), "Q4_K", 256, 4096, 14336)
     launch = launch_of("Q4_K", config, 256, n=4096, k=14336)
     tile = launch.meta["TILE"]
     assert (tile.tokens, tile.slices) == (256, 4) and not packed_sums.departs_early(tile)
-    code = instructions(compiled(launch).asm["cubin"])
-    assert sum(each.name.startswith("STL") for each in code) < 200
+    assert compiled(launch).spilled == 0

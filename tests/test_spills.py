@@ -55,6 +55,8 @@ def test_code_out_of_the_way_leads_back_to_a_loop_and_is_none():
         ((STORE, PRODUCT, "loop 1", LOAD), 32, 0),
         ((PRODUCT, STORE, LOAD, "loop 0"), 32, 32),
         ((STORE, PRODUCT, LOAD), 8, 8),
+        ((STORE, PRODUCT, "loop 1", LOAD), 192, 0),
+        ((STORE, PRODUCT, "loop 1", LOAD), 200, 200),
         ((PRODUCT, "loop 0"), 0, 0),
     ],
 )

@@ -77,9 +77,9 @@ def departs_early(tile):
     """Whether registers hold what others have stored of a slice while a program departs.
 
     They also hold its own sums of all slices, and what it adds up. In tiles of 256 tokens they do
-    not: a thread that departs early then writes 480 words of them to memory, and 98 otherwise, and
-    4096x14336 by 256 tokens took 63.4 us for 53.5 (the machine code of Q4_K; ``python -m bench.run
-    gemm_quant``, H200, d0f9635 and 5f7c1b1).
+    not: a thread that departs early then spills 720 bytes of them, and 176 otherwise, and Q4_K's
+    4096x14336 by 256 tokens took 63.4 us for 53.5 (``cuobjdump`` of both for sm_90; ``python -m
+    bench.run gemm_quant``, H200, d0f9635 and 5f7c1b1).
     """
     line = 64 * tile.tokens // 128
     others = min(at_once(tile, tile.tokens // tile.slices), tile.slices)
