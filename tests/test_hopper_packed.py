@@ -423,7 +423,6 @@ def test_what_is_compiled(kind, m, config, added):
     assert not packed_fits(HOPPER, config, kind, m, 28672, 4096)
     resources = compiled(launch_of(kind, config, m, **added))
     assert resources.registers == registers_of(config, FORMATS[kind]).average
-    assert resources.spilled == 0
     # Gate and up are turned round as one tile.
     spare = 256 + (64 * config.tokens * 4 if "activation" in added else 0)
     assert 0 <= shared_bytes(config, FORMATS[kind]) - resources.shared <= spare

@@ -63,13 +63,27 @@ def in_tile_order(line, TOKENS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def at_once(tile, num_tokens):
-    """Others' sums that are asked for before any is added: as many as registers hold.
+def _room(tile):
+    """Registers of a thread for sums; it has 48 for other things."""
+    return tile.registers - 48
 
-    A thread has a 128th of each line, and 48 registers for other things.
-    """
-    line = 64 * num_tokens // 128
-    return min(max((tile.registers - 48) // line - 1, 1), 8)
+
+@gluon.constexpr_function
+def _held_of(num_tokens):
+    """Registers that sums of ``num_tokens`` tokens take: a thread has a 128th of their line."""
+    return 64 * num_tokens // 128
+
+
+@gluon.constexpr_function
+def at_once(tile, num_tokens):
+    """Others' sums that are asked for before any is added: as many as registers hold."""
+    return min(max(_room(tile) // _held_of(num_tokens) - 1, 1), 8)
+
+
+@gluon.constexpr_function
+def slices_at_once(tile):
+    """Others' sums of a slice that are asked for before any is added."""
+    return min(at_once(tile, tile.tokens // tile.slices), tile.slices)
 
 
 @gluon.constexpr_function
@@ -81,9 +95,8 @@ def departs_early(tile):
     4096x14336 by 256 tokens took 63.4 us for 53.5 (``cuobjdump`` of both for sm_90; ``python -m
     bench.run gemm_quant``, H200, d0f9635 and 5f7c1b1).
     """
-    line = 64 * tile.tokens // 128
-    others = min(at_once(tile, tile.tokens // tile.slices), tile.slices)
-    return line + (others + 2) * (line // tile.slices) <= tile.registers - 48
+    slice_held = _held_of(tile.tokens // tile.slices)
+    return _held_of(tile.tokens) + (slices_at_once(tile) + 2) * slice_held <= _room(tile)
 
 
 @gluon.jit
@@ -204,7 +217,7 @@ def slice_sums(slices, s, partial_ptr, sizes, WARPGROUP: gl.constexpr, TILE: gl.
     H200, a copy of 3cf5b90 and 3cf5b90).
     """
     TOKENS: gl.constexpr = TILE.tokens // TILE.slices
-    AT_ONCE: gl.constexpr = min(at_once(TILE, TOKENS), TILE.slices)
+    AT_ONCE: gl.constexpr = slices_at_once(TILE)
     each = contributors(sizes)
     line = in_thread_order(gl.zeros([64, TOKENS], gl.float32, sums_layout(TOKENS)))
     LAYOUT: gl.constexpr = line.type.layout

@@ -73,11 +73,12 @@ def order_of(config: PackedConfig) -> Order:
 
 
 class Registers(NamedTuple):
-    """Registers of a thread.
+    """Registers of a program's threads.
 
     Attributes:
-        multiplying: of one that multiplies.
-        average: of all of a program's on average, which is what the compiler is told.
+        multiplying: registers of each thread that multiplies.
+        average: registers of a thread on average over the program; the compiler is told this number
+            (maxnreg).
     """
 
     multiplying: int
@@ -86,7 +87,7 @@ class Registers(NamedTuple):
 
 # By programs for an SM.
 _REGISTERS = {1: Registers(240, 168), 2: Registers(104, 80)}
-# Where fewer gain, which :func:`registers_of` has figures of.
+# Fewer registers, which gain where :func:`registers_of` says.
 _FEWER = Registers(168, 120)
 
 
