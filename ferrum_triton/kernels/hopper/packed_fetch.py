@@ -2,9 +2,9 @@
 
 Weights are asked for before the kernel that arranges the activations has ended (PDL). TMA works
 through its requests in order, so weights that are asked for too soon keep the first activations
-waiting. A program that begins while activations are arranged asks for all of its ring but a stage,
-which lands in time. A program that begins later asks for one stage. Both ask for all further
-weights behind the first block's activations.
+waiting. A program that begins while activations are arranged asks for up to three stages, and
+leaves one free; these land in time. A program that begins later asks for one stage. Both ask for
+all further weights behind the first block's activations.
 
 Tokens past the last one are zeros by the tensor map, and so are rows past a matrix's last one.
 """
@@ -25,6 +25,9 @@ from ferrum_triton.kernels.hopper.packed_work import (
 )
 from ferrum_triton.kernels.hopper.rings import acquire
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
+
+# Stages that a program asks for ahead of the activations, at most.
+MOST_AHEAD = 3
 
 
 class TokenMaps(NamedTuple):
@@ -128,6 +131,12 @@ def copy_sums(maps, row, k, x, w, step, TILE: gl.constexpr):
     tma.async_copy_global_to_shared(maps.sums, [row, k * 16], w.full.index(stage), to)
 
 
+@gluon.constexpr_function
+def stages_ahead(tile):
+    """Stages that a program which begins early asks for ahead of the activations."""
+    return min(tile.stages - 1, MOST_AHEAD)
+
+
 @gluon.jit
 def fetch_weights(matrices, ring, asked, early, out, sizes, TILE: gl.constexpr):
     """The warp that asks for weights.
@@ -136,15 +145,17 @@ def fetch_weights(matrices, ring, asked, early, out, sizes, TILE: gl.constexpr):
     Q4_K 4096x14336 by 32 tokens takes 17.7 us for 18.5, 8192x8192 19.0 for 20.7, and 28672x4096 by
     16 24.5 for 25.4; but 6144x4096 by 64 15.3 for 15.1 (``bench.timing.Replay`` of ``gemm_quant``,
     H200, a copy of 3cf5b90 for 3cf5b90; the copy also departs sooner, as
-    :func:`.packed_sums.slice_sums` says). docs/packed-products.md has more shapes.
+    :func:`.packed_sums.slice_sums` says). docs/packed-lessons.md has more shapes. A ring of five
+    stages and more had all but one asked for: 4096x14336 by 32 takes 17.4 us so and 17.6 that way
+    (the same, dfe9d82 and a copy of it in turns).
 
     Args:
         asked: a barrier, complete once the first block's activations have been asked for.
         early: programs that begin while activations are arranged, the first of all.
     """
     share = share_of_program(sizes, TILE)
-    ALL_BUT_ONE: gl.constexpr = TILE.stages - 1
-    ahead = gl.where(gl.program_id(0) < early, ALL_BUT_ONE, 1)
+    AHEAD: gl.constexpr = stages_ahead(TILE)
+    ahead = gl.where(gl.program_id(0) < early, AHEAD, 1)
     BYTES: gl.constexpr = TILE.block_bytes
     MATRICES: gl.constexpr = TILE.matrices
     to = ring.buffers
