@@ -73,6 +73,27 @@ def test_tiles_are_those_that_take_least_by_count(shape, chosen):
         assert (found["tokens"], found["streamed"]) == chosen
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens", "rows", "weights", "found"),
+    [
+        ("Q4_K", 64, 5120, 5120, True),  # three programs a tile
+        ("Q4_K", 64, 14336, 4096, True),  # one tile a program
+        ("Q4_0", 32, 14336, 4096, True),
+        ("Q4_K", 64, 28672, 4096, False),  # a second tile for most
+        ("Q4_K", 64, 51200, 5120, False),  # parts of several
+        ("Q4_K", 32, 28672, 4096, False),  # two programs for an SM
+        ("Q4_0", 64, 14336, 4096, False),  # offsets are taken off where weights are unpacked
+        ("Q6_K", 64, 5120, 5120, False),
+        ("Q4_K", 128, 5120, 5120, False),
+    ],
+)
+def test_warpgroups_take_turns_where_a_program_has_one_tile_or_a_part(
+    kind, tokens, rows, weights, found
+):
+    tile, _ = best_by_count(HOPPER, kind, tokens, rows, weights)
+    assert tile.pingpong == found and (tile.span == 4 or not found)
+
+
 def test_a_row_is_not_for_shapes_whose_waves_it_does_not_fill():
     """28672 rows are 224 tiles, 1.7 for an SM; 17408 are 136, of which four would be a wave."""
     whole = PackedConfig(64, 4, streamed=False, stages=3, x_stages=0, sums_offsets=True)

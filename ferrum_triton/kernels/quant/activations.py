@@ -311,7 +311,7 @@ def takes_whole_rows(num_tokens: int, padded: int, order: Order, num_sms: int) -
     does so from 65 tokens on); 172 for 184 by 1,024 and 343 for 376 by 2,048 (``bench.run``,
     5f7c1b1 and 15d0366). By fewer it gains nothing there, 31.5 us for 31.2 by 128 (``bench.run
     gemm_quant``, ed6a981 and that copy), and loses with small_m by 16, 16.5 for 15.6
-    (docs/packed-products.md).
+    (docs/packed-lessons.md).
 
     Five to eight tokens gain too, where a norm is before the launch: 4096x14336 takes 13.1 us for
     13.8 by eight, 4096x12288 11.6 for 12.2 by eight and 11.5 for 12.1 by five. Shorter rows lose:

@@ -127,7 +127,7 @@ LARGE = 128
 MOST_BY_LARGE = 1024
 # Configurations to time, by the tokens of a tile: span, overlapped, joined, programs for an SM. All
 # others spill, have no room for two stages, or took longer, as two rings did by up to 64 tokens
-# (docs/packed-products.md).
+# (docs/packed-lessons.md).
 _TRIED = {
     8: [(2, False, True, 2), (2, False, True, 1)],
     16: [(1, False, True, 2), (2, False, True, 2), (4, False, True, 2), (2, False, True, 1)],
@@ -137,8 +137,8 @@ _TRIED = {
     256: [(1, False, False, 1), (1, True, False, 1)],
 }
 # Tiles whose whole blocks are tried with ping-pong too. By 16 tokens it gained 1 %, by 128 nothing
-# (docs/packed-products.md).
-_PINGPONG = (32, 64)
+# (docs/packed-lessons.md).
+PINGPONG = (32, 64)
 
 
 def is_served(fmt: BlockFormat) -> bool:
@@ -230,7 +230,7 @@ def packed_candidates(
             config = PackedConfig(tokens, span, overlapped, streamed, ctas_per_sm)
             config = config._replace(sums_offsets=sums)
             found.append(with_rings(gpu, config, fmt, joined=joined))
-            if tokens in _PINGPONG and span == BLOCK // STEP:
+            if tokens in PINGPONG and span == BLOCK // STEP:
                 found.append(found[-1]._replace(pingpong=True))
     shape = kind, num_tokens, num_rows, num_weights
     return [config for config in found if not packed_fits(gpu, config, *shape)]

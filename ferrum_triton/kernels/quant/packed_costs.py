@@ -36,6 +36,8 @@ from ferrum_triton.kernels.quant.packed_config import (
     BLOCK,
     LARGE,
     MOST_BY_LARGE,
+    PINGPONG,
+    STEP,
     TILE_ROWS,
     WARPGROUPS,
     PackedConfig,
@@ -238,6 +240,28 @@ def _tile(gpu: Gpu, fmt: BlockFormat, tokens: int, streamed: bool) -> PackedConf
     return joined if joined.stages >= 2 else with_rings(gpu, config, fmt)
 
 
+def in_turns(
+    gpu: Gpu, config: PackedConfig, num_tokens: int, num_rows: int, num_weights: int
+) -> PackedConfig:
+    """A tile's configuration with ping-pong, where it gains: a program has one tile or a part.
+
+    Where minimums and zeros are a product of their own, whole blocks with ping-pong took less then
+    at 27 of 29 shapes by 24 to 64 tokens of Q4_K, Q4_0, Q4_Z, Q5_K and Q5_0: up to 5 %. One took as
+    long, and Q4_K's 8192x8192 by 32 tokens 18.5 us for 18.3. 5120x17408 of Q4_K by 64 takes 32.0
+    for 33.2, and 14336x4096 of Q4_Z 18.7 for 19.6. Where a program has several tiles, or parts of
+    two, it mostly took more: 51200x5120 of Q4_K by 64 78.1 us for 73.9, 25600x5120 by 32 32.9 for
+    31.1 (``bench.timing.Replay`` of ``gemm_quant`` as chosen and under ``products.forced``, in
+    turns, H200, dfe9d82).
+    """
+    if config.tokens not in PINGPONG or config.ctas_per_sm > 1 or config.x_stages:
+        return config
+    tiles = cdiv(num_tokens, config.tokens) * cdiv(num_rows, TILE_ROWS)
+    programs = programs_of(config, tiles, cdiv(num_weights, BLOCK), gpu.num_sms)
+    if programs.cut or tiles > programs.count or not config.sums_offsets:
+        return config
+    return config._replace(span=BLOCK // STEP, pingpong=True)
+
+
 @lru_cache(maxsize=4096)
 def best_by_count(
     gpu: Gpu, kind: str, num_tokens: int, num_rows: int, num_weights: int
@@ -259,7 +283,7 @@ def best_by_count(
     if not timed:
         return None
     took, _, config = min(timed)
-    return config, took
+    return in_turns(gpu, config, num_tokens, num_rows, num_weights), took
 
 
 def packed_heuristic(
