@@ -1,7 +1,7 @@
 """Times every op at its declared cases, after checking that it is right.
 
     python -m bench.run [OP ...] [--case TEXT] [--against PEER ...] [--json FILE]
-                        [--missing] [--seconds N] [--pause SECONDS]
+                        [--missing] [--seconds N]
 
 A case is timed only if its result matches the reference; a product of more than
 MAX_CHECKED_OPERATIONS operations, whose reference's intermediates would not fit, is held against it
@@ -62,12 +62,6 @@ def main() -> int:
         "then stale ones, then those of unknown age",
     )
     parser.add_argument("--seconds", type=float, help="begin no further case after so long")
-    parser.add_argument(
-        "--pause",
-        type=float,
-        default=0.0,
-        help="let the GPU idle so long before a case is timed: under load its clock falls",
-    )
     parser.add_argument("--processes", type=int, help="that compile beforehand (default: by cores)")
     add_options(parser)
     options = parser.parse_args()
@@ -97,7 +91,7 @@ def main() -> int:
             print(f"{len(chosen) - i} cases left when {options.seconds:.0f} s had passed")
             break
         try:
-            row = measure(case.op, case.case, options.against, options.pause)
+            row = measure(case.op, case.case, options.against)
         except Exception as error:  # the other cases still count
             failed += 1
             first = (str(error).splitlines() or [""])[0]
@@ -128,12 +122,8 @@ def without_fresh_row(
     return never + stale + unknown
 
 
-def measure(op: Op, case: Case, against: Sequence[str] = (), pause: float = 0.0) -> Row:
-    """Check and time one case, and the peers that have it.
-
-    Args:
-        pause: seconds between them, in which the GPU idles.
-    """
+def measure(op: Op, case: Case, against: Sequence[str] = ()) -> Row:
+    """Check and time one case, and the peers that have it."""
     backend = get_backend("cuda")
     call = getattr(backend, op.name)
     arguments = op.make_sample(TensorFactory(case.dtype, backend.device), **case.axes)
@@ -148,7 +138,6 @@ def measure(op: Op, case: Case, against: Sequence[str] = (), pause: float = 0.0)
         return time_us if work is None else work / time_us / 1e6
 
     timed = partial(time_call, op, sets=sets, backend=backend, graph=case.graph)
-    time.sleep(pause)
     us, chained = timed(call)
     roof = nbytes / COPY_BYTES_PER_US
     if operations:
