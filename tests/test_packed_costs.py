@@ -94,6 +94,20 @@ def test_warpgroups_take_turns_where_a_program_has_one_tile_or_a_part(
     assert tile.pingpong == found and (tile.span == 4 or not found)
 
 
+@pytest.mark.parametrize(
+    ("rows", "weights", "path"),
+    [
+        (4096, 14336, "packed"),  # 17.2 us, and 18.3 by the plain kernel
+        (7168, 8192, "packed"),  # 17.1 and 18.1
+        (5120, 5120, "mma"),  # 11.9 and 11.3
+        (6144, 4096, "mma"),  # 12.6 and 10.2
+        (4096, 4096, "mma"),  # 9.7 and 9.1
+    ],
+)
+def test_turns_decide_between_the_kernels(rows, weights, path):
+    assert heuristic(HOPPER, "Q4_0", "many", 32, rows, weights // 32)["path"] == path
+
+
 def test_a_row_is_not_for_shapes_whose_waves_it_does_not_fill():
     """28672 rows are 224 tiles, 1.7 for an SM; 17408 are 136, of which four would be a wave."""
     whole = PackedConfig(64, 4, streamed=False, stages=3, x_stages=0, sums_offsets=True)

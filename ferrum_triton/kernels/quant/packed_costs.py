@@ -18,6 +18,13 @@ of all that was timed, and 1.11 times as long at most. By 32 tokens, Q5_K was ti
 and Q8_0 at four, chosen as Q6_K is, and Q4_1 at five, chosen as Q4_0 is (449e373 and 97d9a7c;
 docs/packed-products.md has the times). Q4_Z, Q5_0 and Q5_1 were not.
 
+Where warpgroups take turns, tiles of 32 that are shared evenly were counted to take 1.4 us too
+much. Without these, three more of 25 shapes by 24 and 32 tokens of Q4_K and Q4_0 are multiplied so:
+4096x14336 of Q4_0 in 17.2 us for 18.3 by the plain kernel, 7168x8192 in 17.1 for 18.1, and
+8192x8192 in 18.0 for 18.5. What is chosen for the 25 is the faster one of what was timed, or
+takes 1.3 % longer (``Replay`` of ``gemm_quant`` as chosen and under ``products.forced``, in turns,
+dfe9d82).
+
 Where the last tokens have a smaller tile, the numbers of full ones told up to 11 % less than 16
 cases took (``Replay`` of ``gemm_quant``, copies of 449e373). RAGGED_TURN_US is an estimate of that,
 less what was gained in stores since (:func:`~ferrum_triton.kernels.hopper.packed.multiply_tile`).
@@ -77,18 +84,20 @@ class Ends(NamedTuple):
         turn: in whole tiles, by each that a program takes after its first.
         even: in tiles whose programs each add a slice of the sums.
         cut: cut anywhere, where a block may take longer (:func:`cut_factor`).
+        pingpong: what tiles shared evenly take less where warpgroups take turns.
     """
 
     whole: float
     turn: float
     even: float
     cut: float
+    pingpong: float = 0.0
 
 
 ENDS_US = {
     (16, 1): Ends(3.0, 3.0, 8.8, 8.3),
     (16, 2): Ends(5.0, 5.0, 8.3, 7.8),
-    (32, 1): Ends(3.4, 3.4, 8.8, 8.8),
+    (32, 1): Ends(3.4, 3.4, 8.8, 8.8, pingpong=1.4),
     (32, 2): Ends(5.0, 5.0, 8.8, 8.8),
     (64, 1): Ends(3.0, 0.0, 8.0, 10.0),
     (128, 1): Ends(4.0, 0.0, 9.5, 11.0),
@@ -189,7 +198,8 @@ def microseconds(
     if programs.cut:
         return programs.blocks * block * cut_factor(tokens, blocks) + ends.cut
     if config.streamed:
-        return programs.blocks * block + (ends.even if programs.slices > 1 else ends.whole)
+        even = ends.even - ends.pingpong if config.pingpong else ends.even
+        return programs.blocks * block + (even if programs.slices > 1 else ends.whole)
     turns = cdiv(tiles, programs.count)
     if (part := last_tile(config, num_tokens)) < tokens:
         # The first program has as many full tiles as any other, and as many of all.
@@ -273,7 +283,9 @@ def best_by_count(
     sizes = {fewest_tokens(num_tokens)}
     if LARGE < num_tokens <= MOST_BY_LARGE:
         sizes.add(LARGE)
-    configs = [config for size in sorted(sizes) for config in _tiles(gpu, fmt, size)]
+    configs = [
+        in_turns(gpu, config, *shape) for size in sorted(sizes) for config in _tiles(gpu, fmt, size)
+    ]
     timed = [
         (took, number, config)
         for number, config in enumerate(configs)
@@ -283,7 +295,7 @@ def best_by_count(
     if not timed:
         return None
     took, _, config = min(timed)
-    return in_turns(gpu, config, num_tokens, num_rows, num_weights), took
+    return config, took
 
 
 def packed_heuristic(
