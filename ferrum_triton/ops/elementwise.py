@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ferrum_triton.ops.pointwise import sigmoid, silu
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, Op, op
 
@@ -38,7 +39,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 def gelu_tanh(x: Tensor) -> Tensor:
     z = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
-    return x * torch.sigmoid(2.0 * z)
+    return x * sigmoid(2.0 * z)
 
 
 GATES = ("silu", "gelu_tanh")
@@ -47,7 +48,7 @@ GATES = ("silu", "gelu_tanh")
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(gate) · up, the activation one of :data:`GATES`."""
-    activated = torch.nn.functional.silu(gate) if activation == "silu" else gelu_tanh(gate)
+    activated = silu(gate) if activation == "silu" else gelu_tanh(gate)
     return activated * up
 
 

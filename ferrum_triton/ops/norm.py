@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ferrum_triton.ops.pointwise import silu
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, Op, op
 
@@ -183,7 +184,7 @@ def gated_rms_norm(core: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -
     Source: Yang et al., "Gated Delta Networks", 2024.
     """
     normed = rms_norm.reference(widen(core), weight, eps)
-    return (normed * torch.nn.functional.silu(widen(z))).to(core.dtype)
+    return (normed * silu(widen(z))).to(core.dtype)
 
 
 @gated_rms_norm.rule

@@ -15,6 +15,7 @@ from ferrum_triton.ops.linear_attention.sequences import (
     sequences,
     write_states,
 )
+from ferrum_triton.ops.pointwise import silu
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, Op, op
 
@@ -148,7 +149,7 @@ def causal_conv1d(
     """
     y = convolve(x, weight, bias, states, slots, cu_seqlens, pos_offsets, kept_slots)
     if activation == "silu":
-        y = torch.nn.functional.silu(y)
+        y = silu(y)
     return y.to(x.dtype)
 
 

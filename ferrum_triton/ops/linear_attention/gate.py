@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ferrum_triton.ops.pointwise import sigmoid
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, op
 
@@ -48,7 +49,7 @@ def sigmoid_gate(values: Tensor, gate: Tensor, residual: Tensor | None = None) -
 
     Source: Qiu et al., "Gated Attention for Large Language Models", 2025.
     """
-    y = widen(values) * torch.sigmoid(widen(gate))
+    y = widen(values) * sigmoid(widen(gate))
     if residual is None:
         return y.to(values.dtype)
     return (widen(residual) + y).to(residual.dtype)

@@ -18,6 +18,7 @@ from ferrum_triton.ops.linear_attention.sequences import (
     lengths,
     refuse_shared_slots,
 )
+from ferrum_triton.ops.pointwise import sigmoid, silu, softplus
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, op
 
@@ -105,7 +106,7 @@ def gdn_prepare(
     Source: Yang et al., "Gated Delta Networks", 2024; Qwen3-Next, 2025.
     """
     x = convolve(qkv, weight, None, states, slots, cu_seqlens, pos_offsets, kept_slots)
-    x = torch.nn.functional.silu(x)
+    x = silu(x)
     num_tokens, num_v_heads = b.shape
     size = num_k_heads * head_k_dim
     q, k, v = x.split([size, size, qkv.shape[1] - 2 * size], dim=1)
@@ -113,8 +114,8 @@ def gdn_prepare(
     if l2_norm:
         q, k = (t * torch.rsqrt(t.square().sum(dim=-1, keepdim=True) + eps) for t in (q, k))
     v = v.reshape(num_tokens, num_v_heads, v.shape[1] // num_v_heads)
-    g = -widen(a_log).exp() * torch.nn.functional.softplus(widen(a) + widen(dt_bias))
-    return *(t.to(qkv.dtype) for t in (q, k, v)), g, torch.sigmoid(widen(b))
+    g = -widen(a_log).exp() * softplus(widen(a) + widen(dt_bias))
+    return *(t.to(qkv.dtype) for t in (q, k, v)), g, sigmoid(widen(b))
 
 
 def _fake(qkv, b, a, weight, a_log, dt_bias, num_k_heads, head_k_dim, *_, **__):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ferrum_triton.ops.pointwise import sigmoid
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, op
 
@@ -17,7 +18,7 @@ def _bias_of(bias: Tensor, ids: Tensor) -> Tensor:
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     """(u + 1) · g · sigmoid(alpha · g), g being at most limit and u from -limit to limit."""
     g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (u + 1.0) * g * torch.sigmoid(alpha * g)
+    return (u + 1.0) * g * sigmoid(alpha * g)
 
 
 @op(

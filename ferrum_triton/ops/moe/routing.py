@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ferrum_triton.ops.linear import gemm
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS, count_experts
+from ferrum_triton.ops.pointwise import sigmoid
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.registry import Case, Op, op
 
@@ -216,7 +217,7 @@ def route_topk_sigmoid_grouped(
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, sections 2.1.2 and 4.2.
     """
     num_tokens, num_experts = logits.shape
-    score = _nan_last(widen(logits)).sigmoid()
+    score = sigmoid(_nan_last(widen(logits)))
     choice = score if bias is None else _nan_last(score + widen(bias))
     members = choice.reshape(num_tokens, num_groups, num_experts // num_groups)
     best = members.sort(dim=-1, descending=True).values[..., :2]
