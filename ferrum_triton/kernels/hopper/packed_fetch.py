@@ -145,9 +145,9 @@ def fetch_weights(matrices, ring, asked, early, out, sizes, TILE: gl.constexpr):
     Q4_K 4096x14336 by 32 tokens takes 17.7 us for 18.5, 8192x8192 19.0 for 20.7, and 28672x4096 by
     16 24.5 for 25.4; but 6144x4096 by 64 15.3 for 15.1 (``bench.timing.Replay`` of ``gemm_quant``,
     H200, a copy of 3cf5b90 for 3cf5b90; the copy also departs sooner, as
-    :func:`.packed_sums.slice_sums` says). docs/packed-lessons.md has more shapes. A ring of five
-    stages and more had all but one asked for: 4096x14336 by 32 takes 17.4 us so and 17.6 that way
-    (the same, dfe9d82 and a copy of it in turns).
+    :func:`.packed_sums.slice_sums` says). docs/packed-lessons.md has more shapes. Then early
+    programs asked for all of their ring but a stage. With MOST_AHEAD at most, 4096x14336 by 32, of
+    five stages, takes 17.4 us for 17.6 (the same, a copy of dfe9d82 for dfe9d82, in turns).
 
     Args:
         asked: a barrier, complete once the first block's activations have been asked for.

@@ -18,12 +18,11 @@ of all that was timed, and 1.11 times as long at most. By 32 tokens, Q5_K was ti
 and Q8_0 at four, chosen as Q6_K is, and Q4_1 at five, chosen as Q4_0 is (449e373 and 97d9a7c;
 docs/packed-products.md has the times). Q4_Z, Q5_0 and Q5_1 were not.
 
-Where warpgroups take turns, tiles of 32 that are shared evenly were counted to take 1.4 us too
-much. Without these, three more of 25 shapes by 24 and 32 tokens of Q4_K and Q4_0 are multiplied so:
-4096x14336 of Q4_0 in 17.2 us for 18.3 by the plain kernel, 7168x8192 in 17.1 for 18.1, and
-8192x8192 in 18.0 for 18.5. What is chosen for the 25 is the faster one of what was timed, or
-takes 1.3 % longer (``Replay`` of ``gemm_quant`` as chosen and under ``products.forced``, in turns,
-dfe9d82).
+Tiles of 32 that are shared evenly take 1.4 us less where warpgroups take turns. Counted so, three
+of 25 shapes by 24 and 32 tokens of Q4_K and Q4_0 leave the plain kernel: 4096x14336 of Q4_0 takes
+17.2 us for 18.3, 7168x8192 17.1 for 18.1, and 8192x8192 18.0 for 18.5. For each of the 25 the
+choice is the faster one of those timed, or takes 1.3 % longer (``Replay`` of ``gemm_quant`` as
+chosen and under ``products.forced``, in turns, dfe9d82).
 
 Where the last tokens have a smaller tile, the numbers of full ones told up to 11 % less than 16
 cases took (``Replay`` of ``gemm_quant``, copies of 449e373). RAGGED_TURN_US is an estimate of that,
@@ -84,7 +83,7 @@ class Ends(NamedTuple):
         turn: in whole tiles, by each that a program takes after its first.
         even: in tiles whose programs each add a slice of the sums.
         cut: cut anywhere, where a block may take longer (:func:`cut_factor`).
-        pingpong: what tiles shared evenly take less where warpgroups take turns.
+        pingpong: taken off ``even`` where warpgroups take turns.
     """
 
     whole: float
@@ -263,11 +262,11 @@ def in_turns(
     31.1 (``bench.timing.Replay`` of ``gemm_quant`` as chosen and under ``products.forced``, in
     turns, H200, dfe9d82).
     """
-    if config.tokens not in PINGPONG or config.ctas_per_sm > 1 or config.x_stages:
+    if config.tokens not in PINGPONG or config.ctas_per_sm > 1 or not config.sums_offsets:
         return config
     tiles = cdiv(num_tokens, config.tokens) * cdiv(num_rows, TILE_ROWS)
     programs = programs_of(config, tiles, cdiv(num_weights, BLOCK), gpu.num_sms)
-    if programs.cut or tiles > programs.count or not config.sums_offsets:
+    if programs.cut or tiles > programs.count:
         return config
     return config._replace(span=BLOCK // STEP, pingpong=True)
 
