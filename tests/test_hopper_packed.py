@@ -354,21 +354,30 @@ def launch_of(kind, config, m, n=28672, k=4096, matrices=1, **added):
     return launches[-1]
 
 
+JOINED = PackedConfig(64, stages=2, x_stages=0)
+
+
 @pytest.mark.parametrize(
-    ("kind", "tokens", "programs", "registers"),
+    ("kind", "config", "registers"),
     [
-        ("Q4_K", 64, 1, 168),
-        ("Q4_K", 32, 1, 240),
-        ("Q4_K", 128, 1, 240),
-        ("Q4_K", 32, 2, 104),
-        ("Q4_K", 64, 2, 104),
-        ("Q4_0", 64, 1, 240),
-        ("IQ4_XS", 64, 1, 240),
-        ("Q5_K", 64, 1, 240),
+        ("Q4_K", JOINED, 168),
+        ("Q4_K", JOINED._replace(streamed=False), 168),
+        ("Q4_K", JOINED._replace(tokens=32), 240),
+        ("Q4_K", JOINED._replace(tokens=128), 240),
+        ("Q4_K", JOINED._replace(tokens=128, overlapped=True), 224),
+        ("Q4_K", JOINED._replace(tokens=256, overlapped=True), 240),
+        ("Q4_K", JOINED._replace(tokens=32, ctas_per_sm=2), 104),
+        ("Q4_K", JOINED._replace(ctas_per_sm=2), 104),
+        ("Q4_0", JOINED, 168),
+        ("Q4_0", JOINED._replace(streamed=False), 192),
+        ("Q4_0", JOINED._replace(tokens=128, overlapped=True), 240),
+        ("Q4_Z", JOINED, 168),
+        ("IQ4_XS", JOINED, 240),
+        ("Q5_K", JOINED, 240),
     ],
 )
-def test_registers_are_those_timed_and_are_there(kind, tokens, programs, registers):
-    config = PackedConfig(tokens, ctas_per_sm=programs, stages=2, x_stages=0)
+def test_registers_are_those_timed_and_are_there(kind, config, registers):
+    tokens, programs = config.tokens, config.ctas_per_sm
     launch, told = launch_of(kind, config, tokens), registers_of(config, FORMATS[kind])
     assert (launch.meta["TILE"].registers, launch.meta["maxnreg"]) == told
     assert told.multiplying == registers

@@ -87,8 +87,8 @@ class Registers(NamedTuple):
 
 # By programs for an SM.
 _REGISTERS = {1: Registers(240, 168), 2: Registers(104, 80)}
-# Fewer registers, which gain where :func:`registers_of` says.
-_FEWER = Registers(168, 120)
+# Fewer than there are, which gain where :func:`registers_of` says.
+_FEW, _FEWER, _FEWEST = Registers(224, 160), Registers(192, 136), Registers(168, 120)
 
 
 def usual_registers(config: PackedConfig) -> Registers:
@@ -99,20 +99,33 @@ def usual_registers(config: PackedConfig) -> Registers:
 def registers_of(config: PackedConfig, fmt: BlockFormat) -> Registers:
     """The registers of a product by weights in a format, of one matrix or several.
 
-    Tiles of 64 tokens of four bits with integer scales gain by fewer, though an SM has no room for
-    a second program then: most likely the compiler orders instructions otherwise. Of Q4_K 6144x4096
-    takes 14.4 us for 15.2, 12288x4096 19.1 for 19.7, 5120x17408 34.0 for 34.6, 4096x14336 21.3 for
-    21.5, and gate and up of 12288x4096 36.6 for 37.5; but those of 17408x5120 take 57.0 for 55.4.
+    Weights of four bits gain by fewer, though an SM has no room for a second program then: most
+    likely the compiler orders instructions otherwise. The figures are microseconds on an H200 by
+    ``bench.timing.Replay`` of ``gemm_quant`` or of the op that is named, 3e0d60b or 7dc63c4 with
+    either number.
 
-    Elsewhere they lose. Q5_K's 4096x14336 takes 25.1 us for 24.4, though its 6144x4096 takes 15.5
-    for 16.5, and Q4_0's 28672x4096 35.6 for 34.7. Experts of 2048x768 of Q4_K take 111 for 108 by
-    1,024 tokens. In tiles of 128 tokens 4096x4096 of Q4_K takes 15.1 for 14.1, and in tiles of 32
-    4096x14336 17.9 for 17.7 (``bench.timing.Replay`` of the ops in turns, H200, 3e0d60b with either
-    number).
+    Tiles of 64 tokens, Q4_K: 6144x4096 takes 14.4 by the fewest for 15.2, 12288x4096 19.1 for 19.7,
+    5120x17408 34.0 for 34.6, 28672x4096 39.6 for 40.7 and gate and up of 12288x4096 36.6 for 37.5;
+    but those of 17408x5120 57.0 for 55.4. Q4_0 and Q4_Z gain by the fewest where programs share
+    tiles' K: 6144x4096 takes 13.4 for 14.2 of Q4_0 and 14.3 for 14.9 of Q4_Z, 4096x14336 21.2 for
+    21.7 and 22.6 for 23.4. Elsewhere 28672x4096 of Q4_0 takes 37.9 for 38.5 by a number between,
+    and 39.3 by the fewest. Q4_1 was not timed, and is taken for Q4_Z.
+
+    Tiles of 128 tokens, Q4_K whose steps overlap: 28672x4096 takes 59.9 for 61.9, 24576x4096 55.6
+    for 57.1, 4096x12288 29.4 for 29.9, and gate and up of 12288x4096 54.6 for 55.4.
+
+    Elsewhere fewer lose. Q5_K's 4096x14336 by 64 tokens takes 25.1 for 24.4, though its 6144x4096
+    takes 15.5 for 16.5. Experts of 2048x768 of Q4_K take 111 for 108 by 1,024 tokens. In tiles of
+    128 tokens 28672x4096 takes 67.0 for 64.8 of Q5_K, 69.4 for 68.3 of Q6_K and 56.5 for 56.0 of
+    Q4_0, in tiles of 32 4096x14336 of Q4_K 17.9 for 17.7, and in tiles of 256 57.0 for 54.6.
     """
-    is_scaled = fmt.bits == 4 and fmt.scale_code and not fmt.values
-    if config.tokens == 64 and config.ctas_per_sm == 1 and is_scaled:
-        return _FEWER
+    if config.ctas_per_sm > 1 or fmt.bits != 4 or fmt.values:
+        return usual_registers(config)
+    is_scaled = bool(fmt.scale_code)
+    if config.tokens == 64:
+        return _FEWEST if is_scaled or config.streamed else _FEWER
+    if config.tokens == LARGE and is_scaled and config.overlapped:
+        return _FEW
     return usual_registers(config)
 
 
