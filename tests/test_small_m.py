@@ -28,6 +28,7 @@ from ferrum_triton.kernels.quant.small_m_config import (
 )
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
+from ferrum_triton.quant.formats import FORMATS
 from ferrum_triton.quant.planes import PLANE_FORMATS
 from tests.compiling import compiled
 from tests.test_gemv_repacked import KINDS, matrix
@@ -247,11 +248,31 @@ def test_a_measured_tile_serves_no_shape_that_two_groups_take():
     assert picked == ["small_m", "packed"]
 
 
-def test_an_sm_holds_two_programs_of_eight_warps():
-    assert limits(SmallM(8), 4) == limits(SmallM(8, unrolled=True), 6) == {"maxnreg": 128}
-    others = [SmallM(4), SmallM(8, late_tokens=True), SmallM(8, steps_ahead=2)]
-    assert [limits(launch, 4) for launch in others] == [{}, {}, {}]
-    assert limits(SmallM(8), 8) == {}
+@pytest.mark.parametrize(
+    ("kinds", "launch", "most"),
+    [
+        # An SM holds two programs of eight warps.
+        (["Q4_K"], SmallM(8), 120),
+        (["Q4_0"], SmallM(8, unrolled=True), 120),
+        (["Q4_K", "Q6_K"], SmallM(8), 128),
+        (["IQ4_XS"], SmallM(8, unrolled=True), 128),
+        (["Q5_K"], SmallM(8), 128),
+        (["Q8_0"], SmallM(8), None),
+        # Unrolled loops and six bits take what they are allowed.
+        (["Q8_0"], SmallM(8, unrolled=True), 128),
+        (["Q4_0"], SmallM(4, unrolled=True), 128),
+        (["IQ4_NL", "Q4_0"], SmallM(2, unrolled=True), 128),
+        (["Q6_K"], SmallM(4), 128),
+        (["Q4_K", "Q6_K"], SmallM(4), None),
+        (["Q4_K"], SmallM(4), None),
+        # Late tokens and weights two steps ahead lose.
+        (["Q4_0"], SmallM(8, unrolled=True, late_tokens=True), None),
+        (["Q6_K"], SmallM(4, steps_ahead=2), None),
+    ],
+)
+def test_registers_of_one_group_are_limited_where_that_gains(kinds, launch, most):
+    limited = limits(launch, [FORMATS[kind] for kind in kinds])
+    assert limited == ({} if most is None else {"maxnreg": most})
 
 
 def test_a_pair_of_one_kind_has_no_late_activations():

@@ -316,13 +316,13 @@ def small_m_product(
     num_tokens, k = out.shape[0], arranged.x.shape[1]
     layouts = [quad_layout(planes, kind, k) for planes, kind in parts]
     counts = [planes.shape[0] for planes, _ in parts]
-    groups, bits = cdiv(num_tokens, GROUP), max(layout.format.bits for layout in layouts)
+    groups = cdiv(num_tokens, GROUP)
     if activation:
         programs = cdiv(counts[0], ROWS // 2)
     else:
         programs = sum(cdiv(count, ROWS) for count in counts)
     if groups == 1:
-        limited = limits(launch, bits)
+        limited = limits(launch, [layout.format for layout in layouts])
     else:
         limited = limits_of_sixteen(gpu_of(out.device), launch, programs)
     _small_m_kernel.launch(

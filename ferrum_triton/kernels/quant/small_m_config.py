@@ -5,12 +5,12 @@ The functions are pure: they take a GPU's facts and a product's sizes, and ask n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ferrum_triton.kernels.gpu import Gpu
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2, previous_power_of_2
-from ferrum_triton.quant.formats import FORMATS
+from ferrum_triton.quant.formats import FORMATS, BlockFormat
 
 # Tokens of a group, all of which one product of tensor cores takes.
 GROUP = 8
@@ -48,17 +48,36 @@ def is_light(kind: str) -> bool:
     return not (fmt.scale_code or fmt.values or fmt.bits == 8)
 
 
-def limits(launch: SmallM, bits: int) -> dict[str, int]:
-    """Limits that a launch's compiler is given, for weights of ``bits`` bits.
+def limits(launch: SmallM, formats: Sequence[BlockFormat]) -> dict[str, int]:
+    """Limits that a launch's compiler is given, for matrices in ``formats``, by up to eight tokens.
 
     An SM holds two programs of eight warps where a thread has 128 registers at most. Without a
     limit ptxas takes 130 for rows of 20 or 68 blocks of Q4_K, and an SM holds one
-    (``compile_launch`` of ``gemm_quant`` for sm_90, before 1af424a). Elsewhere a limit slows:
-    Q4_0's 28672x4096 by eight tokens took 21.6 us for 19.8, Q6_K's 5120x25600 41.2 for 36.2 (timed
-    as :func:`small_m_heuristic` says). Weights of eight bits would spill in the loop.
+    (``compile_launch`` of ``gemm_quant`` for sm_90, before 1af424a). Of four bits 120 gain more:
+    4096x14336 of Q4_0 takes 11.4 us for 11.9, of Q4_K 12.7 for 12.9, and Q4_K's 4096x4096 6.0 for
+    6.1. Q5_K, Q6_K and codebooks lose by them, Q6_K's 4096x14336 18.3 for 15.4.
+
+    Unrolled loops gain by a limit that they would not reach, as ptxas then takes more registers
+    than without one, Q4_0's 116 for 81. 6144x4096 takes 7.0 us for 7.5 of Q4_0, 8.9 for 10.9 of
+    IQ4_NL and 9.8 for 10.5 of Q8_0; 12288x4096 11.3 for 11.9, 15.2 for 18.5 and 16.4 for 16.9. Of
+    28 shapes of six formats none takes longer; Q8_0's rows of 14336 spill eight bytes so, and take
+    18.5 either way. So do Q6_K's other loops: 6144x4096 takes 8.6 for 8.8, 28672x4096 28.1 for
+    28.7.
+
+    Elsewhere a limit gains nothing, or slows: Q5_1's 12288x4096 takes 14.4 for 14.2 and Q5_K's
+    28672x4096 28.0 for 26.0. Where tokens come late or weights two steps ahead, Q4_0's 28672x4096
+    takes 21.5 for 19.7 and Q6_K's 5120x17408 35.5 for 26.0.
+
+    All were timed by eight tokens, by ``bench.timing.Replay`` of ``gemm_quant`` with other limits
+    in turns, H200, b791dd0.
     """
-    is_full = launch.warps == MOST_WARPS and not launch.late_tokens and launch.steps_ahead == 1
-    return {"maxnreg": 128} if is_full and bits < 8 else {}
+    bits = {fmt.bits for fmt in formats}
+    if launch.late_tokens or launch.steps_ahead > 1:
+        return {}
+    if launch.warps == MOST_WARPS and bits == {4} and not any(fmt.values for fmt in formats):
+        return {"maxnreg": 120}
+    is_full = launch.warps == MOST_WARPS and max(bits) < 8
+    return {"maxnreg": 128} if is_full or launch.unrolled or bits == {6} else {}
 
 
 def most_warps(num_blocks: int) -> int:
