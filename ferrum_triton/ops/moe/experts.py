@@ -12,8 +12,8 @@ where the sum is infinite.
 import torch
 from torch import Tensor
 
+from ferrum_triton.ops.elementwise import gated
 from ferrum_triton.ops.moe.pairs import MAX_EXPERTS, compute_ids_tpe
-from ferrum_triton.ops.pointwise import silu
 from ferrum_triton.ops.precision import widen
 from ferrum_triton.ops.quant import check_kind
 from ferrum_triton.quant import dequantize_rows, quantize_rows
@@ -210,7 +210,7 @@ def gemv_quant_moe_id_gate_up_silu(
     """
     gate = _pair_products(a, gate_blocks, ids, gate_kind)
     up = _pair_products(a, up_blocks, ids, up_kind)
-    return (silu(gate) * up).to(a.dtype)
+    return gated(gate, up, "silu").to(a.dtype)
 
 
 @gemv_quant_moe_id_gate_up_silu.rule
@@ -407,7 +407,7 @@ def gemm_quant_moe_id_gate_up_silu(
     """
     gate = _bucket_products(a, gate_blocks, bucket_ids, tpe, gate_kind, top_k)
     up = _bucket_products(a, up_blocks, bucket_ids, tpe, up_kind, top_k)
-    return (silu(gate) * up).to(a.dtype)
+    return gated(gate, up, "silu").to(a.dtype)
 
 
 def _gemm_gate_up_fake(a, gate_blocks, up_blocks, bucket_ids, tpe, gate_kind, up_kind, top_k):
