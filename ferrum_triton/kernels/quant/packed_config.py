@@ -109,7 +109,8 @@ def registers_of(config: PackedConfig, fmt: BlockFormat) -> Registers:
     but those of 17408x5120 57.0 for 55.4. Q4_0 and Q4_Z gain by the fewest where programs share
     tiles' K: 6144x4096 takes 13.4 for 14.2 of Q4_0 and 14.3 for 14.9 of Q4_Z, 4096x14336 21.2 for
     21.7 and 22.6 for 23.4. Elsewhere 28672x4096 of Q4_0 takes 37.9 for 38.5 by a number between,
-    and 39.3 by the fewest. Q4_1 was not timed, and is taken for Q4_Z.
+    and 39.3 by the fewest. Q4_1 is taken for Q4_Z, and was not timed in turns: its 4096x4096 takes
+    10.4 for 10.8, and 28672x4096 34.3 as before (``bench.run gemm_quant``, 6516bfa and 0ba00fb).
 
     Tiles of 128 tokens, Q4_K whose steps overlap: 28672x4096 takes 59.9 for 61.9, 24576x4096 55.6
     for 57.1, 4096x12288 29.4 for 29.9, and gate and up of 12288x4096 54.6 for 55.4.
@@ -117,7 +118,8 @@ def registers_of(config: PackedConfig, fmt: BlockFormat) -> Registers:
     Elsewhere fewer lose. Q5_K's 4096x14336 by 64 tokens takes 25.1 for 24.4, though its 6144x4096
     takes 15.5 for 16.5. Experts of 2048x768 of Q4_K take 111 for 108 by 1,024 tokens. In tiles of
     128 tokens 28672x4096 takes 67.0 for 64.8 of Q5_K, 69.4 for 68.3 of Q6_K and 56.5 for 56.0 of
-    Q4_0, in tiles of 32 4096x14336 of Q4_K 17.9 for 17.7, and in tiles of 256 57.0 for 54.6.
+    Q4_0, and by the fewest 4096x4096 of Q4_K 15.1 for 14.1. In tiles of 32 4096x14336 of Q4_K takes
+    17.9 for 17.7, and in tiles of 256 57.0 for 54.6, though 28672x4096 takes 90.5 for 92.5.
     """
     if config.ctas_per_sm > 1 or fmt.bits != 4 or fmt.values:
         return usual_registers(config)

@@ -53,16 +53,16 @@ def limits(launch: SmallM, formats: Sequence[BlockFormat]) -> dict[str, int]:
 
     An SM holds two programs of eight warps where a thread has 128 registers at most. Without a
     limit ptxas takes 130 for rows of 20 or 68 blocks of Q4_K, and an SM holds one
-    (``compile_launch`` of ``gemm_quant`` for sm_90, before 1af424a). Of four bits 120 gain more:
-    4096x14336 of Q4_0 takes 11.4 us for 11.9, of Q4_K 12.7 for 12.9, and Q4_K's 4096x4096 6.0 for
-    6.1. Q5_K, Q6_K and codebooks lose by them, Q6_K's 4096x14336 18.3 for 15.4.
+    (``compile_launch`` of ``gemm_quant`` for sm_90, before 1af424a). Weights of four bits gain more
+    by 120: 4096x14336 of Q4_0 takes 11.4 us for 11.9, of Q4_K 12.7 for 12.9, and Q4_K's 4096x4096
+    6.0 for 6.1. Q5_K, Q6_K and codebooks lose by that, Q6_K's 4096x14336 18.3 for 15.4.
 
     Unrolled loops gain by a limit that they would not reach, as ptxas then takes more registers
     than without one, Q4_0's 116 for 81. 6144x4096 takes 7.0 us for 7.5 of Q4_0, 8.9 for 10.9 of
     IQ4_NL and 9.8 for 10.5 of Q8_0; 12288x4096 11.3 for 11.9, 15.2 for 18.5 and 16.4 for 16.9. Of
-    28 shapes of six formats none takes longer; Q8_0's rows of 14336 spill eight bytes so, and take
-    18.5 either way. So do Q6_K's other loops: 6144x4096 takes 8.6 for 8.8, 28672x4096 28.1 for
-    28.7.
+    28 shapes of six formats none takes 1 % longer; Q8_0's rows of 14336 spill eight bytes so, and
+    take 18.5 either way. Q6_K's loops gain too where they are not unrolled: 6144x4096 takes 8.6 for
+    8.8, 28672x4096 28.1 for 28.7.
 
     Elsewhere a limit gains nothing, or slows: Q5_1's 12288x4096 takes 14.4 for 14.2 and Q5_K's
     28672x4096 28.0 for 26.0. Where tokens come late or weights two steps ahead, Q4_0's 28672x4096
