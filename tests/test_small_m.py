@@ -258,7 +258,7 @@ def test_a_measured_tile_serves_no_shape_that_two_groups_take():
         (["IQ4_XS"], SmallM(8, unrolled=True), 128),
         (["Q5_K"], SmallM(8), 128),
         (["Q8_0"], SmallM(8), None),
-        # Unrolled loops and six bits take what they are allowed.
+        # Unrolled loops, and weights of six bits, gain by a limit with fewer warps too.
         (["Q8_0"], SmallM(8, unrolled=True), 128),
         (["Q4_0"], SmallM(4, unrolled=True), 128),
         (["IQ4_NL", "Q4_0"], SmallM(2, unrolled=True), 128),

@@ -105,12 +105,13 @@ def registers_of(config: PackedConfig, fmt: BlockFormat) -> Registers:
     either number.
 
     Tiles of 64 tokens, Q4_K: 6144x4096 takes 14.4 by the fewest for 15.2, 12288x4096 19.1 for 19.7,
-    5120x17408 34.0 for 34.6, 28672x4096 39.6 for 40.7 and gate and up of 12288x4096 36.6 for 37.5;
-    but those of 17408x5120 57.0 for 55.4. Q4_0 and Q4_Z gain by the fewest where programs share
-    tiles' K: 6144x4096 takes 13.4 for 14.2 of Q4_0 and 14.3 for 14.9 of Q4_Z, 4096x14336 21.2 for
-    21.7 and 22.6 for 23.4. Elsewhere 28672x4096 of Q4_0 takes 37.9 for 38.5 by a number between,
-    and 39.3 by the fewest. Q4_1 is taken for Q4_Z, and was not timed in turns: its 4096x4096 takes
-    10.4 for 10.8, and 28672x4096 34.3 as before (``bench.run gemm_quant``, 6516bfa and 0ba00fb).
+    5120x17408 34.0 for 34.6, 4096x14336 21.3 for 21.5, 28672x4096 39.6 for 40.7 and gate and up of
+    12288x4096 36.6 for 37.5; but those of 17408x5120 57.0 for 55.4. Q4_0 and Q4_Z gain by the
+    fewest where programs share tiles' K: 6144x4096 takes 13.4 for 14.2 of Q4_0 and 14.3 for 14.9 of
+    Q4_Z, 4096x14336 21.2 for 21.7 and 22.6 for 23.4. Elsewhere 28672x4096 of Q4_0 takes 37.9 for
+    38.5 by a number between, and 39.3 by the fewest (35.6 for 34.7 at 3e0d60b). Q4_1 is taken for
+    Q4_Z, and was not timed in turns: its 4096x4096 takes 10.4 for 10.8, and 28672x4096 34.3 as
+    before (``bench.run gemm_quant``, 6516bfa and 0ba00fb).
 
     Tiles of 128 tokens, Q4_K whose steps overlap: 28672x4096 takes 59.9 for 61.9, 24576x4096 55.6
     for 57.1, 4096x12288 29.4 for 29.9, and gate and up of 12288x4096 54.6 for 55.4.

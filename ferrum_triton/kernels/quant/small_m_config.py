@@ -66,18 +66,20 @@ def limits(launch: SmallM, formats: Sequence[BlockFormat]) -> dict[str, int]:
 
     Elsewhere a limit gains nothing, or slows: Q5_1's 12288x4096 takes 14.4 for 14.2 and Q5_K's
     28672x4096 28.0 for 26.0. Where tokens come late or weights two steps ahead, Q4_0's 28672x4096
-    takes 21.5 for 19.7 and Q6_K's 5120x17408 35.5 for 26.0.
+    takes 21.5 for 19.7 and Q6_K's 5120x17408 35.5 for 26.0. These two were known to lose: 21.6 for
+    19.8, and 41.2 for 36.2 of 5120x25600 (timed as :func:`small_m_heuristic` says).
 
-    All were timed by eight tokens, by ``bench.timing.Replay`` of ``gemm_quant`` with other limits
-    in turns, H200, b791dd0.
+    All others were timed by eight tokens, by ``bench.timing.Replay`` of ``gemm_quant`` with other
+    limits in turns, H200, b791dd0.
     """
-    bits = {fmt.bits for fmt in formats}
     if launch.late_tokens or launch.steps_ahead > 1:
         return {}
-    if launch.warps == MOST_WARPS and bits == {4} and not any(fmt.values for fmt in formats):
+    bits, is_full = {fmt.bits for fmt in formats}, launch.warps == MOST_WARPS
+    if is_full and bits == {4} and not any(fmt.values for fmt in formats):
         return {"maxnreg": 120}
-    is_full = launch.warps == MOST_WARPS and max(bits) < 8
-    return {"maxnreg": 128} if is_full or launch.unrolled or bits == {6} else {}
+    if launch.unrolled or bits == {6} or (is_full and max(bits) < 8):
+        return {"maxnreg": 128}
+    return {}
 
 
 def most_warps(num_blocks: int) -> int:
