@@ -1,5 +1,7 @@
 """Products of three to 16 activations on tensor cores that are fed from memory."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,7 +9,15 @@ from ferrum_triton import get_backend
 from ferrum_triton.kernels.gpu import gpu_of_capability
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.quant import activations as arranging
-from ferrum_triton.kernels.quant.activations import GROUP, Order, arrange, takes_whole_rows
+from ferrum_triton.kernels.quant.activations import (
+    GROUP,
+    Order,
+    Programs,
+    arrange,
+    block_and_warps,
+    programs_of,
+    takes_whole_rows,
+)
 from ferrum_triton.kernels.quant.products import (
     bucket_of,
     fits,
@@ -426,9 +436,15 @@ def test_arranging_clears_the_tickets_of_the_product_behind_it(num_tokens, monke
     assert not arrange(torch.randn(num_tokens, 256), Order(16)).tickets.any()
 
 
-# Of few tokens that small_m takes, and of more than there are processors.
-@pytest.mark.parametrize("order", [small_m_order(5), Order(32, halves=4, sums=GROUP)])
-@pytest.mark.parametrize("k", [8480, 16384])
+# Of few tokens that small_m takes, of two groups of them, and of more than there are processors.
+@pytest.mark.parametrize(
+    "order, k",
+    [
+        *itertools.product([small_m_order(5), Order(32, halves=4, sums=GROUP)], [8480, 16384]),
+        (small_m_order(16), 480),
+        (small_m_order(16), 4096),
+    ],
+)
 def test_rows_arranged_without_a_loop_have_the_same_bits(order, k, monkeypatch):
     room_for, a = arranging.room_for, torch.randn(5, k).bfloat16()
 
@@ -441,7 +457,8 @@ def test_rows_arranged_without_a_loop_have_the_same_bits(order, k, monkeypatch):
     monkeypatch.setattr(arranging, "room_for", clean_room)
     with record_launches() as launches:
         whole = arrange(a, order)
-        monkeypatch.setattr(arranging, "takes_whole_rows", lambda *shape: False)
+        looped_programs = Programs(*block_and_warps(k), False)
+        monkeypatch.setattr(arranging, "programs_of", lambda *shape: looped_programs)
         looped = arrange(a, order)
     assert [launch.meta["WHOLE"] for launch in launches] == [True, False]
     assert torch.equal(whole.factor[:5], looped.factor[:5])
@@ -455,6 +472,9 @@ def test_which_rows_are_arranged_without_a_loop():
     assert takes_whole_rows(133, 14336, many, 132) and not takes_whole_rows(132, 14336, many, 132)
     lengths = 4096, 8192, 8448, 16384, 16640
     assert [k for k in lengths if takes_whole_rows(8, k, few, 132)] == [8448, 16384]
+    of_sixteen = [programs_of(9, k, small_m_order(9), 132) for k in (1024, *lengths)]
+    assert [each.is_whole for each in of_sixteen] == [True, True, True, False, False, False]
+    assert [each.warps for each in of_sixteen] == [2, 4, 4, 16, 16, 16]
 
 
 def test_two_programs_that_arrange_without_a_loop_fit_an_sm():

@@ -322,6 +322,39 @@ def takes_whole_rows(num_tokens: int, padded: int, order: Order, num_sms: int) -
     return is_long and (num_tokens > num_sms or 4 < num_tokens <= order.interleave == 8)
 
 
+class Programs(NamedTuple):
+    """Programs of the launch that arranges, one for each token.
+
+    Attributes:
+        block: elements of the token that a program holds at a time.
+        warps: warps of a program.
+        is_whole: a block holds the token, and there is no loop.
+    """
+
+    block: int
+    warps: int
+    is_whole: bool
+
+
+def programs_of(num_tokens: int, padded: int, order: Order, num_sms: int) -> Programs:
+    """How a launch arranges tokens of ``padded`` elements.
+
+    By 9 to 16 tokens small_m gains by programs of four warps without a loop, on rows of up to half
+    a LONGEST_BLOCK. By 16 tokens 6144x4096 takes 8.1 us for 8.8 of Q4_0 and 9.7 for 11.5 of IQ4_XS,
+    4096x4096 of Q4_K 6.7 for 6.9, 2048x2048 3.8 for 4.3, 8192x8192 of Q4_0 14.8 for 15.0; 5120x5120
+    and 3072x3072 take as long as before, and by 12 tokens 6144x4096 of Q4_K 8.74 for 8.66. Eight
+    warps gain less, 8.2 us for 6144x4096 of Q4_0 and 11.2 of IQ4_XS, and sixteen lose, 15.4 for
+    8192x8192. Most likely less of an SM is then taken from the product: a program has 8,192
+    registers by rows of 4,096, where eight warps with the loop have 14,080 (``compile_launch`` for
+    sm_90). By eight tokens and fewer nothing changes by more than 1 % (``bench.timing.Replay`` of
+    ``gemm_quant`` with each in turns, H200, copies of 92350cf).
+    """
+    block, warps = block_and_warps(padded)
+    if order.interleave > 8 and padded <= LONGEST_BLOCK // 2:
+        return Programs(block, min(warps, 4), True)
+    return Programs(block, warps, takes_whole_rows(num_tokens, padded, order, num_sms))
+
+
 def arrange(a: Tensor, order: Order) -> Arranged:
     """Activations [m, k] in an order.
 
@@ -332,7 +365,7 @@ def arrange(a: Tensor, order: Order) -> Arranged:
     num_tokens, num_weights = a.shape
     to = room_for(num_tokens, num_weights, a.device, order, splits_k=True)
     padded = to.x.shape[1]
-    block, warps = block_and_warps(padded)
+    programs = programs_of(num_tokens, padded, order, gpu_of(a.device).num_sms)
     _arrange_kernel.launch(
         (num_tokens,),
         x_ptr=to.x,
@@ -348,9 +381,9 @@ def arrange(a: Tensor, order: Order) -> Arranged:
         INTERLEAVE=order.interleave,
         SUMS=order.sums,
         EARLY=order.early,
-        BLOCK_K=block,
-        WHOLE=takes_whole_rows(num_tokens, padded, order, gpu_of(a.device).num_sms),
-        num_warps=warps,
+        BLOCK_K=programs.block,
+        WHOLE=programs.is_whole,
+        num_warps=programs.warps,
     )
     return to
 
