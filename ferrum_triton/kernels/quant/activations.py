@@ -302,7 +302,7 @@ def block_and_warps(padded: int) -> tuple[int, int]:
 
 
 def takes_whole_rows(num_tokens: int, padded: int, order: Order, num_sms: int) -> bool:
-    """Whether the kernel that arranges has no loop over a row's blocks.
+    """Whether the kernel that arranges has no loop over the blocks of a row of more than 8,192.
 
     Rows of LONGEST_BLOCK then take 45 to 64 registers and not 92 (``compile_launch`` for sm_90), so
     that an SM holds two programs. That gains where there are more tokens than SMs: 4096x14336 of
@@ -339,15 +339,15 @@ class Programs(NamedTuple):
 def programs_of(num_tokens: int, padded: int, order: Order, num_sms: int) -> Programs:
     """How a launch arranges tokens of ``padded`` elements.
 
-    By 9 to 16 tokens small_m gains by programs of four warps without a loop, on rows of up to half
-    a LONGEST_BLOCK. By 16 tokens 6144x4096 takes 8.1 us for 8.8 of Q4_0 and 9.7 for 11.5 of IQ4_XS,
-    4096x4096 of Q4_K 6.7 for 6.9, 2048x2048 3.8 for 4.3, 8192x8192 of Q4_0 14.8 for 15.0; 5120x5120
-    and 3072x3072 take as long as before, and by 12 tokens 6144x4096 of Q4_K 8.74 for 8.66. Eight
-    warps gain less, 8.2 us for 6144x4096 of Q4_0 and 11.2 of IQ4_XS, and sixteen lose, 15.4 for
-    8192x8192. Most likely less of an SM is then taken from the product: a program has 8,192
-    registers by rows of 4,096, where eight warps with the loop have 14,080 (``compile_launch`` for
-    sm_90). By eight tokens and fewer nothing changes by more than 1 % (``bench.timing.Replay`` of
-    ``gemm_quant`` with each in turns, H200, copies of 92350cf).
+    By 9 to 16 tokens small_m gains by programs of four warps without a loop, on rows of up to
+    8,192, half a LONGEST_BLOCK. By 16 tokens 6144x4096 takes 8.1 us for 8.8 of Q4_0 and 9.7 for
+    11.5 of IQ4_XS, 4096x4096 of Q4_K 6.7 for 6.9, 2048x2048 3.8 for 4.3, 8192x8192 of Q4_0 14.8 for
+    15.0; 5120x5120 and 3072x3072 take as long as before, and by 12 tokens 6144x4096 of Q4_K 8.74
+    for 8.66. Eight warps gain less, 8.2 us for 6144x4096 of Q4_0 and 11.2 of IQ4_XS, and sixteen
+    lose, 15.4 for 8192x8192. Most likely less of an SM is then taken from the product: a program
+    has 8,192 registers by rows of 4,096, where eight warps with the loop have 14,080
+    (``compile_launch`` for sm_90). By eight tokens and fewer nothing changes by more than 1 %
+    (``bench.timing.Replay`` of ``gemm_quant`` with each in turns, H200, copies of 92350cf).
     """
     block, warps = block_and_warps(padded)
     if order.interleave > 8 and padded <= LONGEST_BLOCK // 2:
