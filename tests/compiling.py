@@ -45,11 +45,15 @@ def launches_of(op: Op, case: Case, target: Target) -> list[Launch]:
 def spill_limit(launch: Launch, target: Target) -> int:
     """Bytes a thread may spill.
 
-    Launches of small_m by two groups of tokens have a limit on registers. They spill by it, and
-    take less time all the same: ``limits_of_sixteen`` has the figures.
+    Launches of small_m by two groups of tokens, or by factors of blocks, have a limit on registers.
+    They spill by it, and take less time all the same: ``limits_of_sixteen`` and ``limits`` have the
+    figures.
     """
-    is_limited = launch.kernel.name == "_small_m_kernel" and launch.meta["GROUPS"] == 2
-    return 112 if is_limited and "maxnreg" in launch.meta else target.spill_limit
+    if launch.kernel.name != "_small_m_kernel" or "maxnreg" not in launch.meta:
+        return target.spill_limit
+    if launch.meta["GROUPS"] == 2:
+        return 112
+    return 48 if launch.meta["PARTS"] else target.spill_limit
 
 
 def compiled(launch: Launch, target_name: str = "sm_90") -> Resources:

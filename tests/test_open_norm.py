@@ -113,7 +113,7 @@ def launches(op, *arguments, capability=(9, 0)):
         (2, 4096, torch.bfloat16, [GEMV]),
         (1, 4104, torch.bfloat16, [GEMV, OPENING]),  # a last block that begins early
         (1, 4096, torch.float32, [GEMV, OPENING]),
-        (8, 4096, torch.float16, ["_arrange_kernel", "_small_m_kernel", OPENING]),
+        (8, 4096, torch.float16, ["_arrange_blocks_kernel", "_small_m_kernel", OPENING]),
     ],
 )
 def test_what_opens_a_norm(m, n, dtype, opening):

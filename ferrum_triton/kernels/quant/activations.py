@@ -17,6 +17,7 @@ from torch import Tensor
 from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait, prefetch_l2
+from ferrum_triton.kernels.quant.block_factors import PART, PER_WORD, factors_of_blocks
 from ferrum_triton.kernels.quant.gemv_plan import Squares
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 
@@ -39,7 +40,8 @@ class Arranged(NamedTuple):
         x: float16 [rows, padded k].
         sums: float16, over words [rows, padded k / 8], or over groups [rows, padded k / 16], as an
             :class:`Order` has them; None where products take none.
-        factor: float32 [rows], what x has to be multiplied by.
+        factor: what x has to be multiplied by, float32 [rows]; or of an :class:`Order` by blocks
+            exponent bits of a factor for each block, uint8 [rows, blocks], in whole words.
         tickets: int32 [TICKETS], zeros whenever no product is running; None where products of these
             activations never split K.
     """
@@ -235,6 +237,43 @@ def _arrange_kernel(
     arrange_token(*row, COLUMNS, HALVES, BLOCK_K, INTERLEAVE, SUMS, WHOLE)
 
 
+@kernel
+def _arrange_blocks_kernel(
+    x_ptr,  # [m, padded k], float16
+    sums_ptr,  # [m, their number], float16; or None
+    factor_ptr,  # [m, blocks], uint8
+    a_ptr,  # [m, k]
+    stride_a_token,
+    num_weights,
+    num_padded,
+    COLUMNS: tl.constexpr,  # words of a part of a step
+    HALVES: tl.constexpr,  # parts of a step
+    INTERLEAVE: tl.constexpr,  # as an Order has it
+    SUMS: tl.constexpr,  # as an Order has it
+    EARLY: tl.constexpr,  # as an Order has it
+    PDL: tl.constexpr,
+):
+    if EARLY:
+        pdl_trigger(PDL)
+    part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    a_row, first = a_ptr + token * stride_a_token, part * PART
+    # As in _arrange_kernel.
+    if PDL:
+        PER_LINE: tl.constexpr = 1024 // a_ptr.dtype.element_ty.primitive_bitwidth
+        line = first + tl.arange(0, PART // PER_LINE) * PER_LINE
+        prefetch_l2(a_row + tl.minimum(line, num_weights - 1))
+    pdl_wait(PDL)
+    if not EARLY:
+        pdl_trigger(PDL)
+    a = load_block(a_row, first, num_weights, PART)
+    factor, inverse = factors_of_blocks(a)
+    factor_ptr += (token * tl.num_programs(0) + part) * PER_WORD
+    tl.store(factor_ptr + tl.arange(0, PER_WORD), factor.to(tl.uint8))
+    x, sums = arranged(a, inverse, COLUMNS, HALVES, INTERLEAVE > 0, SUMS)
+    to = Arranged(x_ptr, sums_ptr, factor_ptr)
+    store_arranged(to, token, first, x, sums, num_padded, INTERLEAVE)
+
+
 class Order(NamedTuple):
     """How products take activations.
 
@@ -249,7 +288,9 @@ class Order(NamedTuple):
             by 16 tokens take 24.8 us for 25.2, of 4096 x 14336 by 64 22.8 for 23.0. Others share
             SMs unevenly: small_m's of 4096 x 14336 by 4 tokens take 14.7 for 14.3
             (``bench.behind.time_call`` of ``gemm_quant`` of Q4_K in turns, H200, ed54015 with and
-            without).
+            without). By blocks they do gain (:func:`~.small_m_config.takes_blocks`).
+        by_blocks: whether each block of 256 elements has a factor of its own, where it needs one,
+            and a row is arranged by a program for each PART.
     """
 
     words: int
@@ -257,6 +298,7 @@ class Order(NamedTuple):
     interleave: int = 0
     sums: int = WORD
     early: bool = False
+    by_blocks: bool = False
 
     def num_sums(self, padded: int) -> int:
         """Sums of a row; a group's are two float16."""
@@ -285,10 +327,14 @@ def room_for(
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    if order.by_blocks:
+        factor = empty(torch.uint8, num_rows, cdiv(padded, PART.value) * PER_WORD.value)
+    else:
+        factor = empty(torch.float32, num_rows)
     return Arranged(
         x=empty(torch.float16, num_rows, padded),
         sums=empty(torch.float16, num_rows, order.num_sums(padded)) if order.sums else None,
-        factor=empty(torch.float32, num_rows),
+        factor=factor,
         # Few enough tokens to be interleaved never split K.
         tickets=empty(torch.int32, TICKETS.value) if splits_k and not order.interleave else None,
     )
@@ -365,6 +411,24 @@ def arrange(a: Tensor, order: Order) -> Arranged:
     num_tokens, num_weights = a.shape
     to = room_for(num_tokens, num_weights, a.device, order, splits_k=True)
     padded = to.x.shape[1]
+    if order.by_blocks:
+        _arrange_blocks_kernel.launch(
+            (cdiv(padded, PART.value), num_tokens),
+            x_ptr=to.x,
+            sums_ptr=to.sums,
+            factor_ptr=to.factor,
+            a_ptr=a,
+            stride_a_token=a.stride(0),
+            num_weights=num_weights,
+            num_padded=padded,
+            COLUMNS=order.words // order.halves,
+            HALVES=order.halves,
+            INTERLEAVE=order.interleave,
+            SUMS=order.sums,
+            EARLY=order.early,
+            num_warps=4,
+        )
+        return to
     programs = programs_of(num_tokens, padded, order, gpu_of(a.device).num_sms)
     _arrange_kernel.launch(
         (num_tokens,),

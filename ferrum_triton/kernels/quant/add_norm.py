@@ -135,6 +135,8 @@ class NormedTokens(Tokens):
         num_tokens, num_weights = self.like.shape
         if not 0 < num_weights <= LONGEST_BLOCK:
             return arrange(self.values(), order)
+        # A program has the whole row in any case.
+        order = order._replace(by_blocks=False)
         to = room_for(num_tokens, num_weights, self.like.device, order, splits_k=True)
         num_padded = to.x.shape[1]
         block, warps = block_and_warps(num_padded)

@@ -37,7 +37,7 @@ from ferrum_triton.kernels.quant.products import (
     tiled_products,
 )
 from ferrum_triton.kernels.quant.small_m import (
-    small_m_order,
+    order_for,
     small_m_product,
     takes_small_m,
 )
@@ -263,7 +263,7 @@ def _side_by_side(tokens: Tokens, parts: Sequence[tuple[Tensor, str]], out: Tens
             return True
         launch = _small_m_launch(config, a, parts, sum(counts))
         if launch is not None:
-            small_m_product(tokens.arranged(small_m_order(a.shape[0])), parts, launch, out)
+            small_m_product(tokens.arranged(order_for(a, parts, launch)), parts, launch, out)
             return True
     if a.shape[0] <= FEW:
         a, opened = tokens.open()
@@ -322,7 +322,7 @@ def _gate_up(
     if takes_small_m(a, num_rows) and not is_tiled:
         launch = _small_m_launch(config, a, parts, num_rows, activation)
         if launch is not None:
-            arranged = tokens.arranged(small_m_order(a.shape[0]))
+            arranged = tokens.arranged(order_for(a, parts, launch, gated=True))
             small_m_product(arranged, parts, launch, out, activation=activation)
             return True
     if a.shape[0] <= FEW:

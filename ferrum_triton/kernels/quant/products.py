@@ -61,7 +61,7 @@ from ferrum_triton.kernels.quant.plane_rows import product_by_torch
 from ferrum_triton.kernels.quant.small_m import (
     FEWEST_TOKENS,
     MOST_TOKENS,
-    small_m_order,
+    order_for,
     small_m_product,
 )
 from ferrum_triton.kernels.quant.small_m_config import (
@@ -320,8 +320,9 @@ def product(
         return y
     config = pick(a, kind, planes.shape[0])
     if config["path"] == "small_m":
-        parts, x = [(planes, kind)], arrange(a, small_m_order(a.shape[0]))
-        return small_m_product(x, parts, small_m_of(config), y, bias=bias, residual=residual)
+        parts, launch = [(planes, kind)], small_m_of(config)
+        x = arrange(a, order_for(a, parts, launch))
+        return small_m_product(x, parts, launch, y, bias=bias, residual=residual)
     if config["path"] in ("gemv", "persistent"):
         x = int16_activations(a) if config.get("prepared") else a
         return launch_gemv(x, planes, kind, config, y, bias=bias, residual=residual, opened=opened)

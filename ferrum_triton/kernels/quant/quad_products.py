@@ -75,16 +75,22 @@ def _sums_of_quads(a, b):
 
 
 @triton.jit
-def activations_of(x_ptr, block, APART: tl.constexpr, PTX: tl.constexpr):
-    """A thread's activations of a block, [J]: the eight pairs that ``weights`` J multiply.
+def quarter_of(x_ptr, block, J: tl.constexpr, APART: tl.constexpr, PTX: tl.constexpr):
+    """A thread's activations of a quarter of a block: the eight pairs that ``weights`` J multiply.
 
     Args:
         APART: words from a token's 16 to its next ones.
     """
+    at = x_ptr + (block * 8 + 2 * J) * APART
+    return load_words(at, None, 4, PTX, "") + load_words(at + APART, None, 4, PTX, "")
+
+
+@triton.jit
+def activations_of(x_ptr, block, APART: tl.constexpr, PTX: tl.constexpr):
+    """A thread's activations of a block: four of :func:`quarter_of`."""
     x = ()
     for j in tl.static_range(4):
-        at = x_ptr + (block * 8 + 2 * j) * APART
-        x += (load_words(at, None, 4, PTX, "") + load_words(at + APART, None, 4, PTX, ""),)
+        x += (quarter_of(x_ptr, block, j, APART, PTX),)
     return x
 
 
@@ -100,17 +106,43 @@ def _scaled(acc, total, low, row, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """acc plus a block of a thread's two rows, of two layouts, by :func:`activations_of`."""
-    none = tl.zeros_like(acc[0])
-    start = (none, none) if is_late(FIRST.format) else (acc[0], acc[1])
-    total = start + ((none, none) if is_late(SECOND.format) else (acc[2], acc[3]))
-    for j in tl.static_range(4):
-        a = weights(rows[0], j, FIRST)
-        b = weights(rows[1], j, SECOND)
+def block_begun(accs, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """What a block's products are added to: each group's acc, or 0 of rows whose d is late."""
+    begun = ()
+    for group in tl.static_range(len(accs)):
+        acc = accs[group]
+        none = tl.zeros_like(acc[0])
+        start = (none, none) if is_late(FIRST.format) else (acc[0], acc[1])
+        begun += (start + ((none, none) if is_late(SECOND.format) else (acc[2], acc[3])),)
+    return begun
+
+
+@triton.jit
+def add_quarter(totals, rows, x, J: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """totals plus a quarter of a block of a thread's two rows, of two layouts.
+
+    Each group's products follow the unpacking, so that its registers are free for the next quarter.
+
+    Args:
+        totals: of each group of eight tokens.
+        x: :func:`quarter_of` each group's token.
+    """
+    a = weights(rows[0], J, FIRST)
+    b = weights(rows[1], J, SECOND)
+    added = ()
+    for group in tl.static_range(len(x)):
+        total = totals[group]
         for p in tl.static_range(4):
             pairs = (a[2 * p], b[2 * p], a[2 * p + 1], b[2 * p + 1])
-            total = _mma(total, pairs, (x[j][2 * p], x[j][2 * p + 1]), FIRST.asm != "")
+            total = _mma(total, pairs, (x[group][2 * p], x[group][2 * p + 1]), FIRST.asm != "")
+        added += (total,)
+    return added
+
+
+@triton.jit
+def block_ended(acc, total, rows, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """A group's acc plus a block, of which total has the products; sums as words have them."""
+    none = tl.zeros_like(acc[0])
     low = (none, none, none, none)
     if sums_minimums(FIRST.format) or sums_minimums(SECOND.format):
         for j in tl.static_range(2):
@@ -124,6 +156,15 @@ def add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
     of_first = _scaled((acc[0], acc[1]), (total[0], total[1]), (low[0], low[1]), rows[0], FIRST)
     of_second = _scaled((acc[2], acc[3]), (total[2], total[3]), (low[2], low[3]), rows[1], SECOND)
     return of_first + of_second
+
+
+@triton.jit
+def add_block(acc, rows, x, sums, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """One group's acc plus a block of a thread's two rows, by :func:`activations_of`."""
+    totals = block_begun((acc,), FIRST, SECOND)
+    for j in tl.static_range(4):
+        totals = add_quarter(totals, rows, (x[j],), j, FIRST, SECOND)
+    return block_ended(acc, totals[0], rows, sums, FIRST, SECOND)
 
 
 @triton.jit

@@ -9,6 +9,10 @@ A warp multiplies 16 rows, as :mod:`ferrum_triton.kernels.quant.quad_products` s
 row are shared out to warps, whose sums are added at the end. Weights of a step are loaded during
 the step before, or two steps ahead. Its activations are loaded during the step before too, or late,
 in the step itself, which takes fewer registers and so leaves room for more warps (:class:`SmallM`).
+
+Activations have one factor for each token, or one for each block of 256
+(:mod:`ferrum_triton.kernels.quant.block_factors`). The loop takes blocks' factors for 1. Where one
+is not, a second loop computes the sums anew, which takes about as long again.
 """
 
 from collections.abc import Sequence
@@ -23,12 +27,22 @@ from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged, Order
+from ferrum_triton.kernels.quant.block_factors import (
+    PER_WORD,
+    any_is_other,
+    block_factor,
+    hidden_zero,
+    words_of_factors,
+)
 from ferrum_triton.kernels.quant.matrices import Part, launch_matrices, part_of_grid
 from ferrum_triton.kernels.quant.planes import Matrix, load_words, uses_ptx
 from ferrum_triton.kernels.quant.quad_products import (
     WORDS,
     activations_of,
-    add_block,
+    add_quarter,
+    block_begun,
+    block_ended,
+    quarter_of,
     two_rows,
 )
 from ferrum_triton.kernels.quant.quad_weights import (
@@ -41,6 +55,7 @@ from ferrum_triton.kernels.quant.small_m_config import (
     SmallM,
     limits,
     limits_of_sixteen,
+    takes_blocks,
 )
 from ferrum_triton.kernels.quant.thread_sums import (
     Opening,
@@ -50,6 +65,7 @@ from ferrum_triton.kernels.quant.thread_sums import (
     summed_over_warps,
 )
 from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.quant.kinds import file_kind
 
 FEWEST_TOKENS, MOST_TOKENS = 3, 2 * GROUP
 # Rows of W a program takes: of one matrix, or half of gate and half of up.
@@ -58,9 +74,27 @@ ROWS = 16
 PIECE = tl.constexpr(GROUP * WORDS.value)
 
 
-def small_m_order(num_tokens: int) -> Order:
+def small_m_order(num_tokens: int, by_blocks: bool = False) -> Order:
     """The order in which small_m takes activations of ``num_tokens`` tokens."""
-    return Order(BLOCK // 8, interleave=GROUP * cdiv(num_tokens, GROUP))
+    interleave = GROUP * cdiv(num_tokens, GROUP)
+    return Order(BLOCK // 8, interleave=interleave, early=by_blocks, by_blocks=by_blocks)
+
+
+def order_for(
+    a: Tensor, parts: Sequence[tuple[Tensor, str]], launch: SmallM, *, gated: bool = False
+) -> Order:
+    """The order in which a launch takes activations a [m, k]; see :func:`small_m_product`."""
+    (num_tokens, k), kinds = a.shape, [file_kind(kind) for _, kind in parts]
+    programs = _num_programs(parts, gated)
+    gains = takes_blocks(gpu_of(a.device), launch, kinds, num_tokens, k // BLOCK, programs)
+    return small_m_order(num_tokens, by_blocks=gains)
+
+
+def _num_programs(parts: Sequence[tuple[Tensor, str]], gated: bool) -> int:
+    """Programs that take all rows of matrices side by side, or of gate and up."""
+    if gated:
+        return cdiv(parts[0][0].shape[0], ROWS // 2)
+    return sum(cdiv(planes.shape[0], ROWS) for planes, _ in parts)
 
 
 @triton.jit
@@ -74,6 +108,7 @@ def _sums_of_rows(
     SECOND: tl.constexpr,
     GROUPS: tl.constexpr,
     LAUNCH: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The products of 16 rows with all tokens, float32 [32, GROUPS, 2, 2] end to end.
@@ -89,6 +124,7 @@ def _sums_of_rows(
         FIRST, SECOND: layouts.
         GROUPS: groups of eight tokens, 1 or 2.
         LAUNCH: SmallM.
+        PARTS: words of a token's factors; 0 where it has one, which is left to the caller.
     """
     WARPS: tl.constexpr = LAUNCH.warps
     LATE: tl.constexpr = LAUNCH.late_tokens
@@ -100,6 +136,7 @@ def _sums_of_rows(
     SUMS: tl.constexpr = sums_minimums(FIRST.format) or sums_minimums(BOTH.format)
     i = tl.arange(0, 32 * WARPS)
     warp, quad, thread = i // 32, i // 4 % 8, i % 4
+    first_row = row
     row = (row + quad).to(tl.int64)
     # Weights past a row's end are 0, and multiplied by the last block's activations.
     window = ()
@@ -116,6 +153,9 @@ def _sums_of_rows(
         accs += ((none, none, none, none),)
     pdl_wait(PDL)
     pdl_trigger(PDL)
+    if PARTS > 0:
+        count = num_tokens * PARTS
+        words = words_of_factors(x.factor, count, 8 * GROUPS * PARTS, WARPS, FIRST.asm != "")
     activations = ()
     if not LATE:
         activations = _activations(x_ptrs, tl.minimum(warp, BLOCKS - 1), APART, FIRST.asm != "")
@@ -134,11 +174,17 @@ def _sums_of_rows(
             activations = _activations(x_ptrs, next_block, APART, FIRST.asm != "")
         ahead = (step + AHEAD) * WARPS + warp
         later = two_rows(first, second, row, thread, ahead, ahead < BLOCKS, FIRST, SECOND)
+        totals = block_begun(accs, FIRST, BOTH)
+        for j in tl.static_range(4):
+            quarter = ()
+            for group in tl.static_range(GROUPS):
+                quarter += (now[group][j],)
+            totals = add_quarter(totals, window[0], quarter, j, FIRST, BOTH)
         added = ()
         for group in tl.static_range(GROUPS):
             if SUMS and GROUPS == 2:
                 sums = load_words(sums_ptrs[group] + block * APART, None, 4, FIRST.asm != "", "")
-            added += (add_block(accs[group], window[0], now[group], sums, FIRST, BOTH),)
+            added += (block_ended(accs[group], totals[group], window[0], sums, FIRST, BOTH),)
         accs = added
         if AHEAD == 2:
             window = (window[1], later)
@@ -147,7 +193,81 @@ def _sums_of_rows(
     flat = ()
     for group in tl.static_range(GROUPS):
         flat += accs[group]
+    if PARTS > 0:
+        if any_is_other(words, FIRST.asm != ""):
+            sizes = num_tokens, first_row
+            flat = _sums_by_factors(x, first, second, sizes, FIRST, SECOND, GROUPS, WARPS, PARTS)
     return summed_over_warps(flat, 4 * GROUPS)
+
+
+@triton.jit
+def _sums_by_factors(
+    x,
+    first,
+    second,
+    sizes,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A thread's sums of rows with all tokens, each block times its factor: of each group four.
+
+    Addresses start from a zero that no compiler knows. From those of the loop before they would
+    be kept in registers through it: Q4_K 4096x14336 by 16 tokens spills 16 bytes so, and 88 under a
+    limit of 112, where neither spills with it (``compile_launch`` for sm_90).
+
+    Args:
+        x: Arranged pointers, interleaved, by blocks.
+        first, second: Matrix.
+        sizes: number of tokens, and the first row.
+        FIRST, SECOND: layouts.
+        PARTS: words of a token's factors.
+    """
+    BOTH: tl.constexpr = FIRST if SECOND is None else SECOND
+    BLOCKS: tl.constexpr = FIRST.groups // 8
+    APART: tl.constexpr = GROUPS * PIECE
+    SUMS: tl.constexpr = sums_minimums(FIRST.format) or sums_minimums(BOTH.format)
+    PTX: tl.constexpr = FIRST.asm != ""
+    zero = hidden_zero(x.factor)
+    num_tokens, row = sizes
+    i = tl.arange(0, 32 * WARPS) + zero
+    warp, quad, thread = i // 32 % WARPS, i // 4 % 8, i % 4
+    row = (row + zero + quad).to(tl.int64)
+    none = tl.zeros([32 * WARPS], tl.float32)
+    nothing = (none, none, none, none)
+    flat = nothing * GROUPS
+    for step in tl.range((BLOCKS + WARPS - 1) // WARPS, loop_unroll_factor=1):
+        block = step * WARPS + warp
+        rows = two_rows(first, second, row, thread, block, block < BLOCKS, FIRST, SECOND)
+        block = tl.minimum(block, BLOCKS - 1)
+        added = ()
+        for group in tl.static_range(GROUPS):
+            at = tl.minimum(group * 8 + quad, num_tokens - 1) * WORDS + thread * 4
+            x_ptr = x.x.to(tl.pointer_type(tl.int32)) + at
+            totals = (nothing,)
+            for j in tl.static_range(4):
+                quarter = (quarter_of(x_ptr, block, j, APART, PTX),)
+                totals = add_quarter(totals, rows, quarter, j, FIRST, BOTH)
+            sums = None
+            if SUMS:
+                sums_ptr = x.sums.to(tl.pointer_type(tl.int32)) + at
+                sums = load_words(sums_ptr + block * APART, None, 4, PTX, "")
+            y = block_ended(nothing, totals[0], rows, sums, FIRST, BOTH)
+            token = group * 8 + thread * 2
+            next_token = tl.minimum(token + 1, num_tokens - 1)
+            token = tl.minimum(token, num_tokens - 1)
+            even = block_factor(x.factor + token * (PARTS * PER_WORD) + block)
+            odd = block_factor(x.factor + next_token * (PARTS * PER_WORD) + block)
+            added += (
+                tl.fma(y[0], even, flat[4 * group]),
+                tl.fma(y[1], odd, flat[4 * group + 1]),
+                tl.fma(y[2], even, flat[4 * group + 2]),
+                tl.fma(y[3], odd, flat[4 * group + 3]),
+            )
+        flat = added
+    return flat
 
 
 @triton.jit
@@ -168,13 +288,14 @@ def _sixteen_rows(
     LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
     LAUNCH: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """16 rows of one matrix."""
     # The last program starts early enough to have all its rows; some are done twice.
     first = tl.minimum(part.block * 16, part.matrix.num_rows - 16)
     y = _sums_of_rows(
-        x, num_tokens, part.matrix, part.matrix, first, LAYOUT, None, GROUPS, LAUNCH, PDL
+        x, num_tokens, part.matrix, part.matrix, first, LAYOUT, None, GROUPS, LAUNCH, PARTS, PDL
     )
     i = tl.arange(0, 128 * GROUPS)
     lane, entry = i // (4 * GROUPS), i % (4 * GROUPS)
@@ -185,7 +306,8 @@ def _sixteen_rows(
     # (bench.timing.Replay of gemm_quant, H200, 3c5693a with and without).
     token = lane % 4 * 2 + i % 2 if GROUPS == 1 else entry // 4 * 8 + lane % 4 * 2 + i % 2
     mask = token < num_tokens
-    y *= tl.load(x.factor + token, mask=mask, other=0.0)
+    if PARTS == 0:
+        y *= tl.load(x.factor + token, mask=mask, other=0.0)
     row = part.column + first + lane // 4 + i // 2 % 2 * 8
     store_each(y, out, token, row, mask)
 
@@ -202,19 +324,23 @@ def _gate_and_up(
     ACTIVATION: tl.constexpr,
     GROUPS: tl.constexpr,
     LAUNCH: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Eight rows of gate and the same of up: act(gate) · up."""
     first = tl.minimum(tl.program_id(0) * 8, gate.num_rows - 8)
-    sums = _sums_of_rows(x, num_tokens, gate, up, first, GATE, UP, GROUPS, LAUNCH, PDL)
+    sums = _sums_of_rows(x, num_tokens, gate, up, first, GATE, UP, GROUPS, LAUNCH, PARTS, PDL)
     # [row, pair of tokens, group, gate or up, token of the pair]
     sums = tl.permute(tl.reshape(sums, [8, 4, GROUPS, 2, 2]), (0, 1, 2, 4, 3))
     gate_sums, up_sums = tl.split(tl.reshape(sums, [64 * GROUPS, 2]))
     i = tl.arange(0, 64 * GROUPS)
     token = i // 2 % GROUPS * 8 + i // (2 * GROUPS) % 4 * 2 + i % 2
     mask = token < num_tokens
-    factor = tl.load(x.factor + token, mask=mask, other=0.0)
-    y = activated(gate_sums * factor, ACTIVATION) * (up_sums * factor)
+    if PARTS == 0:
+        factor = tl.load(x.factor + token, mask=mask, other=0.0)
+        gate_sums *= factor
+        up_sums *= factor
+    y = activated(gate_sums, ACTIVATION) * up_sums
     store_each(y, out, token, first + i // (8 * GROUPS), mask)
 
 
@@ -223,7 +349,7 @@ def _small_m_kernel(
     y_ptr,  # [m, n]
     x_ptr,  # arranged, [k / 32, 8 * GROUPS, 32]
     sums_ptr,  # [k / 256, 8 * GROUPS, 32]
-    factor_ptr,  # [m]
+    factor_ptr,  # float32 [m], or uint8 [m, PER_WORD * PARTS]
     planes_ptr,  # uint8 [num_rows, row_bytes]
     planes_2_ptr,  # uint8 [num_rows_2, row_bytes], or None
     planes_3_ptr,  # uint8 [num_rows_3, row_bytes], or None
@@ -241,6 +367,7 @@ def _small_m_kernel(
     ACTIVATION: tl.constexpr,  # of gate, the first matrix; "" for matrices side by side
     GROUPS: tl.constexpr,  # groups of eight tokens, 1 or 2
     LAUNCH: tl.constexpr,  # SmallM
+    PARTS: tl.constexpr,  # words of a token's factors, or 0
     PDL: tl.constexpr,
 ):
     no_norm, no_opening = OpenNorm(None, 0, 0.0), Opening(None, 0, None, 0, None)
@@ -262,21 +389,22 @@ def _small_m_kernel(
             ACTIVATION,
             GROUPS,
             LAUNCH,
+            PARTS,
             PDL,
         )
     elif LAYOUT_2 is None:
         part = Part(matrix, tl.program_id(0), 0, 0)
-        _sixteen_rows(out, x, num_tokens, part, LAYOUT, GROUPS, LAUNCH, PDL)
+        _sixteen_rows(out, x, num_tokens, part, LAYOUT, GROUPS, LAUNCH, PARTS, PDL)
     else:
         matrices = (matrix, Matrix(planes_2_ptr, num_rows_2), Matrix(planes_3_ptr, num_rows_3))
         part = part_of_grid(matrices, 16)
         # Matrices of one layout share one copy of the code, which then compiles once.
         if (LAYOUT == LAYOUT_2 and LAYOUT_2 == LAYOUT_3) or part.number == 0:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT, GROUPS, LAUNCH, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT, GROUPS, LAUNCH, PARTS, PDL)
         elif LAYOUT_2 == LAYOUT_3 or part.number == 1:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, GROUPS, LAUNCH, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_2, GROUPS, LAUNCH, PARTS, PDL)
         else:
-            _sixteen_rows(out, x, num_tokens, part, LAYOUT_3, GROUPS, LAUNCH, PDL)
+            _sixteen_rows(out, x, num_tokens, part, LAYOUT_3, GROUPS, LAUNCH, PARTS, PDL)
 
 
 def takes_small_m(a: Tensor, num_rows: int) -> bool:
@@ -304,7 +432,7 @@ def small_m_product(
     """y[m, n] = Σₖ a[m, k] · W[n, k] + bias + residual, for m <= 16 and k a multiple of 256.
 
     Args:
-        arranged: a, float16 or bfloat16 [m, k], in :func:`small_m_order` of m.
+        arranged: a, float16 or bfloat16 [m, k], in a :func:`small_m_order` of m.
         parts: one to three matrices side by side, or gate and up: uint8 [rows, row_bytes] in
             planes, at least 16 rows or none, and a kind such as ``"Q4_K:planes"``.
         launch: the launch's configuration.
@@ -315,16 +443,13 @@ def small_m_product(
     """
     num_tokens, k = out.shape[0], arranged.x.shape[1]
     layouts = [quad_layout(planes, kind, k) for planes, kind in parts]
-    counts = [planes.shape[0] for planes, _ in parts]
-    groups = cdiv(num_tokens, GROUP)
-    if activation:
-        programs = cdiv(counts[0], ROWS // 2)
-    else:
-        programs = sum(cdiv(count, ROWS) for count in counts)
+    groups, programs = cdiv(num_tokens, GROUP), _num_programs(parts, bool(activation))
+    by_blocks = arranged.factor.dtype == torch.uint8
+    formats = [layout.format for layout in layouts]
     if groups == 1:
-        limited = limits(launch, [layout.format for layout in layouts])
+        limited = limits(launch, formats, by_blocks)
     else:
-        limited = limits_of_sixteen(gpu_of(out.device), launch, programs)
+        limited = limits_of_sixteen(gpu_of(out.device), launch, programs, formats, by_blocks)
     _small_m_kernel.launch(
         (programs,),
         y_ptr=out,
@@ -340,6 +465,7 @@ def small_m_product(
         ACTIVATION=activation,
         GROUPS=groups,
         LAUNCH=launch,
+        PARTS=arranged.factor.shape[1] // PER_WORD.value if by_blocks else 0,
         num_warps=launch.warps,
         **limited,
     )

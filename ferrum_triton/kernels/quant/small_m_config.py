@@ -48,7 +48,55 @@ def is_light(kind: str) -> bool:
     return not (fmt.scale_code or fmt.values or fmt.bits == 8)
 
 
-def limits(launch: SmallM, formats: Sequence[BlockFormat]) -> dict[str, int]:
+def takes_blocks(
+    gpu: Gpu,
+    launch: SmallM,
+    kinds: Iterable[str],
+    num_tokens: int,
+    num_blocks: int,
+    programs: int,
+) -> bool:
+    """Whether activations are arranged by block, so that no program looks through a whole row.
+
+    That gains on Hopper by up to eight tokens, most likely since programs of the product start at
+    the entry of the launch that arranges, and load weights meanwhile. By eight tokens 4096x14336
+    takes 10.7 us for 11.5 of Q4_0, 12.5 for 12.9 of Q4_K, 11.4 for 12.5 of Q2_K and 14.3 for 15.4
+    of Q5_K, 8192x8192 of Q4_K 12.8 for 13.8, 3584x18944 15.6 for 18.1, 4096x4096 5.5 for 5.9 of
+    Q4_K and 6.3 for 6.9 of Q6_K, 1024x4096 of Q4_K 3.8 for 4.2. By three tokens 2048x2048 of Q4_K
+    takes 2.5 us for 3.0.
+
+    Programs of one or two warps lose, 12288x4096 of IQ4_XS 18.2 us for 15.7 and of Q4_K 12.0 for
+    11.5, 17408x5120 of Q4_1 20.8 for 19.0. But where tokens come late and 14 on each SM take all
+    rows they gain, 28672x4096 of Q4_K 20.5 us for 22.6 and of Q4_0 19.6 for 20.5. Long rows of Q8_0
+    lose, 4096x14336 19.0 us for 18.4, and so do those whose tokens come late for four warps of few
+    programs, 6144x16384 of Q3_K 30.2 for 27.4. Of 60 other shapes and formats two take 1 % longer.
+
+    By 9 to 16 tokens long rows gain where eight warps share them. By 16 tokens 4096x14336 takes
+    13.7 us for 14.6 of Q4_0, 15.6 for 16.0 of Q4_K, 17.8 for 19.4 of Q5_K and 20.2 for 21.8 of
+    Q8_0, 2048x11008 of Q4_0 9.6 for 12.1 and 4096x12288 of Q5_K 17.2 for 17.1; by nine tokens
+    4096x14336 of Q4_0 takes 12.8 for 13.8. Q6_K and codebooks lose, 18.8 for 18.5 and 18.9 for 18.6
+    of IQ4_XS, and so do shorter rows, 4096x4096 of Q4_0 6.7 for 6.1 and 8192x8192 of Q4_K 17.0 for
+    16.5.
+
+    All were timed by ``bench.timing.Replay`` of ``gemm_quant`` with each in turns, H200, copies of
+    f90d4aa that had both.
+    """
+    if gpu.capability[0] != 9:
+        return False
+    formats, is_long = [FORMATS[kind] for kind in kinds], num_blocks >= LONG_BLOCKS
+    if num_tokens > GROUP:
+        gains = not any(fmt.bits == 6 or fmt.values for fmt in formats)
+        return gains and launch.warps == MOST_WARPS and num_blocks > LONG_BLOCKS
+    if launch.warps <= 2:
+        return launch.warps == 2 and launch.late_tokens and programs > 13 * gpu.num_sms
+    if launch.warps == 4 and launch.late_tokens and programs <= 4 * gpu.num_sms:
+        return False
+    return not (is_long and any(fmt.bits == 8 for fmt in formats))
+
+
+def limits(
+    launch: SmallM, formats: Sequence[BlockFormat], by_blocks: bool = False
+) -> dict[str, int]:
     """Limits that a launch's compiler is given, for matrices in ``formats``, by up to eight tokens.
 
     An SM holds two programs of eight warps where a thread has 128 registers at most. Without a
@@ -71,10 +119,22 @@ def limits(launch: SmallM, formats: Sequence[BlockFormat]) -> dict[str, int]:
 
     All others were timed by eight tokens, by ``bench.timing.Replay`` of ``gemm_quant`` with other
     limits in turns, H200, b791dd0.
+
+    With activations by block formats of up to five bits gain more by 120: 4096x14336 takes 13.2 us
+    for 13.8 of Q5_0, 14.3 for 14.9 of Q5_K, 13.4 for 14.2 of Q3_K, 15.5 for 16.3 of IQ4_NL, but
+    16.2 for 15.3 of Q6_K. Late ones gain by a limit too, as the second loop else takes registers
+    that the first one does not need: programs of two warps by 72, 28672x4096 20.5 for 26.6 of Q4_K,
+    19.6 for 22.1 of Q4_0 and 28.1 for 28.9 of Q5_1, of four by 96, 17408x5120 16.3 for 17.3 of Q2_K
+    and 20.6 for 20.8 of Q5_K. Of eight warps 5120x25600 of Q4_0 takes 24.7 by 72 and 24.3 without
+    (timed as :func:`takes_blocks` says).
     """
+    if by_blocks and launch.late_tokens and launch.warps in (2, 4):
+        return {"maxnreg": 72 if launch.warps == 2 else 96}
     if launch.late_tokens or launch.steps_ahead > 1:
         return {}
     bits, is_full = {fmt.bits for fmt in formats}, launch.warps == MOST_WARPS
+    if is_full and by_blocks and max(bits) < 6:
+        return {"maxnreg": 120}
     if is_full and bits == {4} and not any(fmt.values for fmt in formats):
         return {"maxnreg": 120}
     if launch.unrolled or bits == {6} or (is_full and max(bits) < 8):
@@ -266,7 +326,13 @@ def of_several(gpu: Gpu, launch: SmallM, kinds: Iterable[str], num_rows: int) ->
     return launch._replace(unrolled=True) if is_crowded and has_six else launch
 
 
-def limits_of_sixteen(gpu: Gpu, launch: SmallM, programs: int) -> dict[str, int]:
+def limits_of_sixteen(
+    gpu: Gpu,
+    launch: SmallM,
+    programs: int,
+    formats: Sequence[BlockFormat],
+    by_blocks: bool = False,
+) -> dict[str, int]:
     """Limits that the compiler is given for ``programs`` programs by two groups of tokens.
 
     128 registers let an SM hold two programs of eight warps or four of four: ptxas takes up to 170
@@ -274,7 +340,15 @@ def limits_of_sixteen(gpu: Gpu, launch: SmallM, programs: int) -> dict[str, int]
     takes 18.1 us so and 23.6 without, 8192x4096 of Q4_K 10.2 and 14.1, though a thread spills up to
     104 bytes, of Q5_K. Where three programs of four warps take all rows, the limit only slows:
     6144x16384 of Q5_K takes 27.8 us without it and 49.7 with (timed as :func:`of_sixteen` says).
+
+    A program that arranges by block has 32 registers a thread (``compile_launch`` for sm_90). Two
+    of them find room on an SM beside two programs of 112 registers, so that weights are on their
+    way before activations are arranged: 4096x14336 takes 13.7 us for 15.1 of Q4_0, 14.8 for 15.2 of
+    Q4_1, 15.7 for 16.7 of Q3_K and 20.2 for 21.2 of Q8_0. Q2_K and Q4_K take as long by 128, and
+    Q5_K 17.8 us for 18.6 (timed as :func:`takes_blocks` says).
     """
+    if by_blocks:
+        return {"maxnreg": 128 if any(fmt.bits == 5 for fmt in formats) else 112}
     fit = launch.warps == 4 and not launch.unrolled and programs <= 3 * gpu.num_sms
     return {} if launch.warps < 4 or fit else {"maxnreg": 128}
 

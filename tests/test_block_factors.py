@@ -1,0 +1,243 @@
+"""Activations with a factor for each block, and the products that ask for it at their end."""
+
+import pytest
+import torch
+
+from ferrum_triton.kernels.gpu import gpu_of_capability
+from ferrum_triton.kernels.jit import record_launches
+from ferrum_triton.kernels.quant import small_m as launching
+from ferrum_triton.kernels.quant.activations import arrange
+from ferrum_triton.kernels.quant.products import product
+from ferrum_triton.kernels.quant.small_m import order_for, small_m_order, small_m_product
+from ferrum_triton.kernels.quant.small_m_config import SmallM, limits, takes_blocks
+from ferrum_triton.kernels.sass import instructions
+from ferrum_triton.quant.formats import FORMATS
+from ferrum_triton.quant.planes import PLANE_FORMATS
+from tests.compiling import compiled
+from tests.test_gemv_repacked import KINDS, matrix
+from tests.test_small_m import activations, assert_near, small_m
+
+HOPPER = gpu_of_capability((9, 0))
+# Magnitudes of a block: nothing, the least and the most that bfloat16 has, and the bounds within
+# which a factor is 1.
+MAGNITUDES = (0.0, 1e-38, 2**-12.5, 2**-12, 1.0, 4080.0, 4096.0, 3e38)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """On the CPU kernels are interpreted."""
+    return request.param
+
+
+@pytest.fixture
+def by_blocks(monkeypatch):
+    """Whatever would be chosen."""
+    monkeypatch.setattr(launching, "takes_blocks", lambda *shape: True)
+
+
+def magnified(a, num_blocks):
+    """Activations whose blocks reach each of MAGNITUDES, tokens in turn."""
+    blocks = a.float().unflatten(1, (num_blocks, 256))
+    blocks /= blocks.abs().amax(-1, keepdim=True)
+    largest = torch.tensor(MAGNITUDES, device=a.device)
+    i = torch.arange(a.shape[0])[:, None] + torch.arange(num_blocks)
+    return (blocks * largest[i % len(MAGNITUDES)][..., None]).flatten(1).bfloat16()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(3, 5), (8, 8), (13, 3)])
+def test_blocks_are_arranged_as_rows_of_their_own(num_tokens, num_blocks, device):
+    """Each as a row of 256 would be; factors of blocks that have none are 1."""
+    a = magnified(activations(num_tokens, 256 * num_blocks, device), num_blocks)
+    x, sums, factor, tickets = arrange(a, small_m_order(num_tokens, by_blocks=True))
+    assert tickets is None and factor.dtype == torch.uint8
+    assert factor.shape[1] % 4 == 0 and (factor[:num_tokens, num_blocks:] == 127).all()
+    interleave = x.shape[0]
+    x, sums = x.view(num_blocks, 8, interleave, 32), sums.view(num_blocks, interleave, 32)
+    for b in range(num_blocks):
+        row = arrange(a[:, 256 * b : 256 * b + 256], small_m_order(num_tokens))
+        powers = 2.0 ** (factor[:num_tokens, b].double() - 127)
+        of_row = row.factor[:num_tokens, None].double()
+        here = x[b].transpose(0, 1)[:num_tokens].double()
+        there = row.x.view(8, interleave, 32).transpose(0, 1)[:num_tokens].double()
+        largest = here.abs().amax((1, 2))
+        # The largest factor's inverse is 2^126.
+        as_row = (powers == of_row[:, 0]) & ((largest >= 2**11) | (powers == 2**-126))
+        assert (((largest == 0) | (largest >= 2**-12)) & (powers == 1) | as_row).all()
+        assert (largest < 2**12).all()
+        # A float16 is off by 2^-25 at most below its least exponent.
+        off = (here - there * (of_row / powers[:, None])[..., None]).abs()
+        assert (off <= 2**-25).all()
+        of_words = sums[b, :num_tokens].double()
+        wanted = row.sums.view(interleave, 32)[:num_tokens].double() * of_row / powers[:, None]
+        assert ((of_words - wanted).abs() <= 2**-10 * wanted.abs() + 2**-22).all()
+    magnitudes = torch.tensor(MAGNITUDES)
+    i = torch.arange(num_tokens)[:, None] + torch.arange(num_blocks)
+    inside = (magnitudes == 0) | (magnitudes >= 2**-12) & (magnitudes < 4096)
+    is_one = factor[:num_tokens, :num_blocks].cpu() == 127
+    assert torch.equal(is_one, inside[i % len(MAGNITUDES)])
+
+
+@KINDS
+@pytest.mark.parametrize(("num_tokens", "warps"), [(8, 4), (13, 2)])
+def test_sums_by_factors_of_one_are_those_by_rows(kind, num_tokens, warps, device, by_blocks):
+    planes, weights = matrix(kind, 37, 1280, device)
+    a = activations(num_tokens, 1280, device)
+    assert_near(small_m(a, planes, kind, SmallM(warps)), a, weights)
+
+
+@KINDS
+@pytest.mark.parametrize(("num_tokens", "warps"), [(7, 4), (12, 2)])
+def test_one_factor_that_is_not_one_is_met(kind, num_tokens, warps, device, by_blocks):
+    """Of the last token and block, so that all words of factors are asked."""
+    planes, weights = matrix(kind, 37, 1280, device)
+    a = activations(num_tokens, 1280, device)
+    for magnitude in (1e-6, 1e6):
+        a[-1, 1024:] = magnitude * torch.randn(256, device=device)
+        out = torch.empty(num_tokens, 37, device=device)
+        got = small_m(a, planes, kind, SmallM(warps), out=out)
+        assert_near(got, a, weights)
+        # What a token owes to the block is seen where the others give nothing.
+        b = a.clone()
+        b[-1, :1024] = 0
+        assert_near(small_m(b, planes, kind, SmallM(warps), out=out), b, weights)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 16])
+def test_each_block_has_its_factor(num_tokens, device, by_blocks):
+    """One block of a token at a time is other than 0, and two of each program's words differ."""
+    num_blocks = 9  # three words of factors for each token: more than a warp has threads
+    planes, weights = matrix("Q4_K", 16, 256 * num_blocks, device)
+    full = activations(num_tokens, 256 * num_blocks, device).unflatten(1, (num_blocks, 256))
+    a = torch.zeros_like(full)
+    token = torch.arange(num_tokens, device=device)
+    for shift in range(num_blocks):
+        block = (token + shift) % num_blocks
+        a.zero_()
+        scale = 10.0 ** ((token * 7 + shift * 3) % 24 - 12)
+        a[token, block] = (full[token, block].float() * scale[:, None]).bfloat16()
+        out = torch.empty(num_tokens, 16, device=device)
+        assert_near(
+            small_m(a.flatten(1), planes, "Q4_K", SmallM(1), out=out), a.flatten(1), weights
+        )
+
+
+@pytest.mark.parametrize("spoiled", [torch.inf, torch.nan])
+def test_a_token_that_is_not_finite_stays_alone(spoiled, device, by_blocks):
+    planes, weights = matrix("Q5_0", 16, 512, device)
+    a = activations(4, 512, device)
+    a[1, 300] = spoiled
+    got = small_m(a, planes, "Q5_0")
+    assert not got[1].isfinite().any()
+    rest = torch.tensor([0, 2, 3], device=device)
+    assert_near(got[rest], a[rest], weights)
+
+
+@pytest.mark.parametrize("num_tokens", [7, 16])
+@pytest.mark.parametrize("magnitude", [1.0, 1e4])
+def test_one_launch_takes_three_matrices_or_two(num_tokens, magnitude, device):
+    kinds = ("Q4_K", "Q4_0", "Q6_K")
+    parts = [matrix(kind, n, 512, device) for kind, n in zip(kinds, (37, 16, 24), strict=True)]
+    a = activations(num_tokens, 512, device, torch.float16)
+    a[2, :256] *= magnitude
+    arranged = arrange(a, small_m_order(num_tokens, by_blocks=True))
+    assert (arranged.factor[:num_tokens] == 127).all() == (magnitude == 1.0)
+    named = [(planes, f"{kind}:planes") for (planes, _), kind in zip(parts, kinds, strict=True)]
+    out = torch.full((num_tokens, 77), torch.nan, device=device)
+    small_m_product(arranged, named, SmallM(2, late_tokens=True), out)
+    assert_near(out, a, torch.cat([weights for _, weights in parts]))
+
+    gate, (up, up_weights) = parts[0], matrix("Q6_K", 37, 512, device)
+    out = torch.full((num_tokens, 37), torch.nan, device=device)
+    pair = [(gate[0], "Q4_K:planes"), (up, "Q6_K:planes")]
+    small_m_product(arranged, pair, SmallM(2, late_tokens=True), out, activation="silu")
+    want = torch.nn.functional.silu(a.double() @ gate[1].T) * (a.double() @ up_weights.T)
+    assert ((out.double() - want).norm() / want.norm()).item() < 1e-3
+
+
+@pytest.mark.parametrize("num_tokens", [8, 16])
+def test_a_program_asks_for_factors_by_one_barrier(num_tokens):
+    """Each thread loads its word before the loop, and nothing goes through shared memory."""
+    planes = torch.empty(4096, PLANE_FORMATS["Q4_K:planes"].row_bytes(14336), dtype=torch.uint8)
+    a = torch.empty(num_tokens, 14336, dtype=torch.bfloat16, device="meta")
+    with record_launches((9, 0)) as launches:
+        product(a, planes.to("meta"), "Q4_K:planes")
+    assert [launch.kernel.name for launch in launches] == [
+        "_arrange_blocks_kernel",
+        "_small_m_kernel",
+    ]
+    code = [i.name for i in instructions(compiled(launches[-1]).asm["cubin"])]
+    assert sum(name.startswith("BAR.RED.OR") for name in code) == 1
+    products = [i for i, name in enumerate(code) if name.startswith("HMMA")]
+    ask = next(i for i, name in enumerate(code) if name.startswith("BAR.RED.OR"))
+    before, behind = (sum(i < ask for i in products), sum(i > ask for i in products))
+    assert before == behind > 0 or before == 2 * behind > 0
+
+
+def test_programs_that_arrange_have_room_beside_those_of_16_tokens():
+    planes = torch.empty(4096, PLANE_FORMATS["Q4_0:planes"].row_bytes(14336), dtype=torch.uint8)
+    a = torch.empty(16, 14336, dtype=torch.bfloat16, device="meta")
+    with record_launches((9, 0)) as launches:
+        product(a, planes.to("meta"), "Q4_0:planes")
+    arranging, multiplying = (8 * -(-compiled(launch).registers // 8) for launch in launches)
+    assert [launch.meta["num_warps"] for launch in launches] == [4, 8]
+    assert 2 * (128 * arranging + 256 * multiplying) <= 65536
+
+
+@pytest.mark.parametrize(
+    ("kinds", "launch", "most"),
+    [
+        (["Q5_K", "Q4_K"], SmallM(8), 120),
+        (["IQ4_NL"], SmallM(8, unrolled=True), 120),
+        (["Q5_K", "Q6_K"], SmallM(8), 128),
+        (["Q4_0"], SmallM(2, unrolled=True, late_tokens=True), 72),
+        (["Q2_K"], SmallM(4, late_tokens=True), 96),
+        (["Q4_0"], SmallM(8, unrolled=True, late_tokens=True), None),
+        (["Q4_K"], SmallM(4, steps_ahead=2), None),
+    ],
+)
+def test_registers_are_limited_where_that_gains(kinds, launch, most):
+    limited = limits(launch, [FORMATS[kind] for kind in kinds], by_blocks=True)
+    assert limited == ({} if most is None else {"maxnreg": most})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "launch", "num_tokens", "num_blocks", "programs", "gains"),
+    [
+        (["Q4_K"], SmallM(8), 8, 56, 256, True),
+        (["Q6_K"], SmallM(8), 3, 16, 256, True),
+        # Programs of one or two warps, but where they fill all SMs.
+        (["Q4_K"], SmallM(2), 8, 16, 768, False),
+        (["Q4_K"], SmallM(2, late_tokens=True), 8, 16, 1716, False),
+        (["Q4_K"], SmallM(2, late_tokens=True), 8, 16, 1717, True),
+        (["Q8_0"], SmallM(1, late_tokens=True), 8, 16, 1792, False),
+        # Late tokens of few programs.
+        (["Q3_K"], SmallM(4, late_tokens=True), 8, 64, 528, False),
+        (["Q2_K"], SmallM(4, late_tokens=True), 8, 20, 529, True),
+        # Long rows of eight bits.
+        (["Q8_0"], SmallM(8, unrolled=True), 8, 31, 256, True),
+        (["Q4_0", "Q8_0"], SmallM(8, unrolled=True), 8, 32, 256, False),
+        # Two groups of tokens: long rows of eight warps.
+        (["Q4_0"], SmallM(8, unrolled=True, late_tokens=True), 9, 33, 256, True),
+        (["Q4_0"], SmallM(8, unrolled=True, late_tokens=True), 9, 32, 256, False),
+        (["Q4_0"], SmallM(4, unrolled=True, late_tokens=True), 9, 56, 512, False),
+        (["Q4_0", "Q6_K"], SmallM(8, late_tokens=True), 16, 56, 256, False),
+        (["MXFP4"], SmallM(8, late_tokens=True), 16, 56, 256, False),
+    ],
+)
+def test_which_launches_take_factors_of_blocks(
+    kinds, launch, num_tokens, num_blocks, programs, gains
+):
+    shape = launch, kinds, num_tokens, num_blocks, programs
+    assert takes_blocks(HOPPER, *shape) == gains
+    assert not takes_blocks(gpu_of_capability((8, 9)), *shape)
+
+
+def test_gate_and_up_have_programs_of_eight_rows():
+    """28672 rows of late tokens are 1792 programs, and 14336 of gate and of up are too."""
+    a, launch = torch.empty(8, 4096, device="meta"), SmallM(2, late_tokens=True)
+    planes = torch.empty(14336, 1, dtype=torch.uint8, device="meta")
+    pair = [(planes, "Q4_K:planes"), (planes, "Q6_K:planes")]
+    with record_launches((9, 0)):
+        assert order_for(a, pair, launch, gated=True).by_blocks
+        assert order_for(a, pair, launch).by_blocks
+        assert not order_for(a, pair[:1], launch).by_blocks
