@@ -184,19 +184,21 @@ def test_programs_that_arrange_have_room_beside_those_of_16_tokens():
 
 
 @pytest.mark.parametrize(
-    ("kinds", "launch", "most"),
+    ("kinds", "launch", "programs", "most"),
     [
-        (["Q5_K", "Q4_K"], SmallM(8), 120),
-        (["IQ4_NL"], SmallM(8, unrolled=True), 120),
-        (["Q5_K", "Q6_K"], SmallM(8), 128),
-        (["Q4_0"], SmallM(2, unrolled=True, late_tokens=True), 72),
-        (["Q2_K"], SmallM(4, late_tokens=True), 96),
-        (["Q4_0"], SmallM(8, unrolled=True, late_tokens=True), None),
-        (["Q4_K"], SmallM(4, steps_ahead=2), None),
+        (["Q5_K", "Q4_K"], SmallM(8), 256, 120),
+        (["IQ4_NL"], SmallM(8, unrolled=True), 256, 120),
+        (["Q5_K", "Q6_K"], SmallM(8), 256, 128),
+        (["Q4_0"], SmallM(2, unrolled=True, late_tokens=True), 1792, 72),
+        (["Q2_K"], SmallM(4, late_tokens=True), 529, 96),
+        (["Q3_K"], SmallM(4, late_tokens=True), 528, 128),
+        (["Q4_0"], SmallM(8, unrolled=True, late_tokens=True), 320, None),
+        (["Q4_K"], SmallM(4, steps_ahead=2), 320, None),
     ],
 )
-def test_registers_are_limited_where_that_gains(kinds, launch, most):
-    limited = limits(launch, [FORMATS[kind] for kind in kinds], by_blocks=True)
+def test_registers_are_limited_where_that_gains(kinds, launch, programs, most):
+    formats = [FORMATS[kind] for kind in kinds]
+    limited = limits(HOPPER, launch, programs, formats, by_blocks=True)
     assert limited == ({} if most is None else {"maxnreg": most})
 
 
@@ -210,9 +212,7 @@ def test_registers_are_limited_where_that_gains(kinds, launch, most):
         (["Q4_K"], SmallM(2, late_tokens=True), 8, 16, 1716, False),
         (["Q4_K"], SmallM(2, late_tokens=True), 8, 16, 1717, True),
         (["Q8_0"], SmallM(1, late_tokens=True), 8, 16, 1792, False),
-        # Late tokens of few programs.
-        (["Q3_K"], SmallM(4, late_tokens=True), 8, 64, 528, False),
-        (["Q2_K"], SmallM(4, late_tokens=True), 8, 20, 529, True),
+        (["Q3_K"], SmallM(4, late_tokens=True), 8, 64, 384, True),
         # Long rows of eight bits.
         (["Q8_0"], SmallM(8, unrolled=True), 8, 31, 256, True),
         (["Q4_0", "Q8_0"], SmallM(8, unrolled=True), 8, 32, 256, False),

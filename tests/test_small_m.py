@@ -286,7 +286,8 @@ def test_a_measured_tile_serves_no_shape_that_two_groups_take():
     ],
 )
 def test_registers_of_one_group_are_limited_where_that_gains(kinds, launch, most):
-    limited = limits(launch, [FORMATS[kind] for kind in kinds])
+    hopper, formats = gpu_of_capability((9, 0)), [FORMATS[kind] for kind in kinds]
+    limited = limits(hopper, launch, 256, formats)
     assert limited == ({} if most is None else {"maxnreg": most})
 
 

@@ -446,10 +446,8 @@ def small_m_product(
     groups, programs = cdiv(num_tokens, GROUP), _num_programs(parts, bool(activation))
     by_blocks = arranged.factor.dtype == torch.uint8
     formats = [layout.format for layout in layouts]
-    if groups == 1:
-        limited = limits(launch, formats, by_blocks)
-    else:
-        limited = limits_of_sixteen(gpu_of(out.device), launch, programs, formats, by_blocks)
+    limits_of = limits if groups == 1 else limits_of_sixteen
+    limited = limits_of(gpu_of(out.device), launch, programs, formats, by_blocks)
     _small_m_kernel.launch(
         (programs,),
         y_ptr=out,

@@ -68,8 +68,7 @@ def takes_blocks(
     Programs of one or two warps lose, 12288x4096 of IQ4_XS 18.2 us for 15.7 and of Q4_K 12.0 for
     11.5, 17408x5120 of Q4_1 20.8 for 19.0. But where tokens come late and 14 on each SM take all
     rows they gain, 28672x4096 of Q4_K 20.5 us for 22.6 and of Q4_0 19.6 for 20.5. Long rows of Q8_0
-    lose, 4096x14336 19.0 us for 18.4, and so do those whose tokens come late for four warps of few
-    programs, 6144x16384 of Q3_K 30.2 for 27.4. Of 60 other shapes and formats two take 1 % longer.
+    lose, 4096x14336 19.0 us for 18.4. Of 60 other shapes and formats two take 1 % longer.
 
     By 9 to 16 tokens long rows gain where eight warps share them. By 16 tokens 4096x14336 takes
     13.7 us for 14.6 of Q4_0, 15.6 for 16.0 of Q4_K, 17.8 for 19.4 of Q5_K and 20.2 for 21.8 of
@@ -89,15 +88,17 @@ def takes_blocks(
         return gains and launch.warps == MOST_WARPS and num_blocks > LONG_BLOCKS
     if launch.warps <= 2:
         return launch.warps == 2 and launch.late_tokens and programs > 13 * gpu.num_sms
-    if launch.warps == 4 and launch.late_tokens and programs <= 4 * gpu.num_sms:
-        return False
     return not (is_long and any(fmt.bits == 8 for fmt in formats))
 
 
 def limits(
-    launch: SmallM, formats: Sequence[BlockFormat], by_blocks: bool = False
+    gpu: Gpu,
+    launch: SmallM,
+    programs: int,
+    formats: Sequence[BlockFormat],
+    by_blocks: bool = False,
 ) -> dict[str, int]:
-    """Limits that a launch's compiler is given, for matrices in ``formats``, by up to eight tokens.
+    """Limits that the compiler is given for ``programs`` programs by up to eight tokens.
 
     An SM holds two programs of eight warps where a thread has 128 registers at most. Without a
     limit ptxas takes 130 for rows of 20 or 68 blocks of Q4_K, and an SM holds one
@@ -125,11 +126,14 @@ def limits(
     16.2 for 15.3 of Q6_K. Late ones gain by a limit too, as the second loop else takes registers
     that the first one does not need: programs of two warps by 72, 28672x4096 20.5 for 26.6 of Q4_K,
     19.6 for 22.1 of Q4_0 and 28.1 for 28.9 of Q5_1, of four by 96, 17408x5120 16.3 for 17.3 of Q2_K
-    and 20.6 for 20.8 of Q5_K. Of eight warps 5120x25600 of Q4_0 takes 24.7 by 72 and 24.3 without
-    (timed as :func:`takes_blocks` says).
+    and 20.6 for 20.8 of Q5_K. Few programs of four gain by 128, 6144x16384 of Q3_K 24.9 for 29.4
+    and 29.5 by 96. Of eight warps 5120x25600 of Q4_0 takes 24.7 by 72 and 24.3 without (timed as
+    :func:`takes_blocks` says).
     """
-    if by_blocks and launch.late_tokens and launch.warps in (2, 4):
-        return {"maxnreg": 72 if launch.warps == 2 else 96}
+    if by_blocks and launch.late_tokens and launch.warps <= 4:
+        if launch.warps == 4:
+            return {"maxnreg": 96 if programs > 4 * gpu.num_sms else 128}
+        return {"maxnreg": 72}
     if launch.late_tokens or launch.steps_ahead > 1:
         return {}
     bits, is_full = {fmt.bits for fmt in formats}, launch.warps == MOST_WARPS
