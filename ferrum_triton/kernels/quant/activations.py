@@ -3,6 +3,7 @@
 :func:`arrange` is the launch before a product with planes on tensor cores, where no norm before it
 does that itself (:mod:`ferrum_triton.kernels.quant.add_norm`). Of each token it writes
 x = a / factor in float16, factor a power of two, and sums over each word's eight or over groups.
+A token has one factor, or one for each block (:mod:`ferrum_triton.kernels.quant.block_factors`).
 The launch also zeroes the tickets of the product behind it. Programs that share a tile's K draw
 them, so that the last one knows that it is.
 """

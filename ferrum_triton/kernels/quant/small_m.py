@@ -195,17 +195,19 @@ def _sums_of_rows(
         flat += accs[group]
     if PARTS > 0:
         if any_is_other(words, FIRST.asm != ""):
-            sizes = num_tokens, first_row
-            flat = _sums_by_factors(x, first, second, sizes, FIRST, SECOND, GROUPS, WARPS, PARTS)
+            flat = _sums_by_factors(
+                x, num_tokens, first, second, first_row, FIRST, SECOND, GROUPS, WARPS, PARTS
+            )
     return summed_over_warps(flat, 4 * GROUPS)
 
 
 @triton.jit
 def _sums_by_factors(
     x,
+    num_tokens,
     first,
     second,
-    sizes,
+    row,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -214,14 +216,16 @@ def _sums_by_factors(
 ):
     """A thread's sums of rows with all tokens, each block times its factor: of each group four.
 
-    Addresses start from a zero that no compiler knows. From those of the loop before they would
-    be kept in registers through it: Q4_K 4096x14336 by 16 tokens spills 16 bytes so, and 88 under a
-    limit of 112, where neither spills with it (``compile_launch`` for sm_90).
+    Addresses start from a zero that no compiler knows. It would else keep parts of them in
+    registers through the loop before: rows of 14,336 of Q6_K then spill 32 bytes by eight tokens
+    and of Q4_K eight by 16, which spill none so, and of Q5_K 56 for 16 by eight
+    (``compile_launch`` for sm_90).
 
     Args:
         x: Arranged pointers, interleaved, by blocks.
-        first, second: Matrix.
-        sizes: number of tokens, and the first row.
+        num_tokens: tokens there are, at most 8 in a group.
+        first, second: Matrix; the second is not read where SECOND is None.
+        row: first row, int32.
         FIRST, SECOND: layouts.
         PARTS: words of a token's factors.
     """
@@ -231,7 +235,6 @@ def _sums_by_factors(
     SUMS: tl.constexpr = sums_minimums(FIRST.format) or sums_minimums(BOTH.format)
     PTX: tl.constexpr = FIRST.asm != ""
     zero = hidden_zero(x.factor)
-    num_tokens, row = sizes
     i = tl.arange(0, 32 * WARPS) + zero
     warp, quad, thread = i // 32 % WARPS, i // 4 % 8, i % 4
     row = (row + zero + quad).to(tl.int64)
