@@ -11,8 +11,8 @@ the step before, or two steps ahead. Its activations are loaded during the step 
 in the step itself, which takes fewer registers and so leaves room for more warps (:class:`SmallM`).
 
 Activations have one factor for each token, or one for each block of 256
-(:mod:`ferrum_triton.kernels.quant.block_factors`). The loop takes blocks' factors for 1. Where one
-is not, a second loop computes the sums anew, which takes about as long again.
+(:mod:`ferrum_triton.kernels.quant.block_factors`). The loop takes these for the usual one. Where
+one is another, a second loop computes the sums anew, and the product takes twice as long.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.quant.activations import Arranged, Order
 from ferrum_triton.kernels.quant.block_factors import (
     PER_WORD,
+    USUAL,
     any_is_other,
     block_factor,
     hidden_zero,
@@ -194,6 +195,10 @@ def _sums_of_rows(
     for group in tl.static_range(GROUPS):
         flat += accs[group]
     if PARTS > 0:
+        usual = ()
+        for i in tl.static_range(4 * GROUPS):
+            usual += (flat[i] * USUAL,)
+        flat = usual
         if any_is_other(words, FIRST.asm != ""):
             flat = _sums_by_factors(
                 x, num_tokens, first, second, first_row, FIRST, SECOND, GROUPS, WARPS, PARTS
