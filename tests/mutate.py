@@ -123,19 +123,10 @@ FAMILIES = {
     K + "quant/gemv_plan": ("interpret and quant and not moe", "test_gemv_repacked test_open_norm"),
     K + "quant/float_groups": ("interpret and quant", "test_ptx_only"),
     K + "quant/ptx": ("interpret and quant", "test_quant_sass test_ptx_only"),
-    K + "quant/small_m": (
-        "interpret and quant and not moe",
-        "test_small_m test_block_factors test_ptx_only",
-    ),
+    K + "quant/small_m": ("", "test_small_m test_block_factors test_ptx_only"),
     K + "quant/block_factors": ("", "test_block_factors"),
-    K + "quant/activations": (
-        "interpret and quant and not moe",
-        "test_arranged test_block_factors test_quant_mma test_small_m",
-    ),
-    K + "quant/quad_products": (
-        "interpret and quant and not moe",
-        "test_small_m test_block_factors test_ptx_only test_moe_quads",
-    ),
+    K + "quant/activations": ("", "test_arranged test_block_factors test_quant_mma"),
+    K + "quant/quad_products": ("", "test_small_m test_block_factors test_ptx_only test_moe_quads"),
     K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
     K + "quant/rows": ("interpret and (dequantize or lookup_quant)", "test_quant_planes"),
     K + "moe/": (

@@ -39,7 +39,7 @@ def factors_of_blocks(a):
 
     It is the usual one where that brings the block's largest magnitude to [2^-12, 2^12), or where
     that is 0. An element is then off by 2^-25 at most as a float16, 2^-13 of the block's largest.
-    Elsewhere it brings the largest to [2^11, 2^12).
+    Elsewhere it brings the largest to [2^11, 2^12), where 2^-123 does.
     """
     BLOCKS: tl.constexpr = a.shape[0] // BLOCK
     # Ordered as integers, a NaN is above infinity and so is not lost.
@@ -47,7 +47,7 @@ def factors_of_blocks(a):
     largest = tl.max(tl.reshape(magnitudes, [BLOCKS, BLOCK]), axis=1)
     least, most = (_EXPONENT - 12) << 23, (_EXPONENT + 12) << 23
     fits = ((largest >= least) & (largest < most)) | (largest == 0)
-    inverse = tl.where(fits, 254 - _EXPONENT, tl.minimum(265 - (largest >> 23), 253))
+    inverse = tl.where(fits, 254 - _EXPONENT, tl.minimum(265 - (largest >> 23), 250))
     of_each = tl.broadcast_to(inverse[:, None], [BLOCKS, BLOCK])
     return 254 - inverse, tl.reshape(of_each, [a.shape[0]])
 
@@ -93,9 +93,10 @@ def any_is_other(words, PTX: tl.constexpr):
 
 
 @triton.jit
-def block_factor(ptr):
-    """Factors at ptr as float32."""
-    return (tl.load(ptr).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+def relative_factor(ptr):
+    """Factors at ptr over the usual one, float32."""
+    relative = tl.load(ptr).to(tl.int32) - (_EXPONENT - 127)
+    return (relative << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -31,8 +31,8 @@ from ferrum_triton.kernels.quant.block_factors import (
     PER_WORD,
     USUAL,
     any_is_other,
-    block_factor,
     hidden_zero,
+    relative_factor,
     words_of_factors,
 )
 from ferrum_triton.kernels.quant.matrices import Part, launch_matrices, part_of_grid
@@ -125,7 +125,8 @@ def _sums_of_rows(
         FIRST, SECOND: layouts.
         GROUPS: groups of eight tokens, 1 or 2.
         LAUNCH: SmallM.
-        PARTS: words of a token's factors; 0 where it has one, which is left to the caller.
+        PARTS: words of a token's factors; 0 where it has one. The caller multiplies by that one, or
+            by the usual one.
     """
     WARPS: tl.constexpr = LAUNCH.warps
     LATE: tl.constexpr = LAUNCH.late_tokens
@@ -195,10 +196,6 @@ def _sums_of_rows(
     for group in tl.static_range(GROUPS):
         flat += accs[group]
     if PARTS > 0:
-        usual = ()
-        for i in tl.static_range(4 * GROUPS):
-            usual += (flat[i] * USUAL,)
-        flat = usual
         if any_is_other(words, FIRST.asm != ""):
             flat = _sums_by_factors(
                 x, num_tokens, first, second, first_row, FIRST, SECOND, GROUPS, WARPS, PARTS
@@ -219,7 +216,8 @@ def _sums_by_factors(
     WARPS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """A thread's sums of rows with all tokens, each block times its factor: of each group four.
+    """A thread's sums of rows with all tokens, of each group four, each block times its factor over
+    the usual one.
 
     Addresses start from a zero that no compiler knows. It would else keep parts of them in
     registers through the loop before: rows of 14,336 of Q6_K then spill 32 bytes by eight tokens
@@ -266,8 +264,8 @@ def _sums_by_factors(
             token = group * 8 + thread * 2
             next_token = tl.minimum(token + 1, num_tokens - 1)
             token = tl.minimum(token, num_tokens - 1)
-            even = block_factor(x.factor + token * (PARTS * PER_WORD) + block)
-            odd = block_factor(x.factor + next_token * (PARTS * PER_WORD) + block)
+            even = relative_factor(x.factor + token * (PARTS * PER_WORD) + block)
+            odd = relative_factor(x.factor + next_token * (PARTS * PER_WORD) + block)
             added += (
                 tl.fma(y[0], even, flat[4 * group]),
                 tl.fma(y[1], odd, flat[4 * group + 1]),
@@ -314,8 +312,10 @@ def _sixteen_rows(
     # (bench.timing.Replay of gemm_quant, H200, 3c5693a with and without).
     token = lane % 4 * 2 + i % 2 if GROUPS == 1 else entry // 4 * 8 + lane % 4 * 2 + i % 2
     mask = token < num_tokens
+    factor = USUAL
     if PARTS == 0:
-        y *= tl.load(x.factor + token, mask=mask, other=0.0)
+        factor = tl.load(x.factor + token, mask=mask, other=0.0)
+    y *= factor
     row = part.column + first + lane // 4 + i // 2 % 2 * 8
     store_each(y, out, token, row, mask)
 
@@ -344,11 +344,10 @@ def _gate_and_up(
     i = tl.arange(0, 64 * GROUPS)
     token = i // 2 % GROUPS * 8 + i // (2 * GROUPS) % 4 * 2 + i % 2
     mask = token < num_tokens
+    factor = USUAL
     if PARTS == 0:
         factor = tl.load(x.factor + token, mask=mask, other=0.0)
-        gate_sums *= factor
-        up_sums *= factor
-    y = activated(gate_sums, ACTIVATION) * up_sums
+    y = activated(gate_sums * factor, ACTIVATION) * (up_sums * factor)
     store_each(y, out, token, first + i // (8 * GROUPS), mask)
 
 
