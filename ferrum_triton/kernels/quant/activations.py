@@ -290,8 +290,8 @@ class Order(NamedTuple):
             SMs unevenly: small_m's of 4096 x 14336 by 4 tokens take 14.7 for 14.3
             (``bench.behind.time_call`` of ``gemm_quant`` of Q4_K in turns, H200, ed54015 with and
             without). By blocks they do gain (:func:`~.small_m_config.takes_blocks`).
-        by_blocks: whether each block of 256 elements has a factor of its own, where it needs one,
-            and a row is arranged by a program for each PART.
+        by_blocks: whether each block of 256 elements has a factor of its own, and a row is arranged
+            by a program for each PART. Of tokens that are interleaved.
     """
 
     words: int

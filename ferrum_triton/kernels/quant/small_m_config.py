@@ -68,7 +68,8 @@ def takes_blocks(
     Programs of one or two warps lose, 12288x4096 of IQ4_XS 18.2 us for 15.7 and of Q4_K 12.0 for
     11.5, 17408x5120 of Q4_1 20.8 for 19.0. But where tokens come late and 14 on each SM take all
     rows they gain, 28672x4096 of Q4_K 20.5 us for 22.6 and of Q4_0 19.6 for 20.5. Long rows of Q8_0
-    lose, 4096x14336 19.0 us for 18.4. Of 60 other shapes and formats two take 1 % longer.
+    lose, 4096x14336 19.0 us for 18.4. Some fifty other shapes and formats were timed, of which two
+    take longer, by 0.6 and 0.8 %.
 
     By 9 to 16 tokens long rows gain where eight warps share them. By 16 tokens 4096x14336 takes
     13.7 us for 14.6 of Q4_0, 15.6 for 16.0 of Q4_K, 17.8 for 19.4 of Q5_K and 20.2 for 21.8 of
@@ -345,7 +346,7 @@ def limits_of_sixteen(
     104 bytes, of Q5_K. Where three programs of four warps take all rows, the limit only slows:
     6144x16384 of Q5_K takes 27.8 us without it and 49.7 with (timed as :func:`of_sixteen` says).
 
-    A program that arranges by block has 32 registers a thread (``compile_launch`` for sm_90). Two
+    A program that arranges by block takes 32 registers a thread (``compile_launch`` for sm_90). Two
     of them find room on an SM beside two programs of 112 registers, so that weights are on their
     way before activations are arranged: 4096x14336 takes 13.7 us for 15.1 of Q4_0, 14.8 for 15.2 of
     Q4_1, 15.7 for 16.7 of Q3_K and 20.2 for 21.2 of Q8_0. Q2_K and Q4_K take as long by 128, and
