@@ -11,6 +11,7 @@ from ferrum_triton.kernels.quant.activations import Order, arrange
 from ferrum_triton.kernels.quant.add_norm import NormedTokens
 from ferrum_triton.kernels.quant.products import products
 from ferrum_triton.kernels.quant.products import small_m as choice
+from ferrum_triton.kernels.quant.small_m import small_m_order
 from ferrum_triton.kernels.quant.small_m_config import SmallM
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
 from ferrum_triton.registry import OPS
@@ -217,6 +218,16 @@ def test_x_is_added_once_however_h_is_asked_for():
         left = residual.clone()
         assert op(left, x, norm_weight, eps, *arguments).shape == (9, 0)
         assert torch.equal(left, want)
+
+
+def test_what_norms_is_arranged_by_rows():
+    """Where a product would take factors of blocks too: a program has the row in any case."""
+    residual, x, norm_weight, eps = norm_arguments(5, 512, torch.float16, torch.float32, "cpu")
+    by_blocks = small_m_order(5, by_blocks=True)
+    got = NormedTokens(residual.clone(), x, norm_weight, eps).arranged(by_blocks)
+    want = NormedTokens(residual.clone(), x, norm_weight, eps).arranged(small_m_order(5))
+    for part, by_rows in zip(got[:3], want[:3], strict=True):
+        assert_same(part, by_rows)
 
 
 def test_past_a_rows_end_there_are_zeros():
