@@ -1,4 +1,7 @@
-"""Activations with a factor for each block, and the products that ask for it at their end."""
+"""Activations with a factor for each block, and the products that ask for it at their end.
+
+Tests whose device may be given run on a CPU, interpreted, and all together on a GPU.
+"""
 
 import pytest
 import torch
@@ -24,12 +27,6 @@ MAGNITUDES = (0.0, 1e-38, 2**-9.5, 2**-9, 1.0, 32640.0, 32768.0, 3e38)
 USUAL = 130
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """On the CPU kernels are interpreted."""
-    return request.param
-
-
 @pytest.fixture
 def by_blocks(monkeypatch):
     """Whatever would be chosen."""
@@ -46,7 +43,7 @@ def magnified(a, num_blocks):
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(3, 5), (8, 8), (13, 3)])
-def test_blocks_are_arranged_as_rows_of_their_own(num_tokens, num_blocks, device):
+def test_blocks_are_arranged_as_rows_of_their_own(num_tokens, num_blocks, device="cpu"):
     """Each as a row of 256 would be; those past the end have the usual factor."""
     a = magnified(activations(num_tokens, 256 * num_blocks, device), num_blocks)
     x, sums, factor, tickets = arrange(a, small_m_order(num_tokens, by_blocks=True))
@@ -79,14 +76,14 @@ def test_blocks_are_arranged_as_rows_of_their_own(num_tokens, num_blocks, device
 
 
 @KINDS
-def test_sums_by_usual_factors_are_those_by_rows(kind, device, by_blocks):
+def test_sums_by_usual_factors_are_those_by_rows(kind, by_blocks, device="cpu"):
     planes, weights = matrix(kind, 37, 1280, device)
     a = activations(8, 1280, device)
     assert_near(small_m(a, planes, kind, SmallM(4)), a, weights)
 
 
 @KINDS
-def test_one_unusual_factor_is_met(kind, device, by_blocks):
+def test_one_unusual_factor_is_met(kind, by_blocks, device="cpu"):
     """Of the last token and block, so that all words of factors are asked."""
     planes, weights = matrix(kind, 37, 1280, device)
     a = activations(12, 1280, device)
@@ -100,7 +97,7 @@ def test_one_unusual_factor_is_met(kind, device, by_blocks):
 
 
 @pytest.mark.parametrize("num_tokens", [5, 16])
-def test_each_block_has_its_factor(num_tokens, device, by_blocks):
+def test_each_block_has_its_factor(num_tokens, by_blocks, device="cpu"):
     """Where a token has one block that is other than 0. Factors are of up to 24 decades."""
     num_blocks = 9  # three words of factors for each token: more than a warp has threads
     planes, weights = matrix("Q4_K", 16, 256 * num_blocks, device)
@@ -116,7 +113,7 @@ def test_each_block_has_its_factor(num_tokens, device, by_blocks):
 
 
 @pytest.mark.parametrize("spoiled", [torch.inf, torch.nan])
-def test_a_token_that_is_not_finite_stays_alone(spoiled, device, by_blocks):
+def test_a_token_that_is_not_finite_stays_alone(spoiled, by_blocks, device="cpu"):
     planes, weights = matrix("Q5_0", 16, 512, device)
     a = activations(4, 512, device)
     a[1, 300] = spoiled
@@ -128,7 +125,7 @@ def test_a_token_that_is_not_finite_stays_alone(spoiled, device, by_blocks):
 
 @pytest.mark.parametrize("num_tokens", [7, 16])
 @pytest.mark.parametrize("magnitude", [1.0, 1e-4])
-def test_one_launch_takes_three_matrices_or_two(num_tokens, magnitude, device):
+def test_one_launch_takes_three_matrices_or_two(num_tokens, magnitude, device="cpu"):
     kinds = ("Q4_K", "Q4_0", "Q6_K")
     parts = [matrix(kind, n, 512, device) for kind, n in zip(kinds, (37, 16, 24), strict=True)]
     a = activations(num_tokens, 512, device, torch.float16)
@@ -146,6 +143,22 @@ def test_one_launch_takes_three_matrices_or_two(num_tokens, magnitude, device):
     small_m_product(arranged, pair, SmallM(2, late_tokens=True), out, activation="silu")
     want = torch.nn.functional.silu(a.double() @ gate[1].T) * (a.double() @ up_weights.T)
     assert ((out.double() - want).norm() / want.norm()).item() < 1e-3
+
+
+@pytest.mark.gpu
+def test_all_of_it_on_a_gpu(by_blocks):
+    """What is above, by the PTX that no interpreter runs."""
+    for sizes in ((3, 5), (8, 8), (13, 3)):
+        test_blocks_are_arranged_as_rows_of_their_own(*sizes, device="cuda")
+    for form in PLANE_FORMATS.values():
+        test_sums_by_usual_factors_are_those_by_rows(form.file.name, by_blocks, device="cuda")
+        test_one_unusual_factor_is_met(form.file.name, by_blocks, device="cuda")
+    for spoiled in (torch.inf, torch.nan):
+        test_a_token_that_is_not_finite_stays_alone(spoiled, by_blocks, device="cuda")
+    for num_tokens in (5, 16):
+        test_each_block_has_its_factor(num_tokens, by_blocks, device="cuda")
+        for magnitude in (1.0, 1e-4):
+            test_one_launch_takes_three_matrices_or_two(num_tokens, magnitude, device="cuda")
 
 
 @pytest.mark.parametrize("num_tokens", [8, 16])
