@@ -33,6 +33,8 @@ ROOT = Path(__file__).parent.parent
 K = "ferrum_triton/kernels/"
 OPS = "ferrum_triton/ops/"
 METAL = "ferrum_triton/backends/metal/"
+QUANT = "interpret and quant and not moe"
+SMALL_M = "test_small_m test_block_factors test_ptx_only"
 PACKED = (
     "",
     "test_hopper_packed test_hopper_packed_sums test_hopper_packed_offsets "
@@ -105,7 +107,7 @@ FAMILIES = {
     K + "attention/new_heads": ("interpret and qkv_paged", "test_paged_step"),
     K + "attention/paged": ("interpret and paged", "test_paged_launches test_paged_attention"),
     K + "quant": (
-        "interpret and quant and not moe",
+        QUANT,
         "test_quant_planes test_quant_mma test_quant_mma_kinds test_gemv_repacked test_small_m "
         "test_quant_fused test_quant_ops",
     ),
@@ -120,13 +122,13 @@ FAMILIES = {
     K + "quant/add_norm": ("interpret and add_rms_norm_quant", "test_add_norm"),
     K + "quant/open_norm": ("interpret and open_norm", "test_open_norm"),
     K + "open_norm": ("interpret and (open_norm or linear_add)", "test_linear_norm"),
-    K + "quant/gemv_plan": ("interpret and quant and not moe", "test_gemv_repacked test_open_norm"),
+    K + "quant/gemv_plan": (QUANT, "test_gemv_repacked test_open_norm"),
     K + "quant/float_groups": ("interpret and quant", "test_ptx_only"),
     K + "quant/ptx": ("interpret and quant", "test_quant_sass test_ptx_only"),
-    K + "quant/small_m": ("", "test_small_m test_block_factors test_ptx_only"),
+    K + "quant/small_m": (QUANT, SMALL_M),
     K + "quant/block_factors": ("", "test_block_factors"),
-    K + "quant/activations": ("", "test_arranged test_block_factors test_quant_mma"),
-    K + "quant/quad_products": ("", "test_small_m test_block_factors test_ptx_only test_moe_quads"),
+    K + "quant/activations": (QUANT, "test_arranged test_block_factors test_quant_mma"),
+    K + "quant/quad_products": (QUANT, f"{SMALL_M} test_moe_quads"),
     K + "quant/gemv.": ("interpret and gemv_quant", "test_kernels_compile@gemv_quant"),
     K + "quant/rows": ("interpret and (dequantize or lookup_quant)", "test_quant_planes"),
     K + "moe/": (

@@ -7,24 +7,28 @@ up again. A factor is kept as a byte, the exponent bits of a power of two in flo
 
 The usual factor serves blocks whose largest magnitude is from 0.002 to 32,768. In a model of 135M
 parameters blocks of what its products took had from 0.025 to 3,065 (SmolLM2-135M in Q4_1, 86
-tokens, 30,580 blocks; what the ops of a CPU's backend were given, f3a62bf).
+tokens, 30,580 blocks: the first arguments of its products under ``ferrum-triton generate --backend
+cpu --max-tokens 40``, f3a62bf).
 """
 
 import triton
 import triton.language as tl
 
 # Elements of a block, and of a part of a row, whose PER_WORD factors are one word.
-BLOCK, PER_WORD, PART = tl.constexpr(256), tl.constexpr(4), tl.constexpr(1024)
-# The usual factor, its exponent bits, and PER_WORD of these.
-USUAL = tl.constexpr(8.0)
-_EXPONENT, _WORD_OF_USUAL = tl.constexpr(130), tl.constexpr(0x82828282 - (1 << 32))
+BLOCK, PER_WORD = tl.constexpr(256), tl.constexpr(4)
+PART = tl.constexpr(BLOCK.value * PER_WORD.value)
+# The usual factor's exponent bits, the factor, and an int32 of PER_WORD of those bits.
+_EXPONENT = tl.constexpr(130)
+USUAL = tl.constexpr(2.0 ** (_EXPONENT.value - 127))
+_WORD_OF_USUAL = tl.constexpr(_EXPONENT.value * 0x01010101 - (1 << 32))
 
 # The thread's word of $2 words at $1, that many behind its own as $3 says; usual ones past the end.
 # What each thread has then differs, though Triton sees a scalar: only _ANY may read it.
 _WORD = tl.constexpr(
     "{\n.reg .pred is_there;\n.reg .u32 i;\n.reg .u64 at;\n"
     "mov.u32 i, %tid.x;\nadd.u32 i, i, $3;\nsetp.lt.u32 is_there, i, $2;\n"
-    "mad.wide.u32 at, i, 4, $1;\nmov.b32 $0, 0x82828282;\n@is_there ld.global.b32 $0, [at];\n}"
+    f"mad.wide.u32 at, i, 4, $1;\nmov.b32 $0, {_WORD_OF_USUAL.value};\n"
+    "@is_there ld.global.b32 $0, [at];\n}"
 )
 # Whether $1 is other than 0 in any thread of the program, by one barrier.
 _ANY = tl.constexpr(

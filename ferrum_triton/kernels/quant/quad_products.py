@@ -124,7 +124,7 @@ def add_quarter(totals, rows, x, J: tl.constexpr, FIRST: tl.constexpr, SECOND: t
     Each group's products follow the unpacking, so that its registers are free for the next quarter.
 
     Args:
-        totals: of each group of eight tokens.
+        totals: a block's sums so far, of each group of eight tokens.
         x: :func:`quarter_of` each group's token.
     """
     a = weights(rows[0], J, FIRST)
