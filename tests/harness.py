@@ -246,7 +246,7 @@ def expected(op: Op, arguments: dict[str, Any], *, double: bool = True) -> tuple
     return outputs, {n: arguments[n] for n in op.mutates if arguments[n] is not None}
 
 
-def _has_minimums(arguments: dict[str, Any]) -> bool:
+def has_minimums(arguments: dict[str, Any]) -> bool:
     """Whether 16-bit activations meet a format in planes that has minimums."""
     kinds = [value for value in arguments.values() if isinstance(value, str)]
     formats = [PLANE_FORMATS[kind].file for kind in kinds if kind in PLANE_FORMATS]
@@ -261,7 +261,7 @@ def assert_call_matches(
     assert len(got) == len(want)
     chunked = 4 if op.name in CHUNKED else 1
     is_rounded = op.name in ROUNDED_PRODUCTS and got[0].dtype != torch.float32
-    is_rounded |= op.name in ROUNDED_SUMS and _has_minimums(arguments)
+    is_rounded |= op.name in ROUNDED_SUMS and has_minimums(arguments)
     scale *= chunked * (2 if is_rounded else 1)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert g.shape == w.shape, f"{op.name} output {i}: {g.shape} for {w.shape}"

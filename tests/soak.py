@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from bench.precompile import compile_all, spare_processes
 from ferrum_triton import get_backend
@@ -31,8 +32,9 @@ from ferrum_triton.backends import Backend
 from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.jit import note_launches
-from tests.harness import assert_call_matches, bits, clone, expected
-from tests.soak_axes import LARGE, SMALL, Limits
+from ferrum_triton.testing import TWO_PRODUCTS
+from tests.harness import assert_call_matches, bits, clone, expected, has_minimums
+from tests.soak_axes import LARGE, SMALL, Arguments, Limits
 from tests.soak_draws import Drawn, draws, launches_gluon, launches_of, named, served_ops
 from tests.soak_streams import Soak, pool
 from tests.test_attention_fuzz import is_lse
@@ -66,6 +68,31 @@ class Tally:
         return f"{self.ops.total()} configurations, {compared}, {failed}: {by_op}"
 
 
+def scale_of(drawn: Drawn, call: Arguments) -> float:
+    """The factor on the tests' bounds for a call."""
+    scale = TAILS
+    # Codes whose zero is a product of its own are rounded before it is taken off. Q4_0's, 2,560 a
+    # row, came to 3.3 times the bound of gate and up so, by torch in float64; otherwise to 1.2.
+    is_apart = drawn.config.get("sums_offsets", False) and not has_minimums(call)
+    if is_apart and "gate_up" in drawn.op.name:
+        scale *= TWO_PRODUCTS
+    if drawn.op.name == "gemv_quant_moe_id_sum":
+        scale *= error_of_sums(call["ids"], call["weights"], len(call["blocks"]))
+    return scale
+
+
+def error_of_sums(ids: Tensor, weights: Tensor, num_experts: int) -> float:
+    """The largest error of a token's sum over slots, where that of each product is 1.
+
+    Experts' weights are rounded to 16 bits, so that a token's slots with one expert have the same
+    error. Eight of Q4_K's, 1,536 a row, came to 4.5 times the bound of one product: rounded as the
+    kernel does and multiplied in float64.
+    """
+    experts = torch.arange(num_experts, device=ids.device)
+    of_experts = ((ids[:, :, None] == experts) * weights[:, :, None].double()).sum(1)
+    return max(1.0, of_experts.norm(dim=1).max().item())
+
+
 def fault_of(drawn: Drawn, backend: Backend) -> str:
     """What is wrong with a call; "" if nothing is."""
     op, call = drawn.op, drawn.build(backend.device)
@@ -81,7 +108,7 @@ def fault_of(drawn: Drawn, backend: Backend) -> str:
     if lse is not None and not is_lse(call["lse"], lse):
         return "its lse is not the reference's"
     try:
-        assert_call_matches(op, tuple(found[: len(want)]), call, want, left, TAILS)
+        assert_call_matches(op, tuple(found[: len(want)]), call, want, left, scale_of(drawn, call))
     except AssertionError as error:
         return " ".join(str(error).split())
     same = all(torch.equal(bits(x), bits(y)) for x, y in zip(found, repeated, strict=True))

@@ -121,6 +121,36 @@ def test_routings(op):
     assert skewed[0] > 3 * skewed[3]
 
 
+def test_bounds_allow_for_errors_that_add_up():
+    weights = torch.tensor([[0.5, 1.0, 2.0], [2.0, 1.0, 2.0]])
+    errors = {
+        (0, 0, 0): 3.5,  # one expert
+        (0, 1, 0): 2.5**2 + 1,
+        (0, 1, 2): 0.25 + 1 + 4,
+        (-1, 1, 3): 1.0,  # which are none of three experts
+        (-1, -1, 3): 1.0,
+    }
+    for ids, want in errors.items():
+        found = soak.error_of_sums(torch.tensor([ids]), weights[:1], 3)
+        assert found == pytest.approx(want if len(set(ids)) == 1 else want**0.5)
+    assert soak.error_of_sums(torch.tensor([[0, 1, 2], [1, 1, 1]]), weights, 3) == 5.0
+
+
+def test_bounds_of_calls(drawn):
+    def scales(name, kind, **config):
+        op = OPS[name]
+        kinds = {axis: kind for axis in op.axes if axis.endswith("kind")}
+        axes = op.bench[0].axes | kinds | {"n": 3, "num_blocks": 1}
+        call = op.make_sample(TensorFactory(torch.float16, "meta"), **axes)
+        return soak.scale_of(replace(drawn[0], op=op, config=config), call) / soak.TAILS
+
+    assert scales("gemm_quant", "Q4_0:planes", sums_offsets=True) == 1
+    gated = "gemv_quant_gate_up_silu"
+    assert scales(gated, "Q4_0:planes", sums_offsets=True) == 2
+    assert scales(gated, "Q4_0:planes", sums_offsets=False) == scales(gated, "Q4_0:planes") == 1
+    assert scales(gated, "Q4_K:planes", sums_offsets=True) == 1  # which the tests' bound allows for
+
+
 @pytest.mark.parametrize("op", EMULATED)
 def test_drawn_calls_are_right_in_the_emulator(op, capsys):
     assert soak.main([op, "--backend", "interpret", "--count", "2", "--seed", "1"]) == 0
