@@ -74,8 +74,11 @@ ASKED: dict[str, list[tuple]] = {
         ("Q4_K", STAR, (1, 2, 5, 64), 4096, STAR),
     ],
     "flash_attention": [
-        (STAR, (64, 128, 192, 256), 128, BOOL, BOOL, BOOL),
-        ((16, 64, 4096), STAR, 128, False, True, False),
+        (STAR, (64, 128, 192, 256), 128, BOOL, BOOL, BOOL, 32, "others"),
+        ((16, 64, 4096), STAR, 128, False, True, False, 32, "others"),
+        (STAR, (64, 192), (64, 128), False, True, False, 32, ("triangle", "square")),
+        ((300, 1000), (64, 192), (64, 128), False, True, False, STAR, ("triangle", "square")),
+        ((1000, 3000), (128, 256), (128, 256), False, True, False, STAR, ("triangle", "square")),
     ],
     "merge_attention_states": [
         (STAR, (2, 32), 128, False),
@@ -140,9 +143,9 @@ TRIED: dict[str, list[tuple]] = {
         (("Q4_0", "Q5_K", "Q6_K"), STAR, (5, 16, 64), 4096, 128),
     ],
     "flash_attention": [
-        ((4, 16, 64, 4096), 128, 128, False, False, False),
-        (4096, 192, 128, False, True, False),
-        (4096, (64, 256), (64, 256), False, True, False),
+        ((4, 16, 64, 4096), 128, 128, False, False, False, 32, "others"),
+        (4096, 192, 128, False, True, False, 32, "triangle"),
+        (4096, (64, 256), (64, 256), False, True, False, 32, "triangle"),
     ],
     "merge_attention_states": [(1, 4, (64, 128, 512), False)],
     "mla_attention": [((16, 128), (0, 16, 64), "16 bits", BOOL)],

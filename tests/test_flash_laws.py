@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from ferrum_triton import InputError, get_backend
-from ferrum_triton.kernels.attention import flash, flash_plan
+from ferrum_triton.kernels.attention import flash, flash_config, flash_plan
 from ferrum_triton.kernels.attention.tensor_maps import can_describe
 from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import record_launches
@@ -267,7 +267,7 @@ def test_a_group_of_many_queries_may_share_blocks(
     backend = get_backend(backend_name)
     q, k, v = draw(backend, q_len, kv_len, heads=4, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
     blocks = (16, 16, 1, 1) if backend_name == "interpret" else (128, 64, 8, 3)
-    forced(packed=True, splits=splits, heads_at_once=1, tile=flash_plan.tile(*blocks))
+    forced(packed=True, splits=splits, heads_at_once=1, tile=flash_config.tile(*blocks))
     lse = new_lse(q)
     got = backend.flash_attention(q, k, v, pos_offset=pos_offset, lse=lse)
     cpu = [x.double().cpu() for x in (q, k, v)]
@@ -285,7 +285,7 @@ def test_splits_are_as_few_as_share_the_keys_alike(capacity, batch, kv_heads, he
     q = torch.empty(batch, 4 * kv_heads, 1, head_dim, dtype=torch.float16, device="meta")
     k = torch.empty(batch, kv_heads, capacity, head_dim, dtype=torch.float16, device="meta")
     with record_launches((9, 0)):
-        plan = flash_plan.choose_plan(q, k, k, q, capacity, None, 0)
+        plan = flash_plan.choose_plan(q, k, k, q, capacity, None, 0, True)
         on_an_sm = 4 if plan.tile["BLOCK_M"] <= 32 else 1
         programs_at_once = on_an_sm * gpu_of(q.device).num_sms
     most = min(max(programs_at_once // (batch * kv_heads), 1), flash_plan.MAX_SPLITS)

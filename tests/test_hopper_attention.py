@@ -9,7 +9,7 @@ import torch
 
 from ferrum_triton import get_backend
 from ferrum_triton.kernels import hopper_config
-from ferrum_triton.kernels.attention.flash_plan import choose_plan, flash_config, hopper_tile
+from ferrum_triton.kernels.attention.flash_config import TRIANGLE, flash_config, hopper_tile
 from ferrum_triton.kernels.gpu import gpu_of, gpu_of_arch
 from ferrum_triton.kernels.hopper_config import is_gluon
 from ferrum_triton.kernels.jit import record_launches
@@ -298,66 +298,9 @@ def test_few_blocks_of_few_keys_are_this_kernels_too():
     assert kernels_of(*tensors(256, heads=32)) == [KERNEL]
 
 
-@pytest.mark.parametrize(
-    ("rows", "head_dim", "value_dim", "chosen"),
-    [
-        (128, 64, 64, (128, 64)),
-        (512, 128, 128, (128, 64)),
-        (513, 80, 80, (128, 128)),
-        (32768, 128, 128, (128, 128)),
-        (200, 256, 256, (128, 64)),
-        (1024, 192, 128, (128, 64)),
-        (2048, 192, 128, (192, 64)),
-        (513, 64, 64, None),
-        (65, 128, 128, (128, 64)),
-        (64, 128, 128, None),
-        (127, 64, 64, None),
-    ],
-)
-def test_it_is_chosen_where_it_was_seen_to_gain(rows, head_dim, value_dim, chosen):
-    """Whether lengths are on the device or a window hides keys."""
-    for one_loop, has_window in ((True, False), (False, False), (True, True)):
-        shape = rows, head_dim, value_dim, False, one_loop, has_window
-        config = flash_config.heuristic(gpu_of_arch("sm_90"), *shape)
-        blocks = (config["BLOCK_M"], config["BLOCK_N"]) if "path" in config else None
-        assert blocks == chosen
-        assert not flash_config.refusal(gpu_of_arch("sm_90"), config, *shape)
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "head_dim", "q_len", "keys", "chosen"),
-    [
-        (16, 32, 8, 128, 96, 96, "packed"),
-        (16, 32, 8, 128, 97, 97, "hopper"),
-        (16, 32, 8, 64, 112, 112, "packed"),
-        (1, 8, 4, 256, 65, 65, "hopper"),
-        (1, 8, 4, 256, 65, 512, "packed, split"),
-        (1, 8, 8, 128, 100, 256, "hopper"),
-        (1, 8, 8, 128, 100, 512, "apart, split"),
-        (1, 32, 8, 128, 128, 512, "hopper"),
-        (1, 32, 8, 128, 128, 1024, "apart, split"),
-        (1, 32, 8, 128, 129, 1024, "hopper"),
-        (1, 32, 8, 128, 129, 8192, "packed, split"),
-        (1, 32, 8, 128, 225, 8192, "apart, split"),
-        (1, 8, 4, 256, 129, 2048, "apart, split"),
-    ],
-)
-def test_heads_are_packed_and_keys_split_as_timed(
-    batch, heads, kv_heads, head_dim, q_len, keys, chosen
-):
-    """As ``packing_saves``, SPLIT_KEYS and FEW_SPLITS of ``flash_plan`` say."""
-    q = torch.empty(batch, heads, q_len, head_dim, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(batch, kv_heads, keys, head_dim, dtype=torch.bfloat16, device="meta")
-    with record_launches((9, 0)):
-        plan = choose_plan(q, k, k, q, keys, None, 0)
-    packing = "packed" if plan.packed else "apart"
-    split = ", split" if plan.splits > 1 else ""
-    assert ("hopper" if "path" in plan.tile else packing + split) == chosen
-
-
 def test_it_is_chosen_for_its_gpu_alone():
     """Of a GPU that it serves, with a Triton that it was tested on."""
-    shape = (4096, 128, 128, False, True, False)
+    shape = (4096, 128, 128, False, True, False, 32, TRIANGLE)
     hopper, other = gpu_of_arch("sm_90"), gpu_of_arch("sm_100")
     assert "path" not in flash_config.heuristic(other, *shape)
     assert WIDE in flash_config.candidates(hopper, *shape)
@@ -374,12 +317,13 @@ def test_it_is_chosen_for_its_gpu_alone():
 
 
 def test_other_versions_of_triton_never_see_it(monkeypatch, caplog):
-    shape, hopper = (4096, 128, 128, False, True, False), gpu_of_arch("sm_90")
+    shape = (4096, 128, 128, False, True, False, 32, TRIANGLE)
+    hopper = gpu_of_arch("sm_90")
     shipped = table_file(SHIPPED, "flash_attention", "sm_90")
     assert any(is_gluon(row.config) for row in flash_config.read(shipped, hopper))
     monkeypatch.setattr(hopper_config, "TESTED", False)
     rows = flash_config.read(shipped, hopper)
-    assert rows and not any(is_gluon(row.config) for row in rows)
+    assert not any(is_gluon(row.config) for row in rows)
     assert not caplog.records
     assert not any("path" in config for config in flash_config.candidates(hopper, *shape))
     assert "path" not in flash_config.heuristic(hopper, *shape)

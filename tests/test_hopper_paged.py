@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from ferrum_triton import get_backend
 from ferrum_triton.gluon_emulator import run
 from ferrum_triton.kernels.attention import paged_prefill
-from ferrum_triton.kernels.attention.flash_plan import hopper_tile
+from ferrum_triton.kernels.attention.flash_config import hopper_tile
 from ferrum_triton.kernels.attention.paged_prefill import prefill_config
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper import attention_paged

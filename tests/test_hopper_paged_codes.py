@@ -5,7 +5,7 @@ import torch
 
 from ferrum_triton import get_backend
 from ferrum_triton.gluon_emulator import twin_of
-from ferrum_triton.kernels.attention.flash_plan import hopper_tile
+from ferrum_triton.kernels.attention.flash_config import hopper_tile
 from ferrum_triton.kernels.attention.paged_prefill import prefill_config
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper.attention_codes import (

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ferrum_triton.kernels.attention.flash_plan import choose_plan, padded, split_columns
+from ferrum_triton.kernels.attention.flash_config import padded, split_columns
+from ferrum_triton.kernels.attention.flash_plan import choose_plan
 from ferrum_triton.kernels.attention.flash_tiles import (
     CROSSED,
     MIXED,
@@ -224,7 +225,7 @@ def flash_attention(
     most_keys = capacity if kv_lens is not None or kv_len is None else kv_len
     has_window = causal and sliding_window > 0
     window = sliding_window if has_window else 0
-    plan = choose_plan(q, k, v, y, most_keys, kv_lens, window)
+    plan = choose_plan(q, k, v, y, most_keys, kv_lens, window, causal)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     factor = abs(scale) * LOG2_E.value * (2.0 / softcap if softcap > 0 else 1.0)
     factor = max(factor, LEAST_SCALE.value)

@@ -11,12 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ferrum_triton.kernels.attention.tensor_maps import LARGE, can_describe
+from ferrum_triton.kernels.attention.flash_config import (
+    MANY_QUERIES,
+    OTHERS,
+    SQUARE,
+    TRIANGLE,
+    flash_config,
+    plain_heuristic,
+)
+from ferrum_triton.kernels.attention.tensor_maps import can_describe
 from ferrum_triton.kernels.gpu import INTERPRETER, Gpu, gpu_of
-from ferrum_triton.kernels.hopper_config import serves
-from ferrum_triton.kernels.parameters import one_of, shared_refusal
-from ferrum_triton.kernels.rows import cdiv, next_power_of_2
-from ferrum_triton.kernels.tuning import Config, Dim, Tunable, cached_picks
+from ferrum_triton.kernels.rows import cdiv
+from ferrum_triton.kernels.tuning import Config, cached_picks
 
 # Keys and values of the heads that run side by side should stay in the L2 cache (50 to 60 MB on
 # Hopper) beside the queries and outputs that pass through it.
@@ -27,21 +33,6 @@ MAX_SPLITS = 64
 
 # Keys for which a split is worth its share of the merging.
 MIN_KEYS = 128
-
-# Queries of a block where there are many: from as many on it holds those of one head, not of a KV
-# head's whole group.
-MANY_QUERIES = 128
-
-# Queries up to which half of a block of Hopper's kernel would be empty.
-FEW_QUERIES = 64
-
-# Registers of a thread of Hopper's kernel by its consumers, and bytes of its barriers and of what
-# roles are told by.
-HOPPER_REGISTERS = {2: 240, 3: 160}
-HOPPER_BARRIERS = 1024
-
-# Registers of a consumer's thread where the producer widens 8-bit pages, which takes 72.
-WIDE_REGISTERS = 216
 
 # Rows up to which loads through pointers are as fast as through tensor maps, except on Hopper.
 FEW_ROWS = 32
@@ -97,6 +88,7 @@ def choose_plan(
     most_keys: int,
     kv_lens: Tensor | None,
     window: int,
+    causal: bool,
 ) -> FlashPlan:
     """The plan for a call; of the sequences' lengths it knows only the bound ``most_keys``."""
     batch, num_heads, q_len, head_dim = q.shape
@@ -104,6 +96,9 @@ def choose_plan(
     value_dim = v.shape[3]
     group = num_heads // num_kv_heads
     gpu = gpu_of(q.device)
+    seen = OTHERS
+    if not window and most_keys < 2 * q_len:
+        seen = TRIANGLE if causal else SQUARE
 
     def plan(packed: bool) -> FlashPlan:
         rows = q_len * group if packed else q_len
@@ -123,6 +118,7 @@ def choose_plan(
             min(capacity, window + q_len - 1) if window else capacity,
             min(most_keys, window + q_len - 1) if window else most_keys,
             window > 0,
+            OTHERS if packed else seen,
             packed,
             use_tma,
             use_tma and kv_lens is None,
@@ -165,30 +161,39 @@ def _plan(
     capacity: int,  # of the cache, or what a window leaves of it
     most_keys: int,
     has_window: bool,
+    seen: str,
     packed: bool,
     use_tma: bool,
     one_loop: bool,
 ) -> FlashPlan:
-    shape = (rows, head_dim, value_dim, dtype == torch.float32, one_loop, has_window)
+    pairs, is_float32 = kv_heads * blocks_per_head, dtype == torch.float32
+    shape = (rows, head_dim, value_dim, is_float32, one_loop, has_window, pairs, seen)
     picked = flash_config.pick(device, *shape)
-    programs = kv_heads * blocks_per_head * cdiv(rows, picked["BLOCK_M"])
+    programs = pairs * cdiv(rows, picked["BLOCK_M"])
     enough = capacity >= max(SPLIT_KEYS, SPLIT_KEYS_OF_BLOCK * programs)
     splits_pay = 2 * programs < gpu.num_sms and enough
     if "path" in picked and (packed or not use_tma or splits_pay):
-        picked = plain_heuristic(gpu, *shape)
+        picked = plain_heuristic(gpu, rows, head_dim, is_float32, one_loop, has_window)
     block_m, block_n = picked["BLOCK_M"], picked["BLOCK_N"]
-    programs = kv_heads * blocks_per_head * cdiv(rows, block_m)
+    programs = pairs * cdiv(rows, block_m)
 
     # Four programs on each SM where rows are few and memory is what counts; where a block fills
     # the tensor cores, one. Then as few as give each the same share of the keys. Their number
     # follows the cache's capacity: with its length, a generation would meet new kernels.
     wanted = 0 if "path" in picked else gpu.num_sms * (4 if block_m <= 32 else 1)
+    if seen != OTHERS and capacity < SPLIT_KEYS and gpu.arch != INTERPRETER:
+        wanted = 0  # merging would take longer
     tiles = cdiv(capacity, block_n)
     min_tiles = max(cdiv(32 if gpu.arch == INTERPRETER else MIN_KEYS, block_n), 1)
     share = max(cdiv(tiles, max(min(wanted // programs, MAX_SPLITS), 1)), min_tiles)
 
-    room = max(CACHED_BYTES // max(2 * most_keys * head_dim * dtype.itemsize, 1), 1)
-    together = next(n for n in range(min(room, kv_heads), 0, -1) if kv_heads % n == 0)
+    together = heads_together(
+        kv_heads,
+        CACHED_BYTES // max(2 * most_keys * head_dim * dtype.itemsize, 1),
+        # Blocks alike need no others to make up for them, and the GPU shares out plain ones.
+        gpu.num_sms if "path" in picked and seen == TRIANGLE else 0,
+        blocks_per_head * cdiv(rows, block_m),
+    )
     return FlashPlan(
         picked,
         packed=packed,
@@ -200,216 +205,19 @@ def _plan(
     )
 
 
-def flash_heuristic(gpu: Gpu, rows: int, head_dim: int, value_dim: int, *others: bool) -> Config:
-    """Hopper's kernel for many queries, where it serves; else the plain one."""
-    shape = (rows, head_dim, value_dim, *others)
-    config = _hopper_choice(rows, head_dim, value_dim)
-    if config and not flash_refusal(gpu, config, *shape):
-        return config
-    return plain_heuristic(gpu, *shape)
+def heads_together(kv_heads: int, cached: int, num_sms: int, blocks: int) -> int:
+    """KV heads that run side by side, a divisor of all: as many as the cache has room for.
 
+    Where Hopper's programs share out blocks of different lengths, there are enough for 1.3 turns of
+    all programs. With fewer, a program may have the longest block of every lot of heads, or the
+    shortest: with 16 lots of 128 blocks for 132 programs, one has half again its share. Of lots
+    above 1.3 turns it has a tenth more at most (counted for 2 to 16 lots of 4 to 64 blocks a head).
 
-def _hopper_choice(rows: int, head_dim: int, value_dim: int) -> Config | None:
-    """Hopper's tiles where they take less time than the plain kernel's; else None.
-
-    Up to 512 queries take tiles of 64 keys. With 255 queries and keys and 32 heads over 8, sixteen
-    sequences with heads of 128 take 41.8 us for the plain kernel's 64.0, and four with heads of 96
-    take 12.4 us for 17.1. One sequence with 8 heads over 4 of 256 takes 10.6 us for 14.4.
-
-    More queries take tiles of 128 keys, and of 64 with heads above 128. By eight sequences of
-    2,048, heads of 80 take 403 us for 528, and heads of 160 take 728 us for 1,057. Heads of 128
-    take 293 us for 427 in windows of 512, and 245 us for 302 with lengths on the device.
-
-    Heads of 64 leave the plain kernel's tensor cores little to wait for. One sequence of 255 takes
-    6.9 us for 11.0, but eight of 700 take 59.3 us for 54.3.
-
-    ``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each timed all
-    of these on an H200, at cdd887f.
+    Args:
+        cached: KV heads that the cache has room for.
+        num_sms: of the GPU; 0 where nothing is shared out.
+        blocks: of a KV head.
     """
-    if head_dim <= 64:
-        return hopper_tile(128, 64, 3) if MANY_QUERIES <= rows <= 512 else None
-    if head_dim > 128:
-        wide = value_dim <= 128 and rows > 1024
-        return hopper_tile(192 if wide else 128, 64, 2)
-    return hopper_tile(128, 64, 3) if rows <= 512 else hopper_tile(128, 128, 2)
-
-
-def plain_heuristic(
-    gpu: Gpu,
-    rows: int,
-    head_dim: int,
-    value_dim: int,
-    is_float32: bool,
-    one_loop: bool,
-    has_window: bool,
-) -> Config:
-    """Tiles that spill nowhere: large ones where tensor maps and 227 KB of shared memory are."""
-    if gpu.arch == INTERPRETER:
-        # Tiles small enough that small samples have whole and crossed ones.
-        return tile(16, 16, 1, 1)
-    if is_float32:
-        return tile(16, 32, 8, 1) if head_dim > 64 else tile(16, 32, 4, 2)
-    if gpu.capability[0] in LARGE:
-        return _large_tile(gpu.capability[0] == 9, rows, head_dim, one_loop, has_window)
-    # What fits 99 KB of shared memory (sm_86, sm_89, sm_120) and the 64 KB of gfx942.
-    if rows <= 16:
-        return tile(16, 64, 4, 2 if head_dim > 128 else 3)
-    if head_dim > 128:
-        return tile(64, 32, 8, 1)
-    return tile(64, 64, 4, 2) if rows <= 64 else tile(128, 64, 8, 2)
-
-
-def _large_tile(
-    is_hopper: bool, rows: int, head_dim: int, one_loop: bool, has_window: bool
-) -> Config:
-    if rows <= 64:
-        return _few_rows(is_hopper, rows, head_dim, one_loop)
-    if head_dim > 128:
-        # With two products for the scores the larger tile spills on Blackwell.
-        return tile(128, 64, 8, 2) if is_hopper or head_dim > 192 else tile(64, 64, 4, 2)
-    if rows < 2048 or not one_loop or head_dim <= 64:
-        return tile(128, 64, 8, 3)
-    if has_window and not is_hopper:
-        return tile(64, 64, 4, 3)  # what does not spill there
-    if rows >= 4096 or has_window:
-        return tile(128, 128, 8, 3)
-    # Two blocks to an SM hide each other's latencies.
-    return tile(128, 64, 4, 2)
-
-
-def _few_rows(is_hopper: bool, rows: int, head_dim: int, one_loop: bool) -> Config:
-    """A block that has all of a KV head's few rows.
-
-    Blocks of 64 rows gain on Hopper, whose tensor cores multiply them asynchronously while TMA
-    loads. One query of 32 heads over 8 of 128 takes 14.4 us on 8,192 keys, and 19.6 in blocks of 16
-    rows without TMA. On 4,096 keys 32 sequences take 124 us for 132, and 126 us for 145 with eight
-    queries each. Heads of 64 take less in blocks of 16 rows: one query on 32,768 keys takes 23.8 us
-    for 26.5 (``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each,
-    H200, cdd887f).
-
-    Blocks of 16 rows by 32 keys gain with lengths on the device. Eight sequences of up to 4,096
-    keys take 25.2 us, and 28.3 in blocks of 64 by 64; 32 of them take 83.2 us for 88.0 (the same,
-    e50bc87). By 64 sequences of up to 1,024 keys they take 40.8 us for 46.4 (cdd887f).
-    """
-    block_n = 32 if head_dim > 128 else 64
-    if is_hopper and rows <= 16 and not one_loop and head_dim > 64:
-        return tile(16, 32, 4, 3)
-    if is_hopper and (rows > 16 or head_dim > 64):
-        return tile(64, block_n, 4, 3)
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    return tile(block_m, block_n, 4, 4 if rows <= 32 and head_dim <= 128 else 3)
-
-
-def tile(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
-    """The configuration of a block of block_m rows and tiles of block_n keys."""
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
-
-
-def hopper_tile(block_m: int, block_n: int, num_stages: int) -> Config:
-    """The configuration of Hopper's kernel with a consumer for every 64 rows of a block."""
-    return {"path": "hopper", "BLOCK_M": block_m, "BLOCK_N": block_n, "num_stages": num_stages}
-
-
-def flash_candidates(
-    gpu: Gpu, rows: int, head_dim: int, value_dim: int, is_float32: bool, *_: Dim
-) -> list[Config]:
-    """Blocks of up to 128 rows, on one warp for every 16 or 32 of them, and Hopper's."""
-    blocks = (16,) if rows <= 16 else (32, 64) if rows <= 64 else (64, 128)
-    plain = [
-        tile(block_m, block_n, num_warps, num_stages)
-        for block_m in blocks
-        for block_n in (32, 64, 128)
-        for num_warps in (4, 8)
-        for num_stages in (2, 3, 4)
-        if block_m < 128 or num_warps == 8 or block_n < 128
-    ]
-    hopper = [
-        hopper_tile(block_m, block_n, num_stages)
-        for block_m in (128, 192)
-        for block_n in (64, 128)
-        for num_stages in (2, 3, 4)
-    ]
-    shape = (rows, head_dim, value_dim, is_float32)
-    return plain + [config for config in hopper if not flash_refusal(gpu, config, *shape)]
-
-
-def flash_refusal(
-    gpu: Gpu,
-    config: Config,
-    rows: int,
-    head_dim: int,
-    value_dim: int,
-    is_float32: bool,
-    *_: Dim,
-) -> str:
-    """Why a GPU cannot launch Hopper's kernel with a configuration, or ""."""
-    if "path" not in config:
-        return ""
-    if not serves(gpu):
-        return f"Hopper's kernel is not for {gpu.arch}, or not with this version of Triton"
-    if is_float32 or rows <= FEW_QUERIES:
-        return f"Hopper's kernel takes 16 bits and more than {FEW_QUERIES} queries"
-    # What a thread holds of results, scores and weights, beside which it needs some forty more.
-    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
-    registers = padded(value_dim) // 2 + block_n * 3 // 4
-    most = HOPPER_REGISTERS[block_m // 64] - 40
-    if registers > most:
-        return f"{registers} registers of a thread for products are more than {most}"
-    # Where there is room for no others, results leave through buffers of queries, of their width.
-    own_out = split_columns(head_dim)[0] != padded(value_dim)
-    return shared_refusal(gpu, hopper_shared(config, head_dim, value_dim, own_out=own_out))
-
-
-def hopper_shared(config: Config, head_dim: int, value_dim: int, *, own_out: bool) -> int:
-    """Bytes of shared memory of Hopper's kernel, with or without buffers for its results."""
-    block_m, block_n, stages = config["BLOCK_M"], config["BLOCK_N"], config["num_stages"]
-    columns, values = sum(split_columns(head_dim)), padded(value_dim)
-    queries = block_m * (columns + values * own_out)
-    return 2 * (queries + stages * block_n * (columns + values)) + HOPPER_BARRIERS
-
-
-def codes_refusal(gpu: Gpu, config: Config, head_dim: int) -> str:
-    """Why Hopper's kernel, which takes a configuration, cannot take 8-bit pages with it, or ""."""
-    block_n, values = config["BLOCK_N"], padded(head_dim)
-    registers, most = values // 2 + block_n * 3 // 4, WIDE_REGISTERS - 40
-    if registers > most:
-        return f"{registers} registers of a thread for products are more than {most}"
-    codes = block_n * (sum(split_columns(head_dim)) + values)
-    scales = 2 * config["num_stages"] * block_n * 4
-    shared = hopper_shared(config, head_dim, head_dim, own_out=False) + codes + scales
-    return shared_refusal(gpu, shared)
-
-
-def padded(columns: int) -> int:
-    """Columns of a product that has at least some."""
-    return max(next_power_of_2(columns), 16)
-
-
-def split_columns(head_dim: int) -> tuple[int, int]:
-    """Columns of the two products that make scores: 192 are 128 and 64, where 256 would be padded.
-
-    The second is 0 where it would save nothing.
-    """
-    whole = padded(head_dim)
-    first = whole // 2
-    second = padded(head_dim - first) if head_dim > first else 0
-    return (first, second) if first >= 16 and first + second < whole else (whole, 0)
-
-
-flash_config = Tunable(
-    "flash_attention",
-    ("rows", "head_dim", "value_dim", "is_float32", "one_loop", "has_window"),
-    flash_heuristic,
-    flash_candidates,
-    flash_refusal,
-    # Heads of another size take other registers. The number of rows matters less: at a quarter of a
-    # measured row's the choice was still 47 % ahead (8 x 512 queries by ``do_bench``, as chosen and
-    # under ``flash_config.forced(flash_heuristic(...))``, fcb9219).
-    within={"rows": 8, "head_dim": 1, "value_dim": 1},
-    parameters={"path": one_of("hopper")},
-)
+    found = next(n for n in range(max(min(cached, kv_heads), 1), 0, -1) if kv_heads % n == 0)
+    least = min(cdiv(13 * num_sms, 10 * blocks), kv_heads)
+    return next(n for n in range(max(found, least), kv_heads + 1) if kv_heads % n == 0)

@@ -19,7 +19,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_triton.kernels.attention.flash_plan import tile
+from ferrum_triton.kernels.attention.flash_config import tile
 from ferrum_triton.kernels.attention.merge import merge_parts, strides_of
 from ferrum_triton.kernels.attention.mla_tiles import Latents, Queries, attend_pointers, attend_tma
 from ferrum_triton.kernels.attention.softmax import LOG2_E, finish, first_state, store_rows

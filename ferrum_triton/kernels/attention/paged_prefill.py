@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ferrum_triton.kernels.attention.flash_plan import (
+from ferrum_triton.kernels.attention.flash_config import (
     MANY_QUERIES,
     codes_refusal,
     flash_refusal,

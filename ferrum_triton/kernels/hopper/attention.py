@@ -12,13 +12,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ferrum_triton.kernels.attention.flash_plan import (
+from ferrum_triton.kernels.attention.flash_config import (
     HOPPER_REGISTERS,
-    FlashPlan,
     hopper_shared,
     padded,
     split_columns,
 )
+from ferrum_triton.kernels.attention.flash_plan import FlashPlan
 from ferrum_triton.kernels.attention.merge import strides_of
 from ferrum_triton.kernels.attention.softmax import LOG2_E
 from ferrum_triton.kernels.attention.tensor_maps import sizes_of

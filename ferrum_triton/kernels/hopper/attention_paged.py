@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ferrum_triton.kernels.attention.flash_plan import (
+from ferrum_triton.kernels.attention.flash_config import (
     HOPPER_REGISTERS,
     WIDE_REGISTERS,
     padded,

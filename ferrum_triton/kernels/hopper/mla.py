@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ferrum_triton.kernels.attention.flash_plan import HOPPER_REGISTERS
+from ferrum_triton.kernels.attention.flash_config import HOPPER_REGISTERS
 from ferrum_triton.kernels.attention.mla import Cut
 from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, LOG2_E
 from ferrum_triton.kernels.attention.tensor_maps import steps_fit
