@@ -52,7 +52,7 @@ FAMILIES = {
     K + "hopper/": ("", "test_hopper_gemm test_hopper_attention test_hopper_paged"),
     K + "hopper/attention": ("", "test_flash_config test_hopper_attention test_hopper_paged"),
     K + "hopper/attention_codes": ("", "test_hopper_paged_codes"),
-    K + "hopper/attention_walk": ("", "test_flash_config test_hopper_paged"),
+    K + "hopper/attention_walk": ("", "test_hopper_paged"),
     K + "hopper/mla": ("", "test_hopper_mla"),
     K + "hopper/packed": PACKED,
     K + "hopper/packed_stores": (

@@ -1,7 +1,5 @@
 """Which tiles flash attention takes on a Hopper, and how it cuts calls into programs."""
 
-import random
-
 import pytest
 import torch
 from triton.experimental import gluon
@@ -13,18 +11,11 @@ from ferrum_triton.kernels.attention.flash_config import (
     SQUARE,
     TRIANGLE,
     flash_config,
+    hopper_tile,
 )
 from ferrum_triton.kernels.attention.flash_plan import choose_plan, heads_together
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper.attention_tiles import Call, Variant, block_of_rank, next_rank
-from ferrum_triton.kernels.hopper.attention_walk import (
-    Batch,
-    PagedVariant,
-    begin,
-    next_of,
-    part_of,
-    walk_to,
-)
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.rows import cdiv
@@ -147,6 +138,15 @@ def test_what_is_seen_decides_tiles(q_len, keys, window, causal, seen):
     assert picks[0].shape[-2] == (4 if q_len == 40 else 8)
 
 
+def test_heads_that_see_all_keys_need_no_others_beside_them():
+    """16 of 3,072 queries and keys, of which the cache has room for eight; one block is as any."""
+    q = torch.empty(1, 16, 3072, 192, dtype=torch.bfloat16, device="meta")
+    v = torch.empty(1, 16, 3072, 128, dtype=torch.bfloat16, device="meta")
+    with record_launches((9, 0)), flash_config.forced(hopper_tile(192, 64, 2)):
+        plans = [choose_plan(q, q, v, v, 3072, None, 0, causal) for causal in (True, False)]
+    assert [plan.heads_at_once for plan in plans] == [16, 8]
+
+
 def test_keys_of_few_queries_and_keys_are_not_split():
     """Merging would take longer: sixteen heads of 500 queries fill 128 programs, four fill 32."""
     for pairs, keys, splits in ((4, 500, 1), (4, 700, 3), (16, 500, 1)):
@@ -201,26 +201,9 @@ def shares_of_flash(tiles_ptr, seen_ptr, call, VARIANT: gl.constexpr):
     gl.store(tiles_ptr + gl.program_id(0), tiles)
 
 
-@gluon.jit
-def shares_of_pages(tiles_ptr, seen_ptr, batch, VARIANT: gl.constexpr):
-    """The same of sequences whose keys lie in pages."""
-    turn, tiles = 0, 0
-    rank, walk = begin(batch, VARIANT)
-    walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
-    while rank // VARIANT.num_kv_heads < walk.end:
-        part = part_of(walk, rank, batch, VARIANT)
-        at = (part.token + part.block.first_row) * VARIANT.num_kv_heads + part.block.head
-        gl.store(seen_ptr + at, gl.load(seen_ptr + at) + 1)
-        tiles += part.block.tiles
-        turn += 1
-        rank = next_of(rank, turn, batch, VARIANT)
-        walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
-    gl.store(tiles_ptr + gl.program_id(0), tiles)
-
-
-def variant(kind, **fields):
+def variant(group):
     """A causal kernel's, with blocks of 128 queries by 64 keys."""
-    return kind(
+    return Variant(
         consumers=2,
         registers=240,
         block_n=64,
@@ -234,7 +217,7 @@ def variant(kind, **fields):
         has_window=False,
         has_softcap=False,
         newest=False,
-        **fields,
+        group=group,
     )
 
 
@@ -273,43 +256,10 @@ def test_programs_have_alike_much_to_do(kv_heads, group, q_len, room):
         scale_log2=1.0,
         softcap_log2=0.0,
     )
-    run(shares_of_flash, programs, (tiles, seen, call), {"VARIANT": variant(Variant, group=group)})
+    run(shares_of_flash, programs, (tiles, seen, call), {"VARIANT": variant(group)})
     assert (seen == 1).all()
     assert tiles.sum() == heads * sum(cdiv(min(128 * i, q_len), 64) for i in range(1, blocks + 1))
     assert largest_share(tiles) < 1.15
-
-
-def shares_of(lengths):
-    """Tiles of 16 programs, of prompts whose pages lie anywhere, eight KV heads."""
-    tiles = torch.zeros(16).int()
-    starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    seen = torch.zeros(int(starts[-1]) * 2).int()
-    batch = Batch(
-        tables_ptr=torch.zeros(1).int(),
-        pos_offsets_ptr=torch.zeros(len(lengths)).int(),
-        cu_seqlens_q_ptr=starts,
-        stride_table=0,
-        num_seqs=len(lengths),
-        capacity=1 << 20,
-        num_blocks=1,
-        sliding_window=0,
-        scale_log2=1.0,
-        softcap_log2=0.0,
-        programs=None,
-    )
-    kind = variant(PagedVariant, group=4, piece=16, heads=4, num_kv_heads=2, block_size=16)
-    run(shares_of_pages, 16, (tiles, seen, batch), {"VARIANT": kind})
-    blocks = seen.view(-1, 2).nonzero()
-    assert (seen <= 1).all()
-    assert len(blocks) == 2 * sum(cdiv(length, 32) for length in lengths)
-    return tiles
-
-
-def test_programs_have_alike_much_of_prompts():
-    """As long as one another; each block is one program's, whatever the lengths."""
-    assert largest_share(shares_of([480] * 8)) < 1.1
-    assert largest_share(shares_of([992] * 6)) < 1.1
-    shares_of([random.randrange(1, 400) for _ in range(5)])
 
 
 @pytest.mark.parametrize(

@@ -206,11 +206,7 @@ def walk_to(walk, index, batch, VARIANT: gl.constexpr):
 
 @gluon.jit
 def part_of(walk, rank, batch, VARIANT: gl.constexpr):
-    """The block of queries of a rank; a sequence's last ones see the most keys and come first.
-
-    Of every other sequence they come last, so that lengths go on from sequence to sequence and
-    programs have their share of each.
-    """
+    """The block of queries of a rank; a sequence's last ones see the most keys and come first."""
     starts = batch.cu_seqlens_q_ptr + walk.seq
     token = gl.load(starts)
     num_queries = (gl.load(starts + 1) - token).to(gl.int32)
@@ -218,9 +214,7 @@ def part_of(walk, rank, batch, VARIANT: gl.constexpr):
     keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
     index = rank // VARIANT.num_kv_heads
     step: gl.constexpr = VARIANT.consumers * VARIANT.queries
-    before = walk.end - 1 - index
-    backwards = gl.cdiv(num_queries, step) - 1 - before
-    first_query = gl.where(walk.seq % 2 == 0, before, backwards) * step
+    first_query = (walk.end - 1 - index) * step
     position = keys - num_queries
     seen = gl.minimum(gl.minimum(first_query + step, num_queries) + position, keys)
     end = gl.maximum(gl.cdiv(seen, VARIANT.block_n), 1) * VARIANT.block_n
