@@ -6,6 +6,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
+from ferrum_triton.gluon_emulator import twin_of
 from ferrum_triton.kernels.hopper import packed_offsets, packed_weights
 from ferrum_triton.kernels.quant.fragments import (
     LESS,
@@ -16,6 +17,7 @@ from ferrum_triton.kernels.quant.fragments import (
     unpacking_of,
 )
 from ferrum_triton.quant.formats import BlockFormat
+from ferrum_triton.quant.planes import PLANE_FORMATS
 
 
 def halves(word: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,8 +105,9 @@ def masked(fmt: BlockFormat):
 
 
 def places_in_order(fmt: BlockFormat) -> list[int]:
-    """Where the codes of each pair lie: those of four bits where their nibble is."""
-    return [4 * (p // 2 % 2) if fmt.bits == 4 else 0 for p in range(8)]
+    """Where the codes of each pair lie: integers of four bits where their nibble is."""
+    is_apart = fmt.bits == 4 and not fmt.values
+    return [4 * (p // 2 % 2) if is_apart else 0 for p in range(8)]
 
 
 def scaling(fmt: BlockFormat):
@@ -163,3 +166,10 @@ def twins(fmt: BlockFormat) -> dict:
         "griddepcontrol.wait; mov.b32 $0, 0;": nothing,
         "griddepcontrol.launch_dependents; mov.b32 $0, 0;": nothing,
     }
+
+
+def register() -> None:
+    """Have every launch of the emulator know them, of all formats."""
+    for form in PLANE_FORMATS.values():
+        for assembly, twin in twins(form.file).items():
+            twin_of(assembly)(twin)

@@ -10,6 +10,8 @@ NAME``. The second does so with a pool of calls, and then launches them in rando
 flight, on one stream and on two, by themselves and in graphs: each output has to have the bits of
 the call's first.
 
+With ``--backend interpret`` the first runs without a GPU, in the emulator, over smaller calls.
+
 What fails or differs is told, and the status is 1; of what hangs it is 2.
 """
 
@@ -34,6 +36,7 @@ from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.jit import note_launches
 from ferrum_triton.testing import TWO_PRODUCTS
 from tests.harness import assert_call_matches, bits, clone, expected, has_minimums
+from tests.packed_twins import register
 from tests.soak_axes import LARGE, SMALL, Arguments, Limits
 from tests.soak_draws import Drawn, draws, launches_gluon, launches_of, named, served_ops
 from tests.soak_streams import Soak, pool
@@ -177,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     backend, limits = get_backend(options.backend), LARGE
     part, parts = map(int, options.shard.split("/"))
     if options.backend == "interpret":
+        register()
         limits = SMALL
     elif not serves(gpu_of(backend.device)):
         print("needs a Hopper, and a Triton that kernels in Gluon were tested with")

@@ -46,6 +46,8 @@ class Limits:
         operations: operations of a call.
         copied: weights of a matrix for each pair, which references of experts' products copy.
         elements: elements of the largest tensor.
+        is_mixed: whether matrices of a call may have formats of their own. The interpreter has one
+            launch choice for all of a call's, which may not fit the others.
     """
 
     tokens: int
@@ -55,11 +57,12 @@ class Limits:
     operations: int
     copied: int
     elements: int
+    is_mixed: bool
 
 
-LARGE = Limits(4096, 6000, 8192, 130, 1 << 33, 1 << 27, 1 << 26)
+LARGE = Limits(4096, 6000, 8192, 130, 1 << 33, 1 << 27, 1 << 26, is_mixed=True)
 # What the emulator has in a second or so.
-SMALL = Limits(70, 260, 512, 3, 1 << 24, 1 << 23, 1 << 20)
+SMALL = Limits(70, 260, 512, 3, 1 << 24, 1 << 23, 1 << 20, is_mixed=False)
 
 
 def log_uniform(pick: random.Random, low: int, high: int) -> int:
@@ -105,7 +108,7 @@ def product_axes(op: Op, alike: random.Random, pick: random.Random, limits: Limi
         if name in sizes:
             axes[name] = sizes[name]()
         elif name.endswith("kind"):
-            others = [kind, kind, alike.choice(sorted(PLANE_FORMATS))]
+            others = [kind, kind, alike.choice(sorted(PLANE_FORMATS)) if limits.is_mixed else kind]
             axes[name] = alike.choice(others + [None] * (None in values))
         else:
             axes[name] = alike.choice(list(values))

@@ -33,8 +33,16 @@ from tests.test_attention_fuzz import ALIKE
 from tests.watchdog import HUNG, Watchdog
 
 HOPPER = gpu_of_arch("sm_90")
-# Those that the emulator runs as they are: others have assembly, which it knows from their tests.
-EMULATED = ("gemm_moe_id", "gemm_moe_id_gate_up_fp8_128x128", "paged_varlen_attention")
+# Some of each kind: products with experts and without, packed or not, and attention.
+EMULATED = (
+    "gemm_quant",
+    "gemv_quant_gate_up_silu",
+    "gemm_quant_moe_id",
+    "gemm_moe_id",
+    "gemm_moe_id_gate_up_fp8_128x128",
+    "flash_attention",
+    "paged_varlen_attention",
+)
 
 
 @pytest.fixture(scope="module")
