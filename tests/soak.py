@@ -35,8 +35,8 @@ from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.jit import note_launches
 from ferrum_triton.testing import TWO_PRODUCTS
+from tests import code_twins, packed_twins
 from tests.harness import assert_call_matches, bits, clone, expected, has_minimums
-from tests.packed_twins import register
 from tests.soak_axes import LARGE, SMALL, Arguments, Limits
 from tests.soak_draws import Drawn, draws, launches_gluon, launches_of, named, served_ops
 from tests.soak_streams import Soak, pool
@@ -180,7 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     backend, limits = get_backend(options.backend), LARGE
     part, parts = map(int, options.shard.split("/"))
     if options.backend == "interpret":
-        register()
+        packed_twins.register()
+        code_twins.register()
         limits = SMALL
     elif not serves(gpu_of(backend.device)):
         print("needs a Hopper, and a Triton that kernels in Gluon were tested with")

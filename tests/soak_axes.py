@@ -46,8 +46,8 @@ class Limits:
         operations: operations of a call.
         copied: weights of a matrix for each pair, which references of experts' products copy.
         elements: elements of the largest tensor.
-        is_mixed: whether matrices of a call may have formats of their own. The interpreter has one
-            launch choice for all of a call's, which may not fit the others.
+        is_emulated: whether calls are for the interpreter. It has one launch choice for all of a
+            call's matrices, so that they have one format, and tensor maps of caches in float16.
     """
 
     tokens: int
@@ -57,12 +57,12 @@ class Limits:
     operations: int
     copied: int
     elements: int
-    is_mixed: bool
+    is_emulated: bool
 
 
-LARGE = Limits(4096, 6000, 8192, 130, 1 << 33, 1 << 27, 1 << 26, is_mixed=True)
+LARGE = Limits(4096, 6000, 8192, 130, 1 << 33, 1 << 27, 1 << 26, is_emulated=False)
 # What the emulator has in a second or so.
-SMALL = Limits(70, 260, 512, 3, 1 << 24, 1 << 23, 1 << 20, is_mixed=False)
+SMALL = Limits(70, 260, 512, 3, 1 << 24, 1 << 23, 1 << 20, is_emulated=True)
 
 
 def log_uniform(pick: random.Random, low: int, high: int) -> int:
@@ -108,7 +108,8 @@ def product_axes(op: Op, alike: random.Random, pick: random.Random, limits: Limi
         if name in sizes:
             axes[name] = sizes[name]()
         elif name.endswith("kind"):
-            others = [kind, kind, alike.choice(sorted(PLANE_FORMATS)) if limits.is_mixed else kind]
+            other = kind if limits.is_emulated else alike.choice(sorted(PLANE_FORMATS))
+            others = [kind, kind, other]
             axes[name] = alike.choice(others + [None] * (None in values))
         else:
             axes[name] = alike.choice(list(values))
@@ -180,6 +181,8 @@ def draw_call(
     """
     alike, pick = random.Random(key), random.Random(f"{key}/{member}")
     dtype = alike.choice([each for each in op.dtypes if each.itemsize == 2])
+    if limits.is_emulated and op.name in AXES:
+        dtype = torch.float16
     seed = pick.randrange(1 << 31)
     if op.name == "paged_varlen_attention":
         return _paged(dtype, alike, pick, limits)

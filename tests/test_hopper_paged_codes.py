@@ -4,20 +4,15 @@ import pytest
 import torch
 
 from ferrum_triton import get_backend
-from ferrum_triton.gluon_emulator import twin_of
 from ferrum_triton.kernels.attention.flash_config import hopper_tile
 from ferrum_triton.kernels.attention.paged_prefill import prefill_config
 from ferrum_triton.kernels.gpu import gpu_of_arch
-from ferrum_triton.kernels.hopper.attention_codes import (
-    E4M3_IN_BF16,
-    INT8_IN_F16,
-    codes_layout,
-)
+from ferrum_triton.kernels.hopper.attention_codes import codes_layout
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import assert_close
-from tests import harness
+from tests import code_twins, harness
 from tests.compiling import compiled, launches_of
 from tests.hopper_kernels import softmax_runs_beside, warnings_of
 from tests.test_hopper_paged import (
@@ -39,15 +34,7 @@ on_formats = pytest.mark.parametrize("cache_dtype", FORMATS.values(), ids=FORMAT
 on_dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
 
-@twin_of(E4M3_IN_BF16.value)
-def _(codes):
-    return codes.view(FP8).to(torch.bfloat16)
-
-
-@twin_of(INT8_IN_F16.value)
-def _(codes):
-    return codes.half()
-
+code_twins.register()
 
 FEATURES = {
     "one sequence": {"q_lens": (150,)},
