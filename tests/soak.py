@@ -74,8 +74,10 @@ class Tally:
 def scale_of(drawn: Drawn, call: Arguments) -> float:
     """The factor on the tests' bounds for a call."""
     scale = TAILS
-    # Codes whose zero is a product of its own are rounded before it is taken off. Q4_0's, 2,560 a
-    # row, came to 3.3 times the bound of gate and up so, by torch in float64; otherwise to 1.2.
+    # Codes whose zero is a product of its own are rounded before it is taken off. Of gate and up of
+    # Q4_0, 2,560 a row, the largest error was 3.3 times the tests' bound so, and 1.2 times it with
+    # the zero taken off first: torch in float64, of weights and sums that ``.half()`` rounded, for
+    # ``--seed 3 --only add_rms_norm_quant_gate_up_silu/6/3``.
     is_apart = drawn.config.get("sums_offsets", False) and not has_minimums(call)
     if is_apart and "gate_up" in drawn.op.name:
         scale *= TWO_PRODUCTS
@@ -88,8 +90,9 @@ def error_of_sums(ids: Tensor, weights: Tensor, num_experts: int) -> float:
     """The largest error of a token's sum over slots, where that of each product is 1.
 
     Experts' weights are rounded to 16 bits, so that a token's slots with one expert have the same
-    error. Eight of Q4_K's, 1,536 a row, came to 4.5 times the bound of one product: rounded as the
-    kernel does and multiplied in float64.
+    error. Of eight slots of Q4_K, 1,536 a row, the largest error was 4.5 times the tests' bound:
+    torch in float64, of minimums and weights that ``.half()`` rounded, for ``--seed 3 --only
+    gemv_quant_moe_id_sum/0/5``.
     """
     experts = torch.arange(num_experts, device=ids.device)
     of_experts = ((ids[:, :, None] == experts) * weights[:, :, None].double()).sum(1)

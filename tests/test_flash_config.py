@@ -201,10 +201,15 @@ def shares_of_flash(tiles_ptr, seen_ptr, call, VARIANT: gl.constexpr):
     gl.store(tiles_ptr + gl.program_id(0), tiles)
 
 
-def variant(group):
-    """A causal kernel's, with blocks of 128 queries by 64 keys."""
-    return Variant(
-        consumers=2,
+def shares(kv_heads, group, q_len, together, programs=PROGRAMS, consumers=2):
+    """Tiles of 64 keys that each program has of a causal call; each block is one program's.
+
+    Args:
+        together: KV heads that run side by side, a section.
+        consumers: of 64 queries each, which are a block.
+    """
+    variant = Variant(
+        consumers=consumers,
         registers=240,
         block_n=64,
         stages=2,
@@ -212,16 +217,36 @@ def variant(group):
         block_e=0,
         block_v=128,
         own_out=True,
+        group=group,
         negate=False,
         is_causal=True,
         has_window=False,
         has_softcap=False,
         newest=False,
-        group=group,
     )
+    heads, blocks = kv_heads * group, cdiv(q_len, variant.block_m)
+    tiles, seen = torch.zeros(programs).int(), torch.zeros(heads * blocks).int()
+    call = Call(
+        kv_lens_ptr=None,
+        blocks=heads * blocks,
+        blocks_at_once=blocks * together * group,
+        heads_at_once=together * group,
+        last_row=(blocks - 1) * variant.block_m,
+        num_heads=heads,
+        q_len=q_len,
+        kv_len=q_len,
+        pos_offset=0,
+        sliding_window=0,
+        scale_log2=1.0,
+        softcap_log2=0.0,
+    )
+    run(shares_of_flash, programs, (tiles, seen, call), {"VARIANT": variant}, timeout=60)
+    assert (seen == 1).all()
+    return tiles
 
 
 def largest_share(tiles):
+    """What a program has at most, an even share being 1."""
     return (tiles.max() / tiles.double().mean()).item()
 
 
@@ -237,28 +262,12 @@ def largest_share(tiles):
     ],
 )
 def test_programs_have_alike_much_to_do(kv_heads, group, q_len, room):
-    """Of heads that come in several lots; each block is one program's."""
-    programs, blocks = 16, cdiv(q_len, 128)
-    together = heads_together(kv_heads, room, programs, group * blocks)
-    heads, num_blocks = kv_heads * group, kv_heads * group * blocks
-    tiles, seen = torch.zeros(programs).int(), torch.zeros(num_blocks).int()
-    call = Call(
-        kv_lens_ptr=None,
-        blocks=num_blocks,
-        blocks_at_once=blocks * together * group,
-        heads_at_once=together * group,
-        last_row=(blocks - 1) * 128,
-        num_heads=heads,
-        q_len=q_len,
-        kv_len=q_len,
-        pos_offset=0,
-        sliding_window=0,
-        scale_log2=1.0,
-        softcap_log2=0.0,
-    )
-    run(shares_of_flash, programs, (tiles, seen, call), {"VARIANT": variant(group)})
-    assert (seen == 1).all()
-    assert tiles.sum() == heads * sum(cdiv(min(128 * i, q_len), 64) for i in range(1, blocks + 1))
+    """Of heads that come in several sections."""
+    blocks = cdiv(q_len, 128)
+    together = heads_together(kv_heads, room, 16, group * blocks)
+    tiles = shares(kv_heads, group, q_len, together, programs=16)
+    ends = [min(128 * i, q_len) for i in range(1, blocks + 1)]
+    assert tiles.sum() == kv_heads * group * sum(cdiv(end, 64) for end in ends)
     assert largest_share(tiles) < 1.15
 
 

@@ -96,10 +96,10 @@ def _hopper_choice(
     sequences with heads of 128 take 41.8 us for the plain kernel's 64.0, and four with heads of 96
     take 12.4 us for 17.1. One sequence with 8 heads over 4 of 256 takes 10.6 us for 14.4.
 
-    More queries take tiles of 128 keys, and of 64 where heads have more than 192 columns, or values
-    more than 128. By eight sequences of 2,048, heads of 80 take 403 us for 528, and heads of 160
-    take 728 us for 1,057. Heads of 128 take 293 us for 427 in windows of 512, and 245 us for 302
-    with lengths on the device.
+    More queries take tiles of 128 keys, and of 64 where heads have more than 192 columns, or both
+    heads and values more than 128. By eight sequences of 2,048, heads of 80 take 403 us for 528,
+    and heads of 160 take 728 us for 1,057. Heads of 128 take 293 us for 427 in windows of 512, and
+    245 us for 302 with lengths on the device.
 
     Of keys from before, heads of 64 leave the plain kernel's tensor cores little to wait for. One
     sequence of 255 takes 6.9 us for 11.0, but eight of 700 take 59.3 us for 54.3.
@@ -121,12 +121,8 @@ def _hopper_choice(
         if seen == OTHERS or value_dim > 64:
             return hopper_tile(128, 64, 3) if rows <= 512 else None
         return hopper_tile(192, 64, 3) if seen == SQUARE else hopper_tile(128, 128, 2)
-    if head_dim > 128:
-        if head_dim > 192 or value_dim > 128:
-            return hopper_tile(128, 64, 2)
-        if rows <= 512:
-            return hopper_tile(128, 64, 3)
-        return hopper_tile(192, 64, 2) if large else hopper_tile(128, 128, 2)
+    if head_dim > 192 or min(head_dim, value_dim) > 128:
+        return hopper_tile(128, 64, 2)
     if rows <= 512:
         return hopper_tile(128, 64, 3)
     return hopper_tile(192, 64, 2) if large else hopper_tile(128, 128, 2)

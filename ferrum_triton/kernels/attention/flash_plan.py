@@ -1,9 +1,9 @@
-"""How flash attention is cut into programs: tiles, packing of heads, splits of the keys.
+"""How flash attention is cut into programs: packing of heads, splits of the keys, their order.
 
 There are two kernels. The plain one takes every call; Hopper's (``path: "hopper"``, see
 :mod:`ferrum_triton.kernels.hopper.attention`) those of many queries whose tensors have tensor maps.
 It packs no heads and splits no keys: with few queries, a call waits for memory, and with few blocks
-of many keys, for most of the GPU.
+of many keys, for most of the GPU. Tiles are chosen in :mod:`.flash_config`.
 """
 
 from typing import NamedTuple
@@ -210,15 +210,16 @@ def _plan(
 def heads_together(kv_heads: int, cached: int, num_sms: int, blocks: int) -> int:
     """KV heads that run side by side, a divisor of all: as many as the cache has room for.
 
-    Where Hopper's programs share out blocks of different lengths, there are enough for 1.3 turns of
-    all programs. With fewer, a program may have the longest block of every lot of heads, or the
-    shortest: with 16 lots of 128 blocks for 132 programs, one has half again its share. Of lots
-    above 1.3 turns it has a tenth more at most (counted for 2 to 16 lots of 4 to 64 blocks a head).
+    Hopper's programs share out blocks of different lengths, and want 1.3 turns of all programs in a
+    section. In smaller ones a program may have the longest block of every section, or the shortest:
+    of 16 sections of 128 blocks, one of 132 programs has 1.52 of an even share. From 1.3 turns on
+    none has more than 1.15. ``tests/test_flash_config.py`` counts both, the first by
+    ``largest_share(shares(128, 1, 3000, 8, consumers=3))``.
 
     Args:
         cached: KV heads that the cache has room for.
-        num_sms: of the GPU; 0 where nothing is shared out.
-        blocks: of a KV head.
+        num_sms: SMs that programs run on; 0 where programs share out nothing.
+        blocks: blocks of queries of a KV head.
     """
     found = next(n for n in range(max(min(cached, kv_heads), 1), 0, -1) if kv_heads % n == 0)
     least = min(cdiv(13 * num_sms, 10 * blocks), kv_heads)

@@ -147,17 +147,17 @@ def block_of_rank(rank, call, VARIANT: gl.constexpr):
     """A block by its rank.
 
     The last blocks see the most keys when causal: they come first, those of all heads (as many as
-    have room in the cache) side by side, a KV head's own next to each other. Of such heads every
-    other lot comes backwards, so that lengths go on from lot to lot and programs have their share
-    of each; that of the last ends with the shortest.
+    have room in the cache) side by side, a KV head's own next to each other. Every other section of
+    such heads comes backwards, so that a section begins with blocks as long as the last ones before
+    it, and all programs have their share of long ones. The last section ends with the shortest.
     """
     section = rank // call.blocks_at_once
     inside = rank - section * call.blocks_at_once
     row = inside // call.heads_at_once * VARIANT.block_m
     first_row = call.last_row - row
     if VARIANT.is_causal:
-        lots_after = (call.blocks - 1 - rank) // call.blocks_at_once
-        first_row = gl.where(lots_after % 2 == 0, first_row, row)
+        sections_after = (call.blocks - 1 - rank) // call.blocks_at_once
+        first_row = gl.where(sections_after % 2 == 0, first_row, row)
     pair = section * call.heads_at_once + inside % call.heads_at_once
     batch = pair // call.num_heads
 
