@@ -89,6 +89,9 @@ def of_dims(head_dim, value_dim=None, *, rows, pairs, seen=TRIANGLE):
         (of_dims(64, rows=700, pairs=16, seen=SQUARE), (64, 128)),
         (of_dims(64, rows=700, pairs=32, seen=SQUARE), (64, 64)),
         (of_dims(64, rows=3000, pairs=16, seen=SQUARE), (192, 64)),
+        (of_dims(64, rows=512, pairs=64, seen=SQUARE), (128, 128)),  # 256 blocks, by 132 SMs
+        (of_dims(64, rows=480, pairs=48, seen=SQUARE), (64, 64)),  # 192
+        (of_dims(64, rows=300, pairs=44, seen=SQUARE), (64, 64)),  # 132, a fifth of them empty
         (of_dims(128, rows=1500, pairs=8), (64, 128)),
         (of_dims(96, rows=300, pairs=16), (64, 64)),
         (of_dims(128, rows=1500, pairs=16), (128, 128)),

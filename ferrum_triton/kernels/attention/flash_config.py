@@ -61,6 +61,9 @@ def _small_tile(
     eight 10.1 us for 15.8. With heads of 128, 1,500 queries of eight take 17.2 us for 22.7, and
     with 192 by 128, 1,000 of eight take 16.7 us for 19.1. With 256, 700 of eight take 17.7 us for
     19.0. Where they see all, 1,024 of two sequences of twelve heads of 64 take 19.2 us for 23.6.
+    But where blocks of 128 fill their turns of the SMs, Hopper's kernel takes less: 512 queries of
+    two sequences of sixteen heads of 64 take 9.3 us for 10.3, of four 15.2 for 17.9, and of eight
+    27.6 for 30.7 (what became FLASH_COMMIT).
 
     ``bench.timing.device_us`` of ``flash_attention`` under ``flash_config.forced`` of each timed
     them in bfloat16 on an H200, on copies of 17fb2ae. Bounds lie where the two cross over 250 such
@@ -71,6 +74,8 @@ def _small_tile(
     if seen == OTHERS:
         return None
     if widest <= 64:
+        if rows <= 512 and seen == SQUARE and _fill(num_sms, rows, pairs) >= 0.85:
+            return None
         if rows <= 512 or (seen == SQUARE and 1 < blocks <= 1.5):
             return tile(64, 64, 4, 3)
         if blocks <= (2 if seen == TRIANGLE else 1):
@@ -85,6 +90,12 @@ def _small_tile(
     if value_dim <= 128:
         return tile(64, 64, 4, 3)
     return tile(64, 32, 4, 3) if rows <= 1024 else None
+
+
+def _fill(num_sms: int, rows: int, pairs: int) -> float:
+    """The share of rows that are queries, of all turns of the SMs by blocks of 128 rows."""
+    turns = cdiv(pairs * cdiv(rows, 128), num_sms)
+    return pairs * rows / (turns * num_sms * 128)
 
 
 def _hopper_choice(
@@ -120,7 +131,8 @@ def _hopper_choice(
             return None
         if seen == OTHERS or value_dim > 64:
             return hopper_tile(128, 64, 3) if rows <= 512 else None
-        return hopper_tile(192, 64, 3) if seen == SQUARE else hopper_tile(128, 128, 2)
+        large = seen == SQUARE and rows > 512
+        return hopper_tile(192, 64, 3) if large else hopper_tile(128, 128, 2)
     if head_dim > 192 or min(head_dim, value_dim) > 128:
         return hopper_tile(128, 64, 2)
     if rows <= 512:
