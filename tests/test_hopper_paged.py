@@ -10,23 +10,31 @@ from triton.experimental.gluon import language as gl
 
 from ferrum_triton import get_backend
 from ferrum_triton.gluon_emulator import run
-from ferrum_triton.kernels.attention import paged_prefill
+from ferrum_triton.kernels.attention import paged_prefill, prefill_merge
 from ferrum_triton.kernels.attention.flash_config import hopper_tile
-from ferrum_triton.kernels.attention.paged_prefill import prefill_config
+from ferrum_triton.kernels.attention.prefill_config import prefill_config
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper import attention_paged
-from ferrum_triton.kernels.hopper.attention_walk import FLAT, SEQUENCES, Batch, share_sms
+from ferrum_triton.kernels.hopper.attention_walk import (
+    FLAT,
+    SEQUENCES,
+    Batch,
+    begin,
+    part_of,
+    share_sms,
+    walk_to,
+)
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.registry import OPS
-from ferrum_triton.testing import assert_close
+from ferrum_triton.testing import TensorFactory, assert_close
 from tests import harness
 from tests.compiling import compiled, launches_of
 from tests.hopper_kernels import softmax_runs_beside, unnoticed, warnings_of
 
 OP = OPS["paged_varlen_attention"]
-KERNEL = "_hopper_paged_kernel"
+KERNEL, MERGE = "_hopper_paged_kernel", "_prefill_merge_kernel"
 SMALL, WIDE = hopper_tile(128, 64, 2), hopper_tile(128, 128, 2)
 
 on_kernels = pytest.mark.parametrize(
@@ -95,6 +103,68 @@ FEATURES = {
 def test_equals_the_reference(backend_name, axes):
     backend = get_backend(backend_name)
     check(backend, sample(backend, **axes), WIDE if axes.get("head_dim") == 128 else SMALL)
+
+
+SPLIT = ("no context", "a window", "a cap and sinks", "heads of 96", "pages of two tiles")
+SPLIT_AXES = {"q_lens": (70, 20), "max_offset": 300}
+
+
+def parts_of(launch):
+    """How many parts of the results a launch has room for."""
+    out, *_ = launch.args
+    return out.shape[0]
+
+
+def split_keys(monkeypatch, most):
+    """Cut the keys of every block into so many parts, where its sequence has 16 keys for each."""
+    for module in (paged_prefill, attention_paged, prefill_merge):
+        monkeypatch.setattr(module, "LEAST_KEYS", 16)
+    monkeypatch.setattr(paged_prefill, "MAX_SPLITS", most)
+    monkeypatch.setattr(paged_prefill, "processors", lambda _: 1 << 20)
+
+
+@on_kernels
+@pytest.mark.parametrize("most", [3, 6])
+@pytest.mark.parametrize("feature", SPLIT)
+def test_parts_of_keys_make_the_whole(backend_name, feature, most, monkeypatch):
+    """Three parts of all keys, or more than there are tiles, so that some have none.
+
+    Sequences of few keys have fewer parts.
+    """
+    backend = get_backend(backend_name)
+    split_keys(monkeypatch, most)
+    call = sample(backend, **SPLIT_AXES | FEATURES[feature])
+    check(backend, call)
+    alone = harness.clone(call) | {"lse": None}
+    got, (launch, merge) = attend(backend, alone)
+    assert launch.meta["VARIANT"].is_split and parts_of(launch) == most
+    assert merge.kernel.name == MERGE
+    assert torch.equal(got, attend(backend, call)[0])
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "keys", "window", "splits"),
+    [
+        ((128,), 8192, 0, 4),  # 4 blocks of 8 heads
+        ((9,), 8192, 0, 16),
+        ((9,), 65_536, 0, 16),
+        ((9,), 1024, 0, 8),  # 128 keys of a part
+        ((9,), 255, 0, 1),
+        ((9,), 8192, 500, 4),
+        ((60, 60), 8192, 0, 3),
+        ((300,), 8192, 0, 1),
+        ((60, *(1,) * 8), 8192, 0, 1),  # a block may be a decode's
+    ],
+)
+def test_keys_are_split_where_blocks_are_few(q_lens, keys, window, splits):
+    axes = {"num_kv_heads": 8, "group_size": 4, "head_dim": 128, "q_lens": q_lens}
+    call = OP.make_sample(TensorFactory(torch.bfloat16, "meta"), **axes, sliding_window=window)
+    call["block_tables"] = torch.empty(len(q_lens), keys // 16, dtype=torch.int32, device="meta")
+    with record_launches((9, 0)) as launches:
+        OP.impls["triton"](**call)
+    assert launches[0].kernel.name == KERNEL
+    assert parts_of(launches[0]) == splits
+    assert launches[1].kernel.name == (MERGE if splits > 1 else "_paged_decode_kernel")
 
 
 @on_kernels
@@ -173,6 +243,41 @@ def test_the_share_of_programs(q_lens, offsets, window, grid, programs):
     arguments = (told, offsets, cuts, len(q_lens), 2**26, window, 100, 3.0, 100)
     run(tell_programs, grid, arguments, {"VARIANT": variant})
     assert told.tolist() == [programs] * grid
+
+
+@gluon.jit
+def tell_parts(to_ptr, offsets_ptr, cuts_ptr, num_seqs, capacity, VARIANT: gl.constexpr):
+    no_window = 0
+    batch = Batch(
+        None,
+        offsets_ptr,
+        cuts_ptr,
+        None,
+        num_seqs,
+        capacity,
+        None,
+        no_window,
+        None,
+        None,
+        None,
+    )
+    rank, walk = begin(batch, VARIANT)
+    walk = walk_to(walk, rank, batch, VARIANT)
+    part = part_of(walk, rank, batch, VARIANT)
+    gl.store(to_ptr + rank * 2, part.block.batch)
+    gl.store(to_ptr + rank * 2 + 1, part.block.first_row)
+
+
+def test_every_other_sequence_comes_backwards():
+    """The last ones come first, and those without queries count for nothing."""
+    launch, _ = recorded()
+    variant = replace(launch.meta["VARIANT"], num_kv_heads=1, few=0)
+    assert variant.consumers * variant.queries == 32
+    cuts = torch.tensor([0, 96, 96, 160, 200, 200]).int()
+    offsets, told = torch.zeros(5, dtype=torch.int32), torch.zeros(7, 2, dtype=torch.int32)
+    run(tell_parts, 7, (told, offsets, cuts, 5, 2**16), {"VARIANT": variant})
+    wanted = [(3, 32), (3, 0), (2, 0), (2, 32), (0, 64), (0, 32), (0, 0)]
+    assert [tuple(part) for part in told.tolist()] == wanted
 
 
 def test_every_wait_fence_and_arrival_is_needed():

@@ -5,7 +5,7 @@ import torch
 
 from ferrum_triton import get_backend
 from ferrum_triton.kernels.attention.flash_config import hopper_tile
-from ferrum_triton.kernels.attention.paged_prefill import prefill_config
+from ferrum_triton.kernels.attention.prefill_config import prefill_config
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper.attention_codes import codes_layout
 from ferrum_triton.kernels.resources import TARGETS
@@ -17,12 +17,15 @@ from tests.compiling import compiled, launches_of
 from tests.hopper_kernels import softmax_runs_beside, warnings_of
 from tests.test_hopper_paged import (
     KERNEL,
+    MERGE,
     SMALL,
+    SPLIT_AXES,
     WIDE,
     attend,
     check,
     on_kernels,
     sample,
+    split_keys,
     unused_slots,
 )
 
@@ -63,6 +66,20 @@ def test_equals_the_reference(backend_name, axes, cache_dtype):
     backend = get_backend(backend_name)
     call = sample(backend, cache_dtype=cache_dtype, **axes)
     check(backend, call, WIDE if axes.get("head_dim") == 128 else SMALL)
+
+
+@on_kernels
+@on_formats
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_parts_of_keys_make_the_whole(backend_name, head_dim, cache_dtype, monkeypatch):
+    backend = get_backend(backend_name)
+    split_keys(monkeypatch, 3)
+    call = sample(backend, cache_dtype=cache_dtype, head_dim=head_dim, **SPLIT_AXES)
+    check(backend, call)
+    assert [launch.kernel.name for launch in attend(backend, call)[1]] == [
+        KERNEL,
+        MERGE,
+    ]
 
 
 @on_kernels

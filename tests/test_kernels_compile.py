@@ -67,6 +67,7 @@ ALSO = {
     "mlp_quant_moe_id/q4_k:planes_q4_k:planes/e128k8h2048i768/m32": ("sm_100",),
     "moe_align_block_size/e128k8/m4096": ("sm_80", "sm_100", "gfx942"),
     "open_norm_quant_qkv/q4_K/n6144k4096/m16": ("sm_80", "sm_100", "gfx942"),
+    "paged_varlen_attention/bf16/h32k8d128/block16/chunk(1x128 on ctx 8192)": ("gfx942",),
     "softmax_rows/bf16/n4096/m1": ("sm_100",),
     "softmax_rows/bf16/n152064/m64": ("sm_80", "gfx942"),
 }

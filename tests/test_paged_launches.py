@@ -19,7 +19,7 @@ load_kernels("interpret")
 def test_prefill_is_launched_where_a_sequence_may_be_long(q_lens, told):
     """By the bound that the caller tells, or the number of all tokens."""
     op = OPS["paged_varlen_attention"]
-    axes = {"num_kv_heads": 2, "group_size": 4, "head_dim": 64, "block_size": 16, "q_lens": q_lens}
+    axes = {"num_kv_heads": 16, "group_size": 2, "head_dim": 64, "q_lens": q_lens}
     call = op.make_sample(TensorFactory(torch.bfloat16, "meta"), **axes)
     with record_launches((9, 0)) as launches:
         op.impls["triton"](**call | {"max_q_len": told})
@@ -30,29 +30,30 @@ def test_prefill_is_launched_where_a_sequence_may_be_long(q_lens, told):
 
 
 @pytest.mark.parametrize(
-    ("seqs", "queries", "group", "told", "cache_dtype", "by_prefill"),
+    ("seqs", "queries", "group", "told", "before", "cache_dtype", "by_prefill"),
     [
-        (8, 5, 4, 5, None, True),
-        (8, 4, 4, 4, None, False),  # sixteen rows are decode's
-        (8, 5, 2, 5, None, False),
-        (8, 2, 32, 2, None, True),
-        (4, 5, 4, 5, None, False),  # too few for the SMs, which decode splits keys among
-        (8, 5, 4, None, None, False),  # any may be long
-        (8, 3, 4, 8, None, False),
-        (8, 5, 4, 5, torch.int8, False),
+        (8, 5, 4, 5, 100, None, True),
+        (8, 4, 4, 4, 100, None, False),  # sixteen rows are decode's
+        (8, 5, 2, 5, 100, None, False),
+        (8, 2, 32, 2, 100, None, True),
+        (4, 5, 4, 5, 100, None, False),  # too few for the SMs
+        (4, 5, 4, 5, 300, None, True),  # but not their parts
+        (4, 4, 4, 4, 300, None, False),
+        (8, 5, 4, None, 100, None, False),  # any may be long
+        (8, 3, 4, 8, 100, None, False),
+        (8, 5, 4, 5, 100, torch.int8, False),
     ],
 )
-def test_prefill_takes_few_queries_of_many_sequences(
-    seqs, queries, group, told, cache_dtype, by_prefill
+def test_prefill_takes_few_queries_of_many_sequences_or_keys(
+    seqs, queries, group, told, before, cache_dtype, by_prefill
 ):
     op = OPS["paged_varlen_attention"]
     axes = {"num_kv_heads": 8, "group_size": group, "head_dim": 128, "q_lens": (queries,) * seqs}
-    more = {"cache_dtype": cache_dtype, "max_offset": 100}
+    more = {"cache_dtype": cache_dtype, "max_offset": before}
     call = op.make_sample(TensorFactory(torch.bfloat16, "meta"), **axes, **more)
     with record_launches((9, 0)) as launches:
         op.impls["triton"](**call | {"max_q_len": told})
     (prefill,) = [x for x in launches if x.kernel.name == "_hopper_paged_kernel"] or [None]
-    assert launches[-1].kernel.name in ("_paged_decode_kernel", "_merge_kernel")
     # Where a sequence may have many queries, those of few are still decode's.
     taken = prefill is not None and prefill.meta["VARIANT"].few < queries
     assert taken == by_prefill

@@ -13,6 +13,7 @@ from ferrum_triton.kernels.attention.paged_prefill import (
     choose_prefill,
     launch_prefill,
     may_differ,
+    splits_of,
 )
 from ferrum_triton.kernels.attention.pages import as_pool
 from ferrum_triton.kernels.jit import processors
@@ -90,19 +91,22 @@ def _prefill_of_few(call: Call, longest: int) -> Config | None:
     """Hopper's prefill for sequences of few queries, where it takes less time than decode.
 
     It does over floats, where a sequence's rows are more than FEW_ROWS, sequences have about as
-    many, and two fifths of the SMs have work: decode has tiles of 32 rows, and prefill of 128. With
-    32 heads over 8 of 128, eight sequences of five queries on 4,096 keys take 60 us for 73, and 64
-    of them 270 us for 355, but one on 8,192 keys takes 101 us for 32 (``bench.timing.Replay`` of
-    ``paged_varlen_attention`` with ``FEW_QUERIES`` of 4 under ``prefill_config.forced``, and under
-    ``decode_config.forced``, H200, cdd887f).
+    many, and there is work for two fifths of the SMs, or keys can be cut into parts: decode has
+    tiles of 32 rows, and prefill of 128. With 32 heads over 8 of 128, eight sequences of five
+    queries on 4,096 keys take 60 us for 73, and 64 of them 270 us for 355 (``bench.timing.Replay``
+    of ``paged_varlen_attention`` with ``FEW_QUERIES`` of 4 under ``prefill_config.forced``, and
+    under ``decode_config.forced``, H200, cdd887f). One takes 19.9 us for 33.9 on 8,192 keys, 12.2
+    for 12.8 on 1,024, and 11.0 for 10.4 on 512 (``device_us`` of it with ``FEW_QUERIES`` of 2 and
+    of 8, what became SPLIT_COMMIT).
     """
     if longest > FEW_QUERIES or longest * call.group <= FEW_ROWS or call.pool.layout.quantised:
         return None
-    programs = call.block_tables.shape[0] * call.pool.num_kv_heads
-    if 5 * programs < 2 * processors(call.q.device) or may_differ(call, longest):
+    if may_differ(call, longest):
         return None
     config = choose_prefill(call)
-    return config if "path" in config else None
+    programs = call.block_tables.shape[0] * call.pool.num_kv_heads
+    has_work = 5 * programs >= 2 * processors(call.q.device) or splits_of(call, config) > 1
+    return config if has_work and "path" in config else None
 
 
 @varlen_op.impl("triton")
@@ -155,7 +159,12 @@ def paged_varlen_attention(
         # Only decode takes codes in words.
         in_words = call.pool.layout.quantised
         prompts = call._replace(pool=as_pool(*caches)) if in_words else call
-        launch_prefill(prompts, few, longest, of_few or choose_prefill(prompts))
+        prefill = of_few or choose_prefill(prompts)
+        splits = splits_of(prompts, prefill)
+        if splits > 1:
+            launch_prefill(prompts, 0, longest, prefill, splits)
+            return y
+        launch_prefill(prompts, few, longest, prefill)
     config = configure(call, k_cache.dtype, layout, call.group, beside_prefill=has_long)
     launch_decode(call, config, few, False, after_prefill=has_long)
     return y

@@ -15,13 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ferrum_triton.kernels.attention.flash_config import (
-    MANY_QUERIES,
-    codes_refusal,
-    flash_refusal,
-    hopper_tile,
-    tile,
-)
 from ferrum_triton.kernels.attention.float_tiles import attend_floats
 from ferrum_triton.kernels.attention.merge import strides_of
 from ferrum_triton.kernels.attention.paged_decode import Call
@@ -35,23 +28,23 @@ from ferrum_triton.kernels.attention.pages import (
     scaled_queries,
     sink_logits,
 )
-from ferrum_triton.kernels.attention.plan import Sequences, sequence_lengths
+from ferrum_triton.kernels.attention.plan import ANY, Sequences, sequence_lengths
+from ferrum_triton.kernels.attention.prefill_config import plain_heuristic, prefill_config
+from ferrum_triton.kernels.attention.prefill_merge import LEAST_KEYS
 from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, finish, first_state, store_rows
-from ferrum_triton.kernels.attention.tensor_maps import LARGE
-from ferrum_triton.kernels.gpu import Gpu, gpu_of
+from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.jit import kernel, processors
-from ferrum_triton.kernels.parameters import one_of
 from ferrum_triton.kernels.pdl import pdl_trigger, pdl_wait
 from ferrum_triton.kernels.rows import next_power_of_2
-from ferrum_triton.kernels.tuning import Config, Dim, Tunable
-
-# More queries than any sequence has: no upper bound.
-ANY = tl.constexpr(2**31 - 1)
+from ferrum_triton.kernels.tuning import Config
 
 # A sum over more sequences than a warp has lanes passes through shared memory. The assembler then
 # sees that all threads have the same, and with it the same loops, whose counters and matrix
 # descriptors go to uniform registers; without it the tiles below spill.
 LEAST_SUMMED = 64
+
+# The most parts of a block's keys.
+MAX_SPLITS = 32
 
 # Time an SM takes for a block of queries and a key, over that for one of decode's keys.
 BLOCK_COST = 2.0
@@ -302,100 +295,6 @@ def positive(queries, NEGATE: tl.constexpr):
     )
 
 
-def prefill_heuristic(
-    gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, codes: str
-) -> Config:
-    """Hopper's kernel where it serves.
-
-    It leaves SMs to decodes as the plain one does. A prompt of 2,048 and 63 decodes, all on 4,096
-    keys, took 410 us for the plain kernel's 451, four of 1,024 and 124 decodes on 2,048 keys 328
-    for 366, and one of 8,192 and 72 on 8,192 1,319 for 1,503 (``bench.timing.Replay`` of
-    ``paged_varlen_attention`` under ``prefill_config.forced``, one run of an H200, copies of
-    97d9a7c). The first takes 373 since :func:`.plan.blocks_of_rows` (``python -m bench.run
-    paged_varlen_attention --case mixed``, 6128820).
-
-    Args:
-        is_simple: no window, over a pool of floats whose vectors are contiguous.
-        codes: format of an 8-bit pool's, ``"e4m3"`` or ``"int8"``; else "". A row of one kind of
-            pool says nothing of the others: Hopper's kernel widens codes beside the products. Over
-            a pool in e4m3 a prompt of 2,048 and 63 decodes take 485 us for the plain kernel's 936.
-            Eight sequences of 9 to 64 queries on 4,096 keys take 91 to 98 us for 186 to 193.
-
-    Four sequences of 600 queries and 2,048 keys take 107 us for the plain kernel's 150 with heads
-    of 64, 134 us for 196 with heads of 96, and 252 us for 418 with heads of 256. In windows of 512,
-    heads of 128 take 74 us by tiles of 64 keys, 85 by tiles of 128, and 94 by the plain kernel
-    (``bench.timing.Replay`` of ``paged_varlen_attention`` under ``prefill_config.forced`` of each,
-    H200, e50bc87; those in e4m3 at cdd887f).
-    """
-    block_n = 128 if head_dim <= 128 and (is_simple or codes) else 64
-    config = hopper_tile(128, block_n, 2)
-    shape = (head_dim, is_float32, is_simple, codes)
-    if not prefill_refusal(gpu, config, *shape):
-        return config
-    return plain_heuristic(gpu, *shape)
-
-
-def plain_heuristic(
-    gpu: Gpu, head_dim: int, is_float32: bool, is_simple: bool, codes: str
-) -> Config:
-    """Rows, keys, warps and stages of a program of the plain kernel.
-
-    Windows, whose edges cost larger tiles more, codes and vectors in pieces leave no registers for
-    tiles of 128 keys, nor does Blackwell; those and three stages of loads are what keeps Hopper's
-    tensor cores busy.
-    """
-    if is_float32:
-        return tile(32, 32, 4, 1)
-    if head_dim > 128 or gpu.capability[0] not in LARGE:
-        return tile(64, 32, 4, 2)
-    is_hopper = gpu.capability[0] == 9
-    block_n = 128 if is_simple and is_hopper else 64
-    # By three stages of codes a thread spills 80 bytes and more on Blackwell, by two none
-    # (``pytest --every-gpu tests/test_kernels_compile.py -k paged_varlen``).
-    return tile(128, block_n, 8, 2 if codes and not is_hopper else 3)
-
-
-def prefill_candidates(gpu: Gpu, head_dim: int, *others: Dim) -> list[Config]:
-    """Blocks of 64 and 128 rows, on one warp for every 16 of them, and Hopper's."""
-    plain = [
-        tile(block_m, block_n, block_m // 16, num_stages)
-        for block_m in (64, 128)
-        for block_n in (32, 64, 128)
-        for num_stages in (2, 3)
-    ]
-    hopper = [hopper_tile(128, block_n, stages) for block_n in (64, 128) for stages in (2, 3, 4)]
-    shape = (head_dim, *others)
-    return plain + [config for config in hopper if not prefill_refusal(gpu, config, *shape)]
-
-
-def prefill_refusal(
-    gpu: Gpu,
-    config: Config,
-    head_dim: int,
-    is_float32: bool,
-    is_simple: bool,
-    codes: str,
-) -> str:
-    """Why a GPU cannot launch Hopper's kernel with a configuration, or ""."""
-    if "path" not in config:
-        return ""
-    if config["BLOCK_M"] != 128:
-        return "Hopper's kernel over pages has blocks of 128 rows"
-    reason = flash_refusal(gpu, config, MANY_QUERIES, head_dim, head_dim, is_float32)
-    return reason or (codes_refusal(gpu, config, head_dim) if codes else "")
-
-
-prefill_config = Tunable(
-    "paged_varlen_attention",
-    ("head_dim", "is_float32", "is_simple", "codes"),
-    prefill_heuristic,
-    prefill_candidates,
-    prefill_refusal,
-    within={"head_dim": 1},
-    parameters={"path": one_of("hopper")},
-)
-
-
 def may_differ(call: Call, longest: int) -> bool:
     """Whether the mean of queries is under half of ``longest``, so that some may be decodes."""
     return longest * call.block_tables.shape[0] > 2 * call.q.shape[1]
@@ -416,7 +315,31 @@ def choose_prefill(call: Call) -> Config:
     return config
 
 
-def launch_prefill(call: Call, few: int, longest: int, config: Config) -> None:
+def splits_of(call: Call, config: Config) -> int:
+    """Parts that the keys of blocks are cut into, where all blocks are too few for the SMs; else 1.
+
+    With 32 heads over 8 of 128, nine queries on 8,192 keys take 20.5 us for 103, 128 take 38.5 for
+    105, and four sequences of 20 take 61 for 106 (``bench.timing.device_us`` of
+    ``paged_varlen_attention`` with MAX_SPLITS of 32 and of 1, H200, what became SPLIT_COMMIT).
+
+    Hopper's kernel alone cuts them, but not where it widens codes of more than 128 columns, which
+    leaves too few registers.
+
+    Args:
+        config: what :func:`choose_prefill` gave.
+    """
+    if "path" not in config or (call.pool.codes and call.out.shape[3] > 128):
+        return 1
+    num_seqs, num_tokens = call.block_tables.shape[0], call.q.shape[1]
+    queries = config["BLOCK_M"] // next_power_of_2(call.group)
+    seqs = min(num_seqs, num_tokens)
+    blocks = (num_tokens - seqs) // queries + seqs  # at most
+    keys = min(call.capacity, call.sliding_window + queries if call.sliding_window else ANY.value)
+    most = min(keys // LEAST_KEYS, MAX_SPLITS)
+    return max(min(processors(call.q.device) // (blocks * call.pool.num_kv_heads), most), 1)
+
+
+def launch_prefill(call: Call, few: int, longest: int, config: Config, splits: int = 1) -> None:
     """Attention of a varlen call's sequences of more than ``few`` queries.
 
     A decode launch must follow that takes the others, told that it is ``after_prefill``.
@@ -424,6 +347,7 @@ def launch_prefill(call: Call, few: int, longest: int, config: Config) -> None:
     Args:
         longest: a bound on the queries of any sequence.
         config: what :func:`choose_prefill` gave.
+        splits: what :func:`splits_of` gave, where there are no others.
     """
     if "path" in config:
         from ferrum_triton.kernels.hopper.attention_paged import attend_pages
@@ -432,7 +356,8 @@ def launch_prefill(call: Call, few: int, longest: int, config: Config) -> None:
         # to 586 with SMs left to decodes (``bench.timing.Replay`` of ``paged_varlen_attention``,
         # BLOCK_COST from 1.5 to 5, one run of an H200, copies of 97d9a7c). Most likely decode is
         # bound by the instructions that widen codes, which fewer SMs take longer for.
-        attend_pages(call, few, config, shared=may_differ(call, longest) and not call.pool.codes)
+        shared = few > 0 and may_differ(call, longest) and not call.pool.codes
+        attend_pages(call, few, config, shared, splits)
         return
     pool, q = call.pool, call.q
     num_seqs, num_tokens = call.block_tables.shape[0], q.shape[1]

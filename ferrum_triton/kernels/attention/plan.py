@@ -17,6 +17,9 @@ import triton.language as tl
 
 from ferrum_triton.kernels.rows import cdiv
 
+# More queries than any sequence has: no upper bound.
+ANY = tl.constexpr(2**31 - 1)
+
 
 class Sequences(NamedTuple):
     """The lengths of a batch, in device memory.

@@ -25,6 +25,7 @@ from ferrum_triton.kernels.hopper.attention_roles import ask, tile_of
 from ferrum_triton.kernels.hopper.attention_walk import (
     begin,
     copy_pages,
+    has_part,
     next_of,
     part_of,
     walk_to,
@@ -194,8 +195,8 @@ def widen_pages(streams, codes, scales, batch, VARIANT: gl.constexpr):
     BLOCK_N: gl.constexpr = VARIANT.block_n
     turn, done = 0, 0  # blocks and tiles before
     rank, walk = begin(batch, VARIANT)
-    walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
-    while rank // VARIANT.num_kv_heads < walk.end:
+    walk = walk_to(walk, rank, batch, VARIANT)
+    while has_part(walk, rank, batch, VARIANT):
         part = part_of(walk, rank, batch, VARIANT)
         tiles = part.block.tiles
         key = part.block.end - BLOCK_N
@@ -221,4 +222,4 @@ def widen_pages(streams, codes, scales, batch, VARIANT: gl.constexpr):
         widen_tile(codes.v, streams.v, done - 1, held.v, VARIANT)
         turn += 1
         rank = next_of(rank, turn, batch, VARIANT)
-        walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
+        walk = walk_to(walk, rank, batch, VARIANT)

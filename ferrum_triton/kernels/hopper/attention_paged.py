@@ -12,6 +12,7 @@ Over a pool of 8 bits a warpgroup between the two widens them (:mod:`.attention_
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -24,6 +25,7 @@ from ferrum_triton.kernels.attention.flash_config import (
 )
 from ferrum_triton.kernels.attention.merge import strides_of
 from ferrum_triton.kernels.attention.paged_decode import Call
+from ferrum_triton.kernels.attention.prefill_merge import LEAST_KEYS, merge_prefill
 from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, LOG2_E
 from ferrum_triton.kernels.attention.tensor_maps import steps_fit
 from ferrum_triton.kernels.gluon import gluon_kernel
@@ -46,6 +48,7 @@ from ferrum_triton.kernels.hopper.attention_walk import (
     PagedVariant,
     begin,
     copy_pages,
+    has_part,
     next_of,
     part_of,
     share_sms,
@@ -83,8 +86,8 @@ def produce_pages(streams, batch, VARIANT: gl.constexpr):
     BLOCK_N: gl.constexpr = VARIANT.block_n
     turn, done = 0, 0  # blocks and tiles before
     rank, walk = begin(batch, VARIANT)
-    walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
-    while rank // VARIANT.num_kv_heads < walk.end:
+    walk = walk_to(walk, rank, batch, VARIANT)
+    while has_part(walk, rank, batch, VARIANT):
         part = part_of(walk, rank, batch, VARIANT)
         block = part.block
         key = block.end - BLOCK_N
@@ -100,7 +103,7 @@ def produce_pages(streams, batch, VARIANT: gl.constexpr):
         ask_pages(streams.v, done - 1, key, part, batch, VARIANT)
         turn += 1
         rank = next_of(rank, turn, batch, VARIANT)
-        walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
+        walk = walk_to(walk, rank, batch, VARIANT)
 
 
 @gluon.jit
@@ -113,15 +116,20 @@ def rows_of(part, batch, OWN: gl.constexpr, VARIANT: gl.constexpr):
     oldest = first + part.block.position
     newest = gl.minimum(first + VARIANT.queries, part.num_queries) - 1 + part.block.position
     whole_begin, whole_end = whole_tiles(oldest, newest, part.block, batch, VARIANT)
-    return Rows(first, head, position, whole_begin, whole_end)
+    return Rows(first, head, position, whole_begin, whole_end, part.number)
 
 
 class Targets(NamedTuple):
-    """Where results and the logarithms of sums go, and what sinks these begin with."""
+    """Where results and the logarithms of sums go, and what sinks these begin with.
+
+    Parts of the same rows lie ``stride_out_part`` and ``stride_lse_part`` apart.
+    """
 
     out_ptr: Any
     lse_ptr: Any
     sinks_ptr: Any
+    stride_out_part: Any
+    stride_lse_part: Any
     stride_lse_token: Any
     stride_lse_head: Any
 
@@ -131,8 +139,8 @@ def consume_pages(streams, targets, batch, OWN: gl.constexpr, VARIANT: gl.conste
     """The part of a consumer: 64 rows of each of the program's blocks."""
     turn, done = 0, 0  # blocks and tiles before
     rank, walk = begin(batch, VARIANT)
-    walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
-    while rank // VARIANT.num_kv_heads < walk.end:
+    walk = walk_to(walk, rank, batch, VARIANT)
+    while has_part(walk, rank, batch, VARIANT):
         part = part_of(walk, rank, batch, VARIANT)
         rows = rows_of(part, batch, OWN, VARIANT)
         state = attend(part.block, rows, done, turn, streams, targets, batch, OWN, VARIANT)
@@ -141,7 +149,7 @@ def consume_pages(streams, targets, batch, OWN: gl.constexpr, VARIANT: gl.conste
         store_part(state, part_of(walk, rank, batch, VARIANT), targets, OWN, VARIANT)
         turn += 1
         rank = next_of(rank, turn, batch, VARIANT)
-        walk = walk_to(walk, rank // VARIANT.num_kv_heads, batch, VARIANT)
+        walk = walk_to(walk, rank, batch, VARIANT)
 
 
 @gluon.jit
@@ -151,9 +159,13 @@ def store_part(state, part, targets, OWN: gl.constexpr, VARIANT: gl.constexpr):
     if targets.lse_ptr is not None:
         query, head, exists = members(part, OWN, gl.SliceLayout(1, VARIANT.scores), VARIANT)
         at = query * targets.stride_lse_token + head * targets.stride_lse_head
+        if VARIANT.is_split:
+            at += part.number.to(gl.int64) * targets.stride_lse_part
         gl.store(targets.lse_ptr + at, lse, mask=exists)
     query, head, exists = members(part, OWN, gl.SliceLayout(1, VARIANT.result), VARIANT)
     at = query * VARIANT.token_step + head * VARIANT.head_step
+    if VARIANT.is_split:
+        at += part.number.to(gl.int64) * targets.stride_out_part
     column = gl.arange(0, VARIANT.block_v, gl.SliceLayout(0, VARIANT.result))[None, :]
     result = result.to(targets.out_ptr.dtype.element_ty)
     mask = exists[:, None] & (column < VARIANT.value_dim)
@@ -174,14 +186,15 @@ def members(part, OWN: gl.constexpr, LAYOUT: gl.constexpr, VARIANT: gl.constexpr
 
 # Scalars that change from call to call.
 DYNAMIC = (
-    "num_seqs capacity num_blocks sliding_window sms block_cost block_keys scale_log2 softcap_log2"
+    "stride_lse_part num_seqs capacity num_blocks splits least_keys sliding_window "
+    "sms block_cost block_keys scale_log2 softcap_log2"
 )
 
 
 @gluon_kernel(dynamic=DYNAMIC.split())
 def _hopper_paged_kernel(
-    out_ptr,  # [num_tokens, num_heads, head_dim]
-    lse_ptr,  # [num_tokens, num_heads] or None
+    out_ptr,  # [num_tokens, num_heads, head_dim], or such parts of it in float32
+    lse_ptr,  # as out without its last dimension, or None
     sinks_ptr,  # [num_heads] or None
     k_scales_ptr,  # of slots or heads of a pool of codes, or None
     v_scales_ptr,
@@ -193,12 +206,16 @@ def _hopper_paged_kernel(
     k_desc,  # pools as [num_blocks, num_kv_heads, block_size, head_dim], in blocks of a piece
     k_rest_desc,
     v_desc,
+    stride_out_part,  # with VARIANT.is_split, as the next
     stride_lse_token,
     stride_lse_head,
     stride_table,
+    stride_lse_part,
     num_seqs,
     capacity,
     num_blocks,
+    splits,  # the most parts of a block's keys; this and the next are used with VARIANT.is_split
+    least_keys,  # of a part
     sliding_window,
     sms,  # of the GPU; this and the next two are share_sms's
     block_cost,
@@ -238,6 +255,8 @@ def _hopper_paged_kernel(
         out_ptr,
         lse_ptr,
         sinks_ptr,
+        stride_out_part,
+        stride_lse_part,
         stride_lse_token,
         stride_lse_head,
     )
@@ -256,6 +275,8 @@ def _hopper_paged_kernel(
         scale_log2,
         softcap_log2,
         programs,
+        splits,
+        least_keys,
     )
     if VARIANT.shared:
         share_sms(batch, sms, block_cost, block_keys, VARIANT)
@@ -349,16 +370,44 @@ def can_gather(call: Call) -> bool:
     )
 
 
-def attend_pages(call: Call, few: int, config: Config, shared: bool) -> None:
+def attend_pages(call: Call, few: int, config: Config, shared: bool, splits: int = 1) -> None:
     """Attention of a varlen call's sequences of more than ``few`` queries.
 
     Args:
         shared: whether others may be decodes, to whose launch SMs are left.
+        splits: parts that a block's keys are cut into; if more than one, ``few`` is 0.
+    """
+    if splits == 1:
+        _launch(call, few, config, shared, call.out, call.lse)
+        return
+    shape = (splits, *call.out.shape[1:])
+    parts = call.out.new_empty(shape, dtype=torch.float32)
+    part_lses = call.out.new_empty(shape[:-1], dtype=torch.float32)
+    _launch(call, few, config, shared, parts, part_lses)
+    lse = None if call.lse is None else call.lse[0]
+    sequences = call.pos_offsets, call.cu_seqlens_q, call.capacity
+    merge_prefill(call.out[0], lse, parts, part_lses, *sequences)
+
+
+def _launch(
+    call: Call,
+    few: int,
+    config: Config,
+    shared: bool,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Launch the kernel.
+
+    Args:
+        out: [splits, num_tokens, num_heads, head_dim], the result or in float32 parts of it.
+        lse: as out without its last dimension, or None.
     """
     head_dim, group, pool = call.out.shape[3], call.group, call.pool
     heads, (block_d, block_e) = next_power_of_2(group), split_columns(head_dim)
     block_n, layout = config["BLOCK_N"], pool.layout
-    q, out, num_seqs = call.q[0], call.out[0], call.block_tables.shape[0]
+    q, num_seqs = call.q[0], call.block_tables.shape[0]
+    splits = out.shape[0]
     factor = abs(call.scale) * LOG2_E.value * (2.0 / call.softcap if call.softcap > 0 else 1.0)
     codes = pool.codes
     # With a warp to ask a program has 512 threads. For products of 256 columns, each has too few
@@ -392,16 +441,17 @@ def attend_pages(call: Call, few: int, config: Config, shared: bool) -> None:
         round_first=bool(codes),
         k_scales=layout.k_scales if codes else None,
         v_scales=layout.v_scales if codes else None,
-        token_step=out.stride(0),
-        head_step=out.stride(1),
+        token_step=out.stride(1),
+        head_step=out.stride(2),
         shared=shared,
         block_b=next_power_of_2(num_seqs) if shared else 0,
+        is_split=splits > 1,
     )
     # A sequence of these has more than `few` queries, so there are at most so many.
     most_seqs = min(num_seqs, q.shape[0] // (few + 1))
     most_blocks = q.shape[0] // (variant.consumers * variant.queries) + most_seqs
     sms = gpu_of(q.device).num_sms
-    programs = min(most_blocks * pool.num_kv_heads, sms)
+    programs = min(most_blocks * pool.num_kv_heads * splits, sms)
     rows = ([pool.num_kv_heads, q.shape[0], group], [group * q.stride(1), q.stride(0), q.stride(1)])
     pages = [pool.num_blocks, pool.num_kv_heads, layout.block_size]
     k_steps, v_steps = ([s.block, s.head, s.slot] for s in (layout.k, layout.v))
@@ -409,7 +459,7 @@ def attend_pages(call: Call, few: int, config: Config, shared: bool) -> None:
     _hopper_paged_kernel.launch(
         (programs,),
         out_ptr=out,
-        lse_ptr=call.lse,
+        lse_ptr=lse,
         sinks_ptr=call.sinks,
         k_scales_ptr=pool.k_scales,
         v_scales_ptr=pool.v_scales,
@@ -421,11 +471,14 @@ def attend_pages(call: Call, few: int, config: Config, shared: bool) -> None:
         k_desc=columns_of(k_pages, pages, k_steps, of_page, 0, block_d),
         k_rest_desc=columns_of(k_pages, pages, k_steps, of_page, block_d, block_e),
         v_desc=columns_of(v_pages, pages, v_steps, of_page, 0, variant.block_v),
-        **strides_of("lse", None if call.lse is None else call.lse[0], "token", "head"),
+        **strides_of("out", out, "part"),
+        **strides_of("lse", lse, "part", "token", "head"),
         stride_table=call.block_tables.stride(0),
         num_seqs=num_seqs,
         capacity=call.capacity,
         num_blocks=pool.num_blocks,
+        splits=splits,
+        least_keys=LEAST_KEYS,
         sliding_window=call.sliding_window,
         sms=sms,
         block_cost=BLOCK_COST,

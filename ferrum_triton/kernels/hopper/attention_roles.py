@@ -200,6 +200,7 @@ class Rows(NamedTuple):
         position: of each, [rows].
         whole_begin: the tiles [whole_begin, whole_end) are seen whole by all of them.
         whole_end: see there.
+        number: which part of their keys; 0 where they are whole.
     """
 
     first: Any
@@ -207,6 +208,7 @@ class Rows(NamedTuple):
     position: Any
     whole_begin: Any
     whole_end: Any
+    number: Any
 
 
 @gluon.jit
@@ -263,7 +265,7 @@ def attend(
 ):
     """The softmax of a consumer's rows over all keys of a block."""
     CONSUMERS: gl.constexpr = VARIANT.consumers
-    state = first_state(outputs.sinks_ptr, rows.head, VARIANT)
+    state = first_state(outputs.sinks_ptr, rows.head, rows.number, VARIANT)
     wait_full(streams.q.ring, turn * CONSUMERS + OWN)
     scores = begin_scores(streams, done, OWN, VARIANT)
     scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -327,7 +329,7 @@ def consume(streams, outputs, call, OWN: gl.constexpr, VARIANT: gl.constexpr):
         newest = gl.minimum(first + ROWS, call.q_len) - 1 + block.position
         oldest = first + block.position
         whole_begin, whole_end = whole_tiles(oldest, newest, block, call, VARIANT)
-        rows = Rows(first, block.head, row + block.position, whole_begin, whole_end)
+        rows = Rows(first, block.head, row + block.position, whole_begin, whole_end, 0)
         state = attend(block, rows, done, turn, streams, outputs, call, OWN, VARIANT)
         store_rows(state, block, rows, turn, streams, outputs, call, OWN, VARIANT)
         done += block.tiles

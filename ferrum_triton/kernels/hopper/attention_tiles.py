@@ -39,6 +39,7 @@ class Variant:
         piece: keys of a page, or of a part of it, that lie together in a tile; 0 without pages.
         round_first: weights are rounded before the next scores begin: fewer registers, but the
             tensor cores wait for it.
+        is_split: a block's keys are cut into parts, whose results are merged.
     """
 
     consumers: int
@@ -57,6 +58,7 @@ class Variant:
     newest: bool
     piece: int = 0
     round_first: bool = False
+    is_split: bool = False
 
     @property
     def block_m(self) -> int:
@@ -243,13 +245,18 @@ def keys_by_eights(first_key, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def first_state(sinks_ptr, head, VARIANT: gl.constexpr):
-    """The softmax before any key: of nothing, or of the sink of the head, or of the rows' heads."""
+def first_state(sinks_ptr, head, number, VARIANT: gl.constexpr):
+    """The softmax before any key: of nothing, or of the sink of the head, or of the rows' heads.
+
+    Of a block's parts the first one has the sink.
+    """
     row_layout: gl.constexpr = gl.SliceLayout(1, VARIANT.scores)
     row_max = gl.full([ROWS], LOWEST, gl.float32, row_layout)
     row_sum = gl.full([ROWS], 0.0, gl.float32, row_layout)
     if sinks_ptr is not None:
         sink_log2 = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
+        if VARIANT.is_split:
+            sink_log2 = gl.where(number == 0, sink_log2, float("-inf"))
         row_max = gl.maximum(row_max, sink_log2)
         row_sum = gl.where(sink_log2 == float("-inf"), row_sum, 1.0)
     acc = gl.full([ROWS, VARIANT.block_v], 0.0, gl.float32, VARIANT.result)

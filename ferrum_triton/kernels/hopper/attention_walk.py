@@ -17,6 +17,9 @@ from ferrum_triton.kernels.hopper.attention_tiles import ROWS, Block, Variant, n
 # How a program's threads share out the sequences before they part.
 SEQUENCES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
+# A position from which a query sees no key, whatever its place in its block.
+BEFORE_ALL = gl.constexpr(-(1 << 30))
+
 # How what is no matrix lies in shared memory.
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -76,6 +79,8 @@ class Batch(NamedTuple):
         num_blocks: blocks of the pool.
         programs: room for the number of programs that take blocks, in shared memory, where SMs are
             left to decodes; else None.
+        splits: the most parts that a block's keys are cut into, where they are.
+        least_keys: keys of its sequence for each of them.
     """
 
     tables_ptr: Any
@@ -89,34 +94,38 @@ class Batch(NamedTuple):
     scale_log2: Any
     softcap_log2: Any
     programs: Any
+    splits: Any = None
+    least_keys: Any = None
 
 
 class Walk(NamedTuple):
     """Where a warp is on its way through the sequences, which begins behind the last one.
 
     Attributes:
-        seq: the sequence.
+        place: twice the sequence, and 1 more where its blocks come backwards.
         end: blocks of it and of those after it, which come first.
     """
 
-    seq: Any
+    place: Any
     end: Any
 
 
 class Part(NamedTuple):
-    """A block of queries of a sequence.
+    """A block of queries of a sequence, and its keys, or one part of them.
 
     Attributes:
         block: as flash attention takes it; its rows are queries of the sequence.
         token: the sequence's first query, among all.
         num_queries: how many queries the sequence has.
         keys: how many keys it has.
+        number: which part of the keys, from the last ones on; 0 where they are whole.
     """
 
     block: Any
     token: Any
     num_queries: Any
     keys: Any
+    number: Any
 
 
 @gluon.jit
@@ -182,10 +191,10 @@ def begin(batch, VARIANT: gl.constexpr):
     0 is added to both, as attention_roles.store_rows says why.
     """
     nothing = (gl.load(batch.cu_seqlens_q_ptr) >> 31).to(gl.int32)
-    seq = batch.num_seqs + nothing
+    place = 2 * batch.num_seqs + 1 + nothing
     if VARIANT.shared:
-        seq = gl.where(gl.program_id(0) < programs_of(batch, VARIANT), seq, 0)
-    return gl.program_id(0) + nothing, Walk(seq, 0)
+        place = gl.where(gl.program_id(0) < programs_of(batch, VARIANT), place, 0)
+    return gl.program_id(0) + nothing, Walk(place, 0)
 
 
 @gluon.jit
@@ -195,26 +204,59 @@ def next_of(rank, turn, batch, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def walk_to(walk, index, batch, VARIANT: gl.constexpr):
-    """Go on to the sequence of a block, or to the first one."""
-    seq, end = walk.seq, walk.end
-    while (index >= end) & (seq > 0):
-        seq -= 1
-        end += blocks_of(seq, batch, VARIANT)
-    return Walk(seq, end)
+def in_block(batch, VARIANT: gl.constexpr):
+    """Ranks of a block of queries: its KV heads, times the parts of their keys."""
+    ranks = VARIANT.num_kv_heads
+    if VARIANT.is_split:
+        ranks = batch.splits * ranks
+    return ranks
+
+
+@gluon.jit
+def has_part(walk, rank, batch, VARIANT: gl.constexpr):
+    """Whether there is a block of a rank, to which :func:`walk_to` went."""
+    return rank // in_block(batch, VARIANT) < walk.end
+
+
+@gluon.jit
+def walk_to(walk, rank, batch, VARIANT: gl.constexpr):
+    """Go on to the sequence of a rank's block, or to the first one.
+
+    Of the sequences with blocks the first's come forwards, the next's backwards, and so on.
+    """
+    index = rank // in_block(batch, VARIANT)
+    place, end = walk.place, walk.end
+    while (index >= end) & (place > 1):
+        place -= 2
+        blocks = blocks_of(place // 2, batch, VARIANT)
+        end += blocks
+        place ^= gl.minimum(blocks, 1)
+    return Walk(place, end)
 
 
 @gluon.jit
 def part_of(walk, rank, batch, VARIANT: gl.constexpr):
-    """The block of queries of a rank; a sequence's last ones see the most keys and come first."""
-    starts = batch.cu_seqlens_q_ptr + walk.seq
+    """The block of queries of a rank.
+
+    A sequence's last ones see the most keys and come first. Those of every other sequence come
+    backwards, so that a sequence begins with blocks about as long as the last ones before it, and
+    all programs have their share of long ones.
+
+    Where keys are split, all parts of a block have as many tiles but for the last ones, which may
+    be left with none. Such a part takes a tile too, and its queries look at it from before the
+    first key. So do ranks past the parts that the sequence has, which are parts without queries.
+    """
+    seq = walk.place // 2
+    starts = batch.cu_seqlens_q_ptr + seq
     token = gl.load(starts)
     num_queries = (gl.load(starts + 1) - token).to(gl.int32)
-    keys = gl.load(batch.pos_offsets_ptr + walk.seq) + num_queries
+    keys = gl.load(batch.pos_offsets_ptr + seq) + num_queries
     keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
-    index = rank // VARIANT.num_kv_heads
+    index = rank // in_block(batch, VARIANT)
     step: gl.constexpr = VARIANT.consumers * VARIANT.queries
-    first_query = (walk.end - 1 - index) * step
+    ahead = walk.end - 1 - index  # blocks of the sequence before this one
+    backwards = gl.cdiv(num_queries, step) - 1 - ahead
+    first_query = gl.where(walk.place % 2 == 0, ahead, backwards) * step
     position = keys - num_queries
     seen = gl.minimum(gl.minimum(first_query + step, num_queries) + position, keys)
     end = gl.maximum(gl.cdiv(seen, VARIANT.block_n), 1) * VARIANT.block_n
@@ -225,9 +267,21 @@ def part_of(walk, rank, batch, VARIANT: gl.constexpr):
     tiles = gl.maximum((end - start) // VARIANT.block_n, 1)
     edge = keys // VARIANT.piece * VARIANT.piece
     shift = (VARIANT.piece - (keys - edge)) % VARIANT.piece
-    kv_head = rank - index * VARIANT.num_kv_heads
-    block = Block(walk.seq, kv_head, first_query, position, end, tiles, edge, shift)
-    return Part(block, token.to(gl.int32), num_queries, keys)
+    kv_head = rank - index * in_block(batch, VARIANT)
+    number = 0
+    if VARIANT.is_split:
+        number = kv_head // VARIANT.num_kv_heads
+        kv_head -= number * VARIANT.num_kv_heads
+        # As prefill_merge has it.
+        parts = gl.minimum(gl.maximum(keys // batch.least_keys, 1), batch.splits)
+        num_queries = gl.where(number < parts, num_queries, 0)
+        size = gl.cdiv(tiles, parts)
+        before = gl.minimum(number * size, tiles)
+        position = gl.where(before < tiles, position, BEFORE_ALL)
+        end -= gl.minimum(before, tiles - 1) * VARIANT.block_n
+        tiles = gl.maximum(gl.minimum(tiles - before, size), 1)
+    block = Block(seq, kv_head, first_query, position, end, tiles, edge, shift)
+    return Part(block, token.to(gl.int32), num_queries, keys, number)
 
 
 @gluon.jit

@@ -67,6 +67,8 @@ from ferrum_triton.registry import Case, op
                 None,
                 "us",
             ),
+            ("chunk(1x128 on ctx 8192)", (128,), (8192 - 128,), None, "us"),
+            ("draft(1x8 on ctx 8192)", (8,), (8192 - 8,), None, "us"),
             (
                 "fp8/prefill(8x2048 on ctx 8192)",
                 (2048,) * 8,
