@@ -63,7 +63,7 @@ def _small_tile(
     19.0. Where they see all, 1,024 of two sequences of twelve heads of 64 take 19.2 us for 23.6.
     But where blocks of 128 fill their turns of the SMs, Hopper's kernel takes less: 512 queries of
     two sequences of sixteen heads of 64 take 9.3 us for 10.3, of four 15.2 for 17.9, and of eight
-    27.6 for 30.7 (what became FLASH_COMMIT).
+    27.6 for 30.7 (what became 3554614).
 
     ``bench.timing.device_us`` of ``flash_attention`` under ``flash_config.forced`` of each timed
     them in bfloat16 on an H200, on copies of 17fb2ae. Bounds lie where the two cross over 250 such

@@ -97,7 +97,7 @@ def _prefill_of_few(call: Call, longest: int) -> Config | None:
     of ``paged_varlen_attention`` with ``FEW_QUERIES`` of 4 under ``prefill_config.forced``, and
     under ``decode_config.forced``, H200, cdd887f). One takes 19.9 us for 33.9 on 8,192 keys, 12.2
     for 12.8 on 1,024, and 11.0 for 10.4 on 512 (``device_us`` of it with ``FEW_QUERIES`` of 2 and
-    of 8, what became SPLIT_COMMIT).
+    of 8, what became 2a405fe).
     """
     if longest > FEW_QUERIES or longest * call.group <= FEW_ROWS or call.pool.layout.quantised:
         return None

@@ -320,7 +320,7 @@ def splits_of(call: Call, config: Config) -> int:
 
     With 32 heads over 8 of 128, nine queries on 8,192 keys take 20.5 us for 103, 128 take 38.5 for
     105, and four sequences of 20 take 61 for 106 (``bench.timing.device_us`` of
-    ``paged_varlen_attention`` with MAX_SPLITS of 32 and of 1, H200, what became SPLIT_COMMIT).
+    ``paged_varlen_attention`` with MAX_SPLITS of 32 and of 1, H200, what became 2a405fe).
 
     Hopper's kernel alone cuts them, but not where it widens codes of more than 128 columns, which
     leaves too few registers.

@@ -18,7 +18,7 @@ from ferrum_triton.kernels.rows import cdiv, next_power_of_2
 # take 12.7 us on 1,024 keys, 14.9 by parts of 512, and 21.0 by one. On 300 keys in tables for
 # 8,192, 128 queries take 14.8 us for 17.4 and 15.8, but on no others 12.0 for 12.0 and 10.7
 # (``bench.timing.device_us`` of ``paged_varlen_attention`` with each, H200, what became
-# SPLIT_COMMIT).
+# 2a405fe).
 LEAST_KEYS = 128
 
 # Elements of parts that a program loads at once, and the fewest and the most parts they are of.
