@@ -39,7 +39,7 @@ from tests import code_twins, packed_twins
 from tests.harness import assert_call_matches, bits, clone, expected, has_minimums
 from tests.soak_axes import LARGE, SMALL, Arguments, Limits
 from tests.soak_draws import Drawn, draws, launches_gluon, launches_of, named, served_ops
-from tests.soak_streams import Soak, pool
+from tests.soak_streams import Soak, pool, share_of
 from tests.test_attention_fuzz import is_lse
 from tests.watchdog import Watchdog
 
@@ -192,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = options.seed
     names = options.ops or served_ops()
     if options.minutes is not None:
-        calls = pool(names[part - 1 :: parts], seed, options.pool)
+        own, number = share_of(names, part, parts)
+        calls = pool(own, seed, options.pool, number)
     elif options.only:
         calls = [named(options.only, seed, limits)]
     else:

@@ -197,14 +197,19 @@ class Soak:
                 print(f"{drawn.name}: other bits than at first [{drawn.about}]", flush=True)
 
 
-def pool(names: Sequence[str], seed: int, size: int) -> list[Drawn]:
-    """About ``size`` calls, of one group of each op.
+def share_of(names: Sequence[str], part: int, parts: int) -> tuple[Sequence[str], int]:
+    """The ops of a part, and which group of each it takes: others where parts outnumber ops."""
+    return names[(part - 1) % len(names) :: parts], (part - 1) // len(names)
+
+
+def pool(names: Sequence[str], seed: int, size: int, number: int = 0) -> list[Drawn]:
+    """About ``size`` calls, of the group of a number of each op.
 
     Of calls whose launch choice is asked for one shape the first alone is taken.
     """
     members = min(-(-size // len(names)), ALIKE)
     found: dict[tuple, Drawn] = {}
     for name in names:
-        for drawn in group(OPS[name], seed, 0)[:members]:
+        for drawn in group(OPS[name], seed, number)[:members]:
             found.setdefault((drawn.tunable.op, drawn.shape), drawn)
     return list(found.values())

@@ -235,6 +235,15 @@ def test_a_pool_has_a_call_of_every_op_and_one_choice_a_shape():
     assert len({(each.tunable.op, each.shape) for each in calls}) == len(calls)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+def test_parts_share_ops_out_and_take_other_groups_where_they_are_more(parts):
+    names = ("paged_varlen_attention", "flash_attention", "mla_attention")
+    shares = [soak.share_of(names, part, parts) for part in range(1, parts + 1)]
+    taken = [(name, number) for own, number in shares for name in own]
+    assert len(set(taken)) == len(taken) == max(parts, len(names))
+    assert {name for name, number in taken if number == 0} == set(names)
+
+
 WATCHED = """
 import time
 from tests.watchdog import Watchdog
