@@ -105,8 +105,10 @@ def test_equals_the_reference(backend_name, axes):
     check(backend, sample(backend, **axes), WIDE if axes.get("head_dim") == 128 else SMALL)
 
 
-SPLIT = ("no context", "a window", "a cap and sinks", "heads of 96", "pages of two tiles")
+# The most parts of a block's keys in each test.
+SPLIT = {"no context": 6, "a window": 3, "a cap and sinks": 6, "heads of 96": 3}
 SPLIT_AXES = {"q_lens": (70, 20), "max_offset": 300}
+LONGEST = {"max_q_len": 100}
 
 
 def parts_of(launch):
@@ -124,8 +126,7 @@ def split_keys(monkeypatch, most):
 
 
 @on_kernels
-@pytest.mark.parametrize("most", [3, 6])
-@pytest.mark.parametrize("feature", SPLIT)
+@pytest.mark.parametrize(("feature", "most"), SPLIT.items())
 def test_parts_of_keys_make_the_whole(backend_name, feature, most, monkeypatch):
     """Three parts of all keys, or more than there are tiles, so that some have none.
 
@@ -133,7 +134,7 @@ def test_parts_of_keys_make_the_whole(backend_name, feature, most, monkeypatch):
     """
     backend = get_backend(backend_name)
     split_keys(monkeypatch, most)
-    call = sample(backend, **SPLIT_AXES | FEATURES[feature])
+    call = sample(backend, **SPLIT_AXES | FEATURES[feature]) | LONGEST
     check(backend, call)
     alone = harness.clone(call) | {"lse": None}
     got, (launch, merge) = attend(backend, alone)
@@ -153,7 +154,8 @@ def test_parts_of_keys_make_the_whole(backend_name, feature, most, monkeypatch):
         ((9,), 8192, 500, 4),
         ((60, 60), 8192, 0, 3),
         ((300,), 8192, 0, 1),
-        ((60, *(1,) * 8), 8192, 0, 1),  # a block may be a decode's
+        ((60, 1, 1), 8192, 0, 1),  # some may be decodes
+        ((60,) * 9, 8192, 0, 1),
     ],
 )
 def test_keys_are_split_where_blocks_are_few(q_lens, keys, window, splits):
@@ -161,7 +163,7 @@ def test_keys_are_split_where_blocks_are_few(q_lens, keys, window, splits):
     call = OP.make_sample(TensorFactory(torch.bfloat16, "meta"), **axes, sliding_window=window)
     call["block_tables"] = torch.empty(len(q_lens), keys // 16, dtype=torch.int32, device="meta")
     with record_launches((9, 0)) as launches:
-        OP.impls["triton"](**call)
+        OP.impls["triton"](**call | {"max_q_len": max(q_lens)})
     assert launches[0].kernel.name == KERNEL
     assert parts_of(launches[0]) == splits
     assert launches[1].kernel.name == (MERGE if splits > 1 else "_paged_decode_kernel")
@@ -307,6 +309,7 @@ def test_machine_code(block_size, config):
     assert warnings_of(used.asm["ptx"]) == []
     code = instructions(used.asm["cubin"])
     assert sum(line.name.startswith("USETMAXREG") for line in code) >= 3
+    assert not [line for line in code if line.name.startswith(("LDL", "STL"))]
     assert softmax_runs_beside(code)
 
 

@@ -173,6 +173,8 @@ def test_machine_code(axes, dtype):
     assert warnings_of(used.asm["ptx"]) == []
     code = instructions(used.asm["cubin"])
     assert sum(line.name.startswith("USETMAXREG") for line in code) >= 3
+    if axes in (CODE["e4m3"], CODE["int8"], CODE["a page a tile"]):
+        assert not [line for line in code if line.name.startswith(("LDL", "STL"))]
     assert softmax_runs_beside(code)
     # Of the exponentials' unit, which both would wait for.
     assert not [line for line in code if line.name.startswith(("I2F.F16", "F2F.BF16"))]

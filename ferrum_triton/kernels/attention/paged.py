@@ -105,7 +105,7 @@ def _prefill_of_few(call: Call, longest: int) -> Config | None:
         return None
     config = choose_prefill(call)
     programs = call.block_tables.shape[0] * call.pool.num_kv_heads
-    has_work = 5 * programs >= 2 * processors(call.q.device) or splits_of(call, config) > 1
+    has_work = 5 * programs >= 2 * processors(call.q.device) or splits_of(call, config, longest) > 1
     return config if has_work and "path" in config else None
 
 
@@ -160,7 +160,7 @@ def paged_varlen_attention(
         in_words = call.pool.layout.quantised
         prompts = call._replace(pool=as_pool(*caches)) if in_words else call
         prefill = of_few or choose_prefill(prompts)
-        splits = splits_of(prompts, prefill)
+        splits = splits_of(prompts, prefill, longest)
         if splits > 1:
             launch_prefill(prompts, 0, longest, prefill, splits)
             return y

@@ -315,7 +315,7 @@ def choose_prefill(call: Call) -> Config:
     return config
 
 
-def splits_of(call: Call, config: Config) -> int:
+def splits_of(call: Call, config: Config, longest: int) -> int:
     """Parts that the keys of blocks are cut into, where all blocks are too few for the SMs; else 1.
 
     With 32 heads over 8 of 128, nine queries on 8,192 keys take 20.5 us for 103, 128 take 38.5 for
@@ -323,12 +323,15 @@ def splits_of(call: Call, config: Config) -> int:
     ``paged_varlen_attention`` with MAX_SPLITS of 32 and of 1, H200, what became 2a405fe).
 
     Hopper's kernel alone cuts them, but not where it widens codes of more than 128 columns, which
-    leaves too few registers.
+    leaves too few registers. Nor where some sequences may be decodes, whose own launch shares out
+    the SMs by the keys that each has.
 
     Args:
         config: what :func:`choose_prefill` gave.
+        longest: a bound on the queries of any sequence.
     """
-    if "path" not in config or (call.pool.codes and call.out.shape[3] > 128):
+    too_wide = call.pool.codes and call.out.shape[3] > 128
+    if "path" not in config or too_wide or may_differ(call, longest):
         return 1
     num_seqs, num_tokens = call.block_tables.shape[0], call.q.shape[1]
     queries = config["BLOCK_M"] // next_power_of_2(call.group)

@@ -102,12 +102,15 @@ class Walk(NamedTuple):
     """Where a warp is on its way through the sequences, which begins behind the last one.
 
     Attributes:
-        place: twice the sequence, and 1 more where its blocks come backwards.
+        seq: the sequence.
         end: blocks of it and of those after it, which come first.
+        pivot: of its first queries' block, the index among all blocks, before which its others
+            come; or where they come behind it, -1 less that.
     """
 
-    place: Any
+    seq: Any
     end: Any
+    pivot: Any
 
 
 class Part(NamedTuple):
@@ -188,13 +191,13 @@ def programs_of(batch, VARIANT: gl.constexpr):
 def begin(batch, VARIANT: gl.constexpr):
     """A program's first rank, and the walk before it, which has ended where it has no part.
 
-    0 is added to both, as attention_roles.store_rows says why.
+    0 is added to all, as attention_roles.store_rows says why.
     """
     nothing = (gl.load(batch.cu_seqlens_q_ptr) >> 31).to(gl.int32)
-    place = 2 * batch.num_seqs + 1 + nothing
+    seq = batch.num_seqs + nothing
     if VARIANT.shared:
-        place = gl.where(gl.program_id(0) < programs_of(batch, VARIANT), place, 0)
-    return gl.program_id(0) + nothing, Walk(place, 0)
+        seq = gl.where(gl.program_id(0) < programs_of(batch, VARIANT), seq, 0)
+    return gl.program_id(0) + nothing, Walk(seq, 0, nothing - 1)
 
 
 @gluon.jit
@@ -222,41 +225,40 @@ def has_part(walk, rank, batch, VARIANT: gl.constexpr):
 def walk_to(walk, rank, batch, VARIANT: gl.constexpr):
     """Go on to the sequence of a rank's block, or to the first one.
 
-    Of the sequences with blocks the first's come forwards, the next's backwards, and so on.
+    Of the sequences with blocks, the first's come from the last on, the next's from the first on,
+    and so on.
     """
     index = rank // in_block(batch, VARIANT)
-    place, end = walk.place, walk.end
-    while (index >= end) & (place > 1):
-        place -= 2
-        blocks = blocks_of(place // 2, batch, VARIANT)
+    seq, end, pivot = walk.seq, walk.end, walk.pivot
+    while (index >= end) & (seq > 0):
+        seq -= 1
+        blocks = blocks_of(seq, batch, VARIANT)
+        turned = gl.where(pivot < 0, end + blocks - 1, -1 - end)
+        pivot = gl.where(blocks > 0, turned, pivot)
         end += blocks
-        place ^= gl.minimum(blocks, 1)
-    return Walk(place, end)
+    return Walk(seq, end, pivot)
 
 
 @gluon.jit
 def part_of(walk, rank, batch, VARIANT: gl.constexpr):
     """The block of queries of a rank.
 
-    A sequence's last ones see the most keys and come first. Those of every other sequence come
-    backwards, so that a sequence begins with blocks about as long as the last ones before it, and
-    all programs have their share of long ones.
+    A sequence's last ones see the most keys and come first, but those of every other sequence come
+    backwards. So a sequence begins with blocks about as long as the last ones before it, and all
+    programs have their share of long ones.
 
     Where keys are split, all parts of a block have as many tiles but for the last ones, which may
     be left with none. Such a part takes a tile too, and its queries look at it from before the
     first key. So do ranks past the parts that the sequence has, which are parts without queries.
     """
-    seq = walk.place // 2
-    starts = batch.cu_seqlens_q_ptr + seq
+    starts = batch.cu_seqlens_q_ptr + walk.seq
     token = gl.load(starts)
     num_queries = (gl.load(starts + 1) - token).to(gl.int32)
-    keys = gl.load(batch.pos_offsets_ptr + seq) + num_queries
+    keys = gl.load(batch.pos_offsets_ptr + walk.seq) + num_queries
     keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
     index = rank // in_block(batch, VARIANT)
     step: gl.constexpr = VARIANT.consumers * VARIANT.queries
-    ahead = walk.end - 1 - index  # blocks of the sequence before this one
-    backwards = gl.cdiv(num_queries, step) - 1 - ahead
-    first_query = gl.where(walk.place % 2 == 0, ahead, backwards) * step
+    first_query = gl.where(walk.pivot < 0, index + 1 + walk.pivot, walk.pivot - index) * step
     position = keys - num_queries
     seen = gl.minimum(gl.minimum(first_query + step, num_queries) + position, keys)
     end = gl.maximum(gl.cdiv(seen, VARIANT.block_n), 1) * VARIANT.block_n
@@ -280,7 +282,7 @@ def part_of(walk, rank, batch, VARIANT: gl.constexpr):
         position = gl.where(before < tiles, position, BEFORE_ALL)
         end -= gl.minimum(before, tiles - 1) * VARIANT.block_n
         tiles = gl.maximum(gl.minimum(tiles - before, size), 1)
-    block = Block(seq, kv_head, first_query, position, end, tiles, edge, shift)
+    block = Block(walk.seq, kv_head, first_query, position, end, tiles, edge, shift)
     return Part(block, token.to(gl.int32), num_queries, keys, number)
 
 
