@@ -52,7 +52,6 @@ FAMILIES = {
     K + "hopper/": ("", "test_hopper_gemm test_hopper_attention test_hopper_paged"),
     K + "hopper/attention": ("", "test_flash_config test_hopper_attention test_hopper_paged"),
     K + "hopper/attention_codes": ("", "test_hopper_paged_codes"),
-    K + "hopper/attention_walk": ("", "test_hopper_paged"),
     K + "hopper/mla": ("", "test_hopper_mla"),
     K + "hopper/packed": PACKED,
     K + "hopper/packed_stores": (
@@ -106,6 +105,7 @@ FAMILIES = {
     K + "attention/paged_step": ("interpret and qkv_paged", "test_paged_step"),
     K + "attention/new_heads": ("interpret and qkv_paged", "test_paged_step"),
     K + "attention/paged": ("interpret and paged", "test_paged_launches test_paged_attention"),
+    K + "attention/prefill": ("", "test_paged_launches test_hopper_paged"),
     K + "quant": (
         QUANT,
         "test_quant_planes test_quant_mma test_quant_mma_kinds test_gemv_repacked test_small_m "

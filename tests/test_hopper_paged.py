@@ -105,9 +105,14 @@ def test_equals_the_reference(backend_name, axes):
     check(backend, sample(backend, **axes), WIDE if axes.get("head_dim") == 128 else SMALL)
 
 
-# The most parts of a block's keys in each test.
-SPLIT = {"no context": 6, "a window": 3, "a cap and sinks": 6, "heads of 96": 3}
-SPLIT_AXES = {"q_lens": (70, 20), "max_offset": 300}
+# The most parts of a block's keys, and a sequence's keys for each of them.
+SPLIT = {
+    "no context": (6, 16),
+    "a window": (3, 16),
+    "a cap and sinks": (3, 100),
+    "heads of 96": (3, 100),
+}
+SPLIT_AXES = {"q_lens": (70, 20), "offsets": (80, 300)}
 LONGEST = {"max_q_len": 100}
 
 
@@ -117,30 +122,40 @@ def parts_of(launch):
     return out.shape[0]
 
 
-def split_keys(monkeypatch, most):
-    """Cut the keys of every block into so many parts, where its sequence has 16 keys for each."""
+def split_keys(monkeypatch, most, least):
+    """Cut the keys of every block into so many parts, where its sequence has keys for each."""
     for module in (paged_prefill, attention_paged, prefill_merge):
-        monkeypatch.setattr(module, "LEAST_KEYS", 16)
+        monkeypatch.setattr(module, "LEAST_KEYS", least)
     monkeypatch.setattr(paged_prefill, "MAX_SPLITS", most)
     monkeypatch.setattr(paged_prefill, "processors", lambda _: 1 << 20)
 
 
 @on_kernels
-@pytest.mark.parametrize(("feature", "most"), SPLIT.items())
-def test_parts_of_keys_make_the_whole(backend_name, feature, most, monkeypatch):
-    """Three parts of all keys, or more than there are tiles, so that some have none.
-
-    Sequences of few keys have fewer parts.
-    """
+@pytest.mark.parametrize("feature", SPLIT)
+def test_parts_of_keys_make_the_whole(backend_name, feature, monkeypatch):
+    """Fewer parts than tiles, of few keys one, or more than tiles, so that some have none."""
     backend = get_backend(backend_name)
-    split_keys(monkeypatch, most)
-    call = sample(backend, **SPLIT_AXES | FEATURES[feature]) | LONGEST
+    most, least = SPLIT[feature]
+    split_keys(monkeypatch, most, least)
+    axes = FEATURES[feature]
+    axes = axes if "max_offset" in axes else axes | SPLIT_AXES
+    call = sample(backend, **axes) | LONGEST
     check(backend, call)
     alone = harness.clone(call) | {"lse": None}
     got, (launch, merge) = attend(backend, alone)
     assert launch.meta["VARIANT"].is_split and parts_of(launch) == most
     assert merge.kernel.name == MERGE
     assert torch.equal(got, attend(backend, call)[0])
+
+
+def test_parts_of_keys_end_where_a_table_does(monkeypatch):
+    """Positions past it count as keys neither for parts nor for their merge."""
+    split_keys(monkeypatch, 3, 150)
+    backend = get_backend("interpret")
+    call = sample(backend, **SPLIT_AXES) | LONGEST
+    call["block_tables"] = call["block_tables"][:, :19].contiguous()  # 304 keys
+    call["pos_offsets"] += 900
+    check(backend, call)
 
 
 @pytest.mark.parametrize(

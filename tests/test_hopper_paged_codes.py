@@ -8,10 +8,11 @@ from ferrum_triton.kernels.attention.flash_config import hopper_tile
 from ferrum_triton.kernels.attention.prefill_config import prefill_config
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper.attention_codes import codes_layout
+from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.registry import OPS
-from ferrum_triton.testing import assert_close
+from ferrum_triton.testing import TensorFactory, assert_close
 from tests import code_twins, harness
 from tests.compiling import compiled, launches_of
 from tests.hopper_kernels import softmax_runs_beside, warnings_of
@@ -73,7 +74,7 @@ def test_equals_the_reference(backend_name, axes, cache_dtype):
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_parts_of_keys_make_the_whole(backend_name, head_dim, cache_dtype, monkeypatch):
     backend = get_backend(backend_name)
-    split_keys(monkeypatch, 3)
+    split_keys(monkeypatch, 3, 100)
     call = sample(backend, cache_dtype=cache_dtype, head_dim=head_dim, **SPLIT_AXES)
     check(backend, call)
     assert [launch.kernel.name for launch in attend(backend, call)[1]] == [
@@ -182,6 +183,16 @@ def test_machine_code(axes, dtype):
     assert sum(line.name == "STS.128" for line in code) == 2 * sum(
         line.name == "LDS.128" for line in code
     )
+
+
+@pytest.mark.parametrize(("head_dim", "by"), [(128, MERGE), (192, "_paged_decode_kernel")])
+def test_keys_of_wide_heads_are_not_cut_into_parts(head_dim, by):
+    axes = {"num_kv_heads": 8, "group_size": 4, "head_dim": head_dim, "cache_dtype": INT8}
+    call = OP.make_sample(TensorFactory(torch.bfloat16, "meta"), q_lens=(100,), **axes)
+    call["block_tables"] = torch.empty(1, 512, dtype=torch.int32, device="meta")
+    with record_launches((9, 0)) as launches:
+        OP.impls["triton"](**call)
+    assert [launch.kernel.name for launch in launches][:2] == [KERNEL, by]
 
 
 def test_rows_of_one_kind_of_pool_say_nothing_of_others():

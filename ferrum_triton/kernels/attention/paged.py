@@ -1,7 +1,8 @@
 """Attention over paged pools: which launches a call takes.
 
 Sequences of few queries go to paged decode, which splits their keys; longer ones to paged prefill,
-a launch of its own before it.
+a launch of its own before it. Where prefill has too few blocks for the GPU, it takes all sequences
+and splits their keys too.
 """
 
 import torch

@@ -359,7 +359,7 @@ def launch_prefill(call: Call, few: int, longest: int, config: Config, splits: i
         # to 586 with SMs left to decodes (``bench.timing.Replay`` of ``paged_varlen_attention``,
         # BLOCK_COST from 1.5 to 5, one run of an H200, copies of 97d9a7c). Most likely decode is
         # bound by the instructions that widen codes, which fewer SMs take longer for.
-        shared = few > 0 and may_differ(call, longest) and not call.pool.codes
+        shared = may_differ(call, longest) and not call.pool.codes
         attend_pages(call, few, config, shared, splits)
         return
     pool, q = call.pool, call.q

@@ -278,7 +278,7 @@ def part_of(walk, rank, batch, VARIANT: gl.constexpr):
         parts = gl.minimum(gl.maximum(keys // batch.least_keys, 1), batch.splits)
         num_queries = gl.where(number < parts, num_queries, 0)
         size = gl.cdiv(tiles, parts)
-        before = gl.minimum(number * size, tiles)
+        before = number * size
         position = gl.where(before < tiles, position, BEFORE_ALL)
         end -= gl.minimum(before, tiles - 1) * VARIANT.block_n
         tiles = gl.maximum(gl.minimum(tiles - before, size), 1)
