@@ -209,7 +209,7 @@ def shares(kv_heads, group, q_len, together, programs=PROGRAMS, consumers=2):
 
     Args:
         together: KV heads that run side by side, a section.
-        consumers: of 64 queries each, which are a block.
+        consumers: groups of 64 queries that make a block.
     """
     variant = Variant(
         consumers=consumers,

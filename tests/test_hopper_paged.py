@@ -123,7 +123,7 @@ def parts_of(launch):
 
 
 def split_keys(monkeypatch, most, least):
-    """Cut the keys of every block into so many parts, where its sequence has keys for each."""
+    """Cut each block's keys into up to ``most`` parts, one for every ``least`` of its sequence."""
     for module in (paged_prefill, attention_paged, prefill_merge):
         monkeypatch.setattr(module, "LEAST_KEYS", least)
     monkeypatch.setattr(paged_prefill, "MAX_SPLITS", most)
@@ -149,7 +149,7 @@ def test_parts_of_keys_make_the_whole(backend_name, feature, monkeypatch):
 
 
 def test_parts_of_keys_end_where_a_table_does(monkeypatch):
-    """Positions past it count as keys neither for parts nor for their merge."""
+    """Positions past it are no keys, neither to the parts nor to their merge."""
     split_keys(monkeypatch, 3, 150)
     backend = get_backend("interpret")
     call = sample(backend, **SPLIT_AXES) | LONGEST
@@ -264,19 +264,8 @@ def test_the_share_of_programs(q_lens, offsets, window, grid, programs):
 
 @gluon.jit
 def tell_parts(to_ptr, offsets_ptr, cuts_ptr, num_seqs, capacity, VARIANT: gl.constexpr):
-    no_window = 0
     batch = Batch(
-        None,
-        offsets_ptr,
-        cuts_ptr,
-        None,
-        num_seqs,
-        capacity,
-        None,
-        no_window,
-        None,
-        None,
-        None,
+        None, offsets_ptr, cuts_ptr, None, num_seqs, capacity, None, None, None, None, None
     )
     rank, walk = begin(batch, VARIANT)
     walk = walk_to(walk, rank, batch, VARIANT)

@@ -54,6 +54,8 @@ def test_prefill_takes_few_queries_of_many_sequences_or_keys(
     with record_launches((9, 0)) as launches:
         op.impls["triton"](**call | {"max_q_len": told})
     (prefill,) = [x for x in launches if x.kernel.name == "_hopper_paged_kernel"] or [None]
+    last = ("_paged_decode_kernel", "_merge_kernel", "_prefill_merge_kernel")
+    assert launches[-1].kernel.name in last
     # Where a sequence may have many queries, those of few are still decode's.
     taken = prefill is not None and prefill.meta["VARIANT"].few < queries
     assert taken == by_prefill

@@ -93,7 +93,7 @@ def _small_tile(
 
 
 def _fill(num_sms: int, rows: int, pairs: int) -> float:
-    """The share of rows that are queries, of all turns of the SMs by blocks of 128 rows."""
+    """The share of queries among the rows that all turns of the SMs have, in blocks of 128."""
     turns = cdiv(pairs * cdiv(rows, 128), num_sms)
     return pairs * rows / (turns * num_sms * 128)
 
@@ -103,9 +103,10 @@ def _hopper_choice(
 ) -> Config | None:
     """Hopper's tiles where they take less time than the plain kernel's; else None.
 
-    Up to 512 queries take tiles of 64 keys. With 255 queries and keys and 32 heads over 8, sixteen
-    sequences with heads of 128 take 41.8 us for the plain kernel's 64.0, and four with heads of 96
-    take 12.4 us for 17.1. One sequence with 8 heads over 4 of 256 takes 10.6 us for 14.4.
+    Up to 512 queries take tiles of 64 keys, but of 128 with heads of 64 that see all. With 255
+    queries and keys and 32 heads over 8, sixteen sequences with heads of 128 take 41.8 us for the
+    plain kernel's 64.0, and four with heads of 96 take 12.4 us for 17.1. One sequence with 8 heads
+    over 4 of 256 takes 10.6 us for 14.4.
 
     More queries take tiles of 128 keys, and of 64 where heads have more than 192 columns, or both
     heads and values more than 128. By eight sequences of 2,048, heads of 80 take 403 us for 528,
@@ -131,8 +132,9 @@ def _hopper_choice(
             return None
         if seen == OTHERS or value_dim > 64:
             return hopper_tile(128, 64, 3) if rows <= 512 else None
-        large = seen == SQUARE and rows > 512
-        return hopper_tile(192, 64, 3) if large else hopper_tile(128, 128, 2)
+        if seen == SQUARE and rows > 512:
+            return hopper_tile(192, 64, 3)
+        return hopper_tile(128, 128, 2)
     if head_dim > 192 or min(head_dim, value_dim) > 128:
         return hopper_tile(128, 64, 2)
     if rows <= 512:

@@ -375,7 +375,7 @@ def attend_pages(call: Call, few: int, config: Config, shared: bool, splits: int
 
     Args:
         shared: whether others may be decodes, to whose launch SMs are left.
-        splits: parts that a block's keys are cut into; if more than one, ``few`` is 0.
+        splits: the most parts that a block's keys are cut into; if more than one, ``few`` is 0.
     """
     if splits == 1:
         _launch(call, few, config, shared, call.out, call.lse)

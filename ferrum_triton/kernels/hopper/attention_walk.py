@@ -104,8 +104,8 @@ class Walk(NamedTuple):
     Attributes:
         seq: the sequence.
         end: blocks of it and of those after it, which come first.
-        pivot: of its first queries' block, the index among all blocks, before which its others
-            come; or where they come behind it, -1 less that.
+        pivot: the index, among all blocks, of the block of its first queries, where its others come
+            before that one; where they come after it, -1 minus the index.
     """
 
     seq: Any
@@ -207,8 +207,8 @@ def next_of(rank, turn, batch, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def in_block(batch, VARIANT: gl.constexpr):
-    """Ranks of a block of queries: its KV heads, times the parts of their keys."""
+def ranks_of_block(batch, VARIANT: gl.constexpr):
+    """How many ranks a block of queries has: one for each KV head and part of its keys."""
     ranks = VARIANT.num_kv_heads
     if VARIANT.is_split:
         ranks = batch.splits * ranks
@@ -218,7 +218,7 @@ def in_block(batch, VARIANT: gl.constexpr):
 @gluon.jit
 def has_part(walk, rank, batch, VARIANT: gl.constexpr):
     """Whether there is a block of a rank, to which :func:`walk_to` went."""
-    return rank // in_block(batch, VARIANT) < walk.end
+    return rank // ranks_of_block(batch, VARIANT) < walk.end
 
 
 @gluon.jit
@@ -228,7 +228,7 @@ def walk_to(walk, rank, batch, VARIANT: gl.constexpr):
     Of the sequences with blocks, the first's come from the last on, the next's from the first on,
     and so on.
     """
-    index = rank // in_block(batch, VARIANT)
+    index = rank // ranks_of_block(batch, VARIANT)
     seq, end, pivot = walk.seq, walk.end, walk.pivot
     while (index >= end) & (seq > 0):
         seq -= 1
@@ -247,16 +247,16 @@ def part_of(walk, rank, batch, VARIANT: gl.constexpr):
     backwards. So a sequence begins with blocks about as long as the last ones before it, and all
     programs have their share of long ones.
 
-    Where keys are split, all parts of a block have as many tiles but for the last ones, which may
-    be left with none. Such a part takes a tile too, and its queries look at it from before the
-    first key. So do ranks past the parts that the sequence has, which are parts without queries.
+    Where keys are split, a block's parts have the same number of tiles, but the last ones may be
+    left with fewer or none. A part without tiles takes one all the same, of which its queries see
+    nothing. A rank past the sequence's parts has no queries, and stores nothing.
     """
     starts = batch.cu_seqlens_q_ptr + walk.seq
     token = gl.load(starts)
     num_queries = (gl.load(starts + 1) - token).to(gl.int32)
     keys = gl.load(batch.pos_offsets_ptr + walk.seq) + num_queries
     keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
-    index = rank // in_block(batch, VARIANT)
+    index = rank // ranks_of_block(batch, VARIANT)
     step: gl.constexpr = VARIANT.consumers * VARIANT.queries
     first_query = gl.where(walk.pivot < 0, index + 1 + walk.pivot, walk.pivot - index) * step
     position = keys - num_queries
@@ -269,12 +269,12 @@ def part_of(walk, rank, batch, VARIANT: gl.constexpr):
     tiles = gl.maximum((end - start) // VARIANT.block_n, 1)
     edge = keys // VARIANT.piece * VARIANT.piece
     shift = (VARIANT.piece - (keys - edge)) % VARIANT.piece
-    kv_head = rank - index * in_block(batch, VARIANT)
+    kv_head = rank - index * ranks_of_block(batch, VARIANT)
     number = 0
     if VARIANT.is_split:
         number = kv_head // VARIANT.num_kv_heads
         kv_head -= number * VARIANT.num_kv_heads
-        # As prefill_merge has it.
+        # The merge counts parts in the same way.
         parts = gl.minimum(gl.maximum(keys // batch.least_keys, 1), batch.splits)
         num_queries = gl.where(number < parts, num_queries, 0)
         size = gl.cdiv(tiles, parts)
