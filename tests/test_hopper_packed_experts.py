@@ -30,7 +30,7 @@ from ferrum_triton.kernels.quant.packed_config import (
 )
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.quant import FORMATS, dequantize_blocks
-from tests.compiling import compiled
+from tests.compiling import compiled, in_turns
 from tests.packed_twins import twins
 from tests.test_hopper_packed import (
     HOPPER,
@@ -242,10 +242,12 @@ def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
     assert names[-1] == "_plane_tiles_kernel"
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("kind", "pairs"), [("Q4_K", 256), ("Q4_0", 64), ("Q6_K", 16)])
-def test_what_is_compiled(kind, pairs, gated):
-    config = experts_candidates(HOPPER, kind, pairs)[-1]
+PAIRS = {"Q4_K": 256, "Q4_0": 64, "Q6_K": 16}
+
+
+@pytest.mark.parametrize(("kind", "gated"), in_turns(PAIRS, [(False,), (True,)]))
+def test_what_is_compiled(kind, gated):
+    config = experts_candidates(HOPPER, kind, PAIRS[kind])[-1]
     resources = compiled(launches_of(kind, config, gated)[-1])
     assert resources.registers == (80 if config.ctas_per_sm == 2 else 168)
     code = instructions(resources.asm["cubin"])

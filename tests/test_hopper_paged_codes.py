@@ -14,7 +14,7 @@ from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
 from tests import code_twins, harness
-from tests.compiling import compiled, launches_of
+from tests.compiling import compiled, in_turns, launches_of
 from tests.hopper_kernels import softmax_runs_beside, warnings_of
 from tests.test_hopper_paged import (
     KERNEL,
@@ -35,8 +35,8 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 FORMATS = {"e4m3": FP8, "int8": INT8}
 
 on_formats = pytest.mark.parametrize("cache_dtype", FORMATS.values(), ids=FORMATS)
-on_dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-
+DTYPES = torch.float16, torch.bfloat16
+on_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 code_twins.register()
 
@@ -163,9 +163,14 @@ def launch_of(axes, dtype=torch.bfloat16):
     return launches_of(OP, case, TARGETS["sm_90"])[0]
 
 
-@on_dtypes
-@pytest.mark.parametrize("axes", CODE.values(), ids=CODE)
-def test_machine_code(axes, dtype):
+# Each kind of codes is widened in its own way to each dtype.
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(kind, dtype) for kind in FORMATS for dtype in DTYPES]
+    + in_turns([kind for kind in CODE if kind not in FORMATS], [(dtype,) for dtype in DTYPES]),
+)
+def test_machine_code(kind, dtype):
+    axes = CODE[kind]
     config = SMALL if axes.get("head_dim", 0) > 128 else WIDE
     with prefill_config.forced(config):
         launch = launch_of(axes, dtype)
@@ -174,7 +179,7 @@ def test_machine_code(axes, dtype):
     assert warnings_of(used.asm["ptx"]) == []
     code = instructions(used.asm["cubin"])
     assert sum(line.name.startswith("USETMAXREG") for line in code) >= 3
-    if axes in (CODE["e4m3"], CODE["int8"], CODE["a page a tile"]):
+    if kind in (*FORMATS, "a page a tile"):
         assert not [line for line in code if line.name.startswith(("LDL", "STL"))]
     assert softmax_runs_beside(code)
     # Of the exponentials' unit, which both would wait for.
