@@ -242,6 +242,7 @@ def test_it_is_tried_on_hopper_alone_and_chosen_by_a_measured_row_alone():
     assert names[-1] == "_plane_tiles_kernel"
 
 
+# Pairs of a format that a choice is asked for.
 PAIRS = {"Q4_K": 256, "Q4_0": 64, "Q6_K": 16}
 
 
