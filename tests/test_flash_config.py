@@ -91,7 +91,10 @@ def of_dims(head_dim, value_dim=None, *, rows, pairs, seen=TRIANGLE):
         (of_dims(64, rows=3000, pairs=16, seen=SQUARE), (192, 64)),
         (of_dims(64, rows=512, pairs=64, seen=SQUARE), (128, 128)),  # 256 blocks, by 132 SMs
         (of_dims(64, rows=480, pairs=48, seen=SQUARE), (64, 64)),  # 192
-        (of_dims(64, rows=300, pairs=44, seen=SQUARE), (64, 64)),  # 132, a fifth of them empty
+        (of_dims(64, rows=290, pairs=44, seen=SQUARE), (64, 64)),  # 132, a quarter of them empty
+        (of_dims(64, rows=333, pairs=160, seen=SQUARE), (128, 128)),  # 480, a seventh
+        (of_dims(64, rows=200, pairs=320, seen=SQUARE), (64, 32)),  # 640, a fifth
+        (of_dims(64, rows=250, pairs=256, seen=SQUARE), (128, 64)),
         (of_dims(128, rows=1500, pairs=8), (64, 128)),
         (of_dims(96, rows=300, pairs=16), (64, 64)),
         (of_dims(128, rows=1500, pairs=16), (128, 128)),
@@ -141,13 +144,21 @@ def test_what_is_seen_decides_tiles(q_len, keys, window, causal, seen):
     assert picks[0].shape[-2] == (4 if q_len == 40 else 8)
 
 
-def test_heads_that_see_all_keys_need_no_others_beside_them():
-    """16 of 3,072 queries and keys, of which the cache has room for eight; one block is as any."""
-    q = torch.empty(1, 16, 3072, 192, dtype=torch.bfloat16, device="meta")
-    v = torch.empty(1, 16, 3072, 128, dtype=torch.bfloat16, device="meta")
-    with record_launches((9, 0)), flash_config.forced(hopper_tile(192, 64, 2)):
-        plans = [choose_plan(q, q, v, v, 3072, None, 0, causal) for causal in (True, False)]
-    assert [plan.heads_at_once for plan in plans] == [16, 8]
+@pytest.mark.parametrize(
+    ("batch", "rows", "at_once"),
+    [
+        (1, 3072, [8, 1]),  # as many as 32 MB have room for
+        (8, 512, [64, 1]),  # 1.3 turns of 132 programs are 172 blocks, of four a head
+        (8, 2048, [16, 1]),
+    ],
+)
+def test_heads_that_see_all_keys_need_no_others_beside_them(batch, rows, at_once):
+    """Their blocks are alike; of short ones that see a triangle, few heads make up for another."""
+    q = torch.empty(batch, 16, rows, 192, dtype=torch.bfloat16, device="meta")
+    v = torch.empty(batch, 16, rows, 128, dtype=torch.bfloat16, device="meta")
+    with record_launches((9, 0)), flash_config.forced(hopper_tile(128, 64, 2)):
+        plans = [choose_plan(q, q, v, v, rows, None, 0, causal) for causal in (True, False)]
+    assert [plan.heads_at_once for plan in plans] == at_once
 
 
 def test_keys_of_few_queries_and_keys_are_not_split():
@@ -275,7 +286,7 @@ def test_programs_have_alike_much_to_do(kv_heads, group, q_len, room):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "cached", "num_sms", "blocks", "together"),
+    ("kv_heads", "room", "num_sms", "blocks", "together"),
     [
         (8, 100, PROGRAMS, 64, 8),
         (8, 7, PROGRAMS, 64, 4),
@@ -286,5 +297,5 @@ def test_programs_have_alike_much_to_do(kv_heads, group, q_len, room):
         (3, 1, PROGRAMS, 1, 3),
     ],
 )
-def test_heads_side_by_side(kv_heads, cached, num_sms, blocks, together):
-    assert heads_together(kv_heads, cached, num_sms, blocks) == together
+def test_heads_side_by_side(kv_heads, room, num_sms, blocks, together):
+    assert heads_together(kv_heads, room, num_sms, blocks) == together

@@ -1,7 +1,7 @@
 """Tiles of flash attention: what the plain kernel and Hopper's are launched with, and why."""
 
 from ferrum_triton.kernels.attention.tensor_maps import LARGE
-from ferrum_triton.kernels.gpu import INTERPRETER, Gpu
+from ferrum_triton.kernels.gpu import INTERPRETER, SHARED_LIMITS, Gpu
 from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.parameters import one_of, shared_refusal
 from ferrum_triton.kernels.rows import cdiv, next_power_of_2
@@ -21,6 +21,14 @@ HOPPER_BARRIERS = 1024
 
 # Registers of a consumer's thread where the producer widens 8-bit pages, which takes 72.
 WIDE_REGISTERS = 216
+
+# Keys of a block, as all of them have in the mean, up to which its queries come in early, while the
+# block before is at work. 300 queries of sixteen sequences of 32 heads over 8 of 128 take 58.8 us
+# for 64.8, 700 of eight 87.6 for 93.4, and 1,024 of eight with 32 heads over 32 155.8 for 158.4.
+# But 2,048 of four of these take 498 us for 494, and 1,024 that see all their keys 236 for 233.
+# With heads of 64 longer blocks gain too: four sequences of 8,192 take 1,220 us for 1,244
+# (``bench.timing.Replay`` of ``flash_attention`` with each, H200, copies of cccdbea).
+SHORT_BLOCK = 896
 
 # What the queries of a call see, which decides how much blocks have to do: each the keys up to its
 # own, or all of as many; or else, as with windows and with keys from before.
@@ -65,6 +73,12 @@ def _small_tile(
     two sequences of sixteen heads of 64 take 9.3 us for 10.3, of four 15.2 for 17.9, and of eight
     27.6 for 30.7 (what became 3554614).
 
+    Short sequences that see all their keys take tiles of 32 keys, of which fewer are hidden, where
+    blocks are many: 200 queries of twenty sequences of sixteen heads of 64 take 20.4 us for 24.5 by
+    64 keys, and 288 of twelve 19.9 for 21.7. Where they are few, fewer tiles take less: 250 of
+    seven of twelve heads 8.2 us for 10.0 (``bench.timing.Replay`` of each, a copy of cccdbea with
+    the order of heads that ``flash_plan`` has since).
+
     ``bench.timing.device_us`` of ``flash_attention`` under ``flash_config.forced`` of each timed
     them in bfloat16 on an H200, on copies of 17fb2ae. Bounds lie where the two cross over 250 such
     calls, of 2 to 128 heads by 200 to 12,000 queries.
@@ -74,8 +88,10 @@ def _small_tile(
     if seen == OTHERS:
         return None
     if widest <= 64:
-        if rows <= 512 and seen == SQUARE and _fill(num_sms, rows, pairs) >= 0.85:
-            return None
+        if rows <= 512 and seen == SQUARE:
+            if _fill(num_sms, rows, pairs) >= 0.78:
+                return None
+            return tile(64, 32 if blocks > 1.5 else 64, 4, 3)
         if rows <= 512 or (seen == SQUARE and 1 < blocks <= 1.5):
             return tile(64, 64, 4, 3)
         if blocks <= (2 if seen == TRIANGLE else 1):
@@ -103,7 +119,9 @@ def _hopper_choice(
 ) -> Config | None:
     """Hopper's tiles where they take less time than the plain kernel's; else None.
 
-    Up to 512 queries take tiles of 64 keys, but of 128 with heads of 64 that see all. With 255
+    Up to 512 queries take tiles of 64 keys, but more than 256 with heads of 64 that see all take
+    128: of sixteen sequences of sixteen such heads, 250 queries take 17.7 us for 18.5, but of
+    eight, 512 take 28.3 for 26.2 (``Replay`` of each, as for ``_small_tile``). With 255
     queries and keys and 32 heads over 8, sixteen sequences with heads of 128 take 41.8 us for the
     plain kernel's 64.0, and four with heads of 96 take 12.4 us for 17.1. One sequence with 8 heads
     over 4 of 256 takes 10.6 us for 14.4.
@@ -134,7 +152,9 @@ def _hopper_choice(
             return hopper_tile(128, 64, 3) if rows <= 512 else None
         if seen == SQUARE and rows > 512:
             return hopper_tile(192, 64, 3)
-        return hopper_tile(128, 128, 2)
+        return (
+            hopper_tile(128, 64, 4) if seen == SQUARE and rows <= 256 else hopper_tile(128, 128, 2)
+        )
     if head_dim > 192 or min(head_dim, value_dim) > 128:
         return hopper_tile(128, 64, 2)
     if rows <= 512:
@@ -272,12 +292,33 @@ def flash_refusal(
     return shared_refusal(gpu, hopper_shared(config, head_dim, value_dim, own_out=own_out))
 
 
-def hopper_shared(config: Config, head_dim: int, value_dim: int, *, own_out: bool) -> int:
-    """Bytes of shared memory of Hopper's kernel, with or without buffers for its results."""
+def hopper_shared(
+    config: Config, head_dim: int, value_dim: int, *, own_out: bool, ahead: bool = False
+) -> int:
+    """Bytes of shared memory of Hopper's kernel.
+
+    Args:
+        own_out: there are buffers for its results.
+        ahead: there are buffers for the next block's queries.
+    """
     block_m, block_n, stages = config["BLOCK_M"], config["BLOCK_N"], config["num_stages"]
     columns, values = sum(split_columns(head_dim)), padded(value_dim)
-    queries = block_m * (columns + values * own_out)
+    queries = block_m * (columns * (1 + ahead) + values * own_out)
     return 2 * (queries + stages * block_n * (columns + values)) + HOPPER_BARRIERS
+
+
+def comes_early(
+    config: Config, head_dim: int, value_dim: int, turns: float, keys_of_block: int
+) -> bool:
+    """Whether a block's queries come in while the block before is at work.
+
+    Args:
+        turns: blocks for each program.
+        keys_of_block: that it has in the mean.
+    """
+    shared = hopper_shared(config, head_dim, value_dim, own_out=True, ahead=True)
+    gains = turns > 1 and (head_dim <= 64 or keys_of_block <= SHORT_BLOCK)
+    return gains and shared <= SHARED_LIMITS["sm_90"]
 
 
 def codes_refusal(gpu: Gpu, config: Config, head_dim: int) -> str:

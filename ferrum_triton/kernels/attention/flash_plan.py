@@ -28,6 +28,16 @@ from ferrum_triton.kernels.tuning import Config, cached_picks
 # Hopper) beside the queries and outputs that pass through it.
 CACHED_BYTES = 32 << 20
 
+# Queries of a sequence up to which as few heads run side by side as may. More would most likely ask
+# device memory for all keys in the first turns of the programs, and for none in the others. 512
+# queries of sixteen sequences of sixteen heads of 64 take 38.5 us for 41.2, 255 of 64 of 32 heads
+# over 8 of 128 132.2 for 136.9, and 1,024 of eight with 32 heads over 32 151.7 for 155.8. Longer
+# ones gain nothing: 2,048 of four with 32 heads over 8 of 96 take 219.5 us for 213.0. Where they
+# see all their keys, so that blocks are alike, the same holds for every length: 256 of sixteen
+# sequences of sixteen heads of 64 take 17.6 us for 18.9, and 4,096 of two 325.8 for 332.5
+# (``bench.timing.Replay`` of ``flash_attention`` with each, H200, copies of cccdbea).
+SHORT = 1024
+
 # More programs than this would cost more to merge than they gain.
 MAX_SPLITS = 64
 
@@ -189,13 +199,13 @@ def _plan(
     min_tiles = max(cdiv(32 if gpu.arch == INTERPRETER else MIN_KEYS, block_n), 1)
     share = max(cdiv(tiles, max(min(wanted // programs, MAX_SPLITS), 1)), min_tiles)
 
-    together = heads_together(
-        kv_heads,
-        CACHED_BYTES // max(2 * most_keys * head_dim * dtype.itemsize, 1),
-        # Blocks alike need no others to make up for them, and the GPU shares out plain ones.
-        gpu.num_sms if "path" in picked and seen == TRIANGLE else 0,
-        blocks_per_head * cdiv(rows, block_m),
-    )
+    # Blocks alike need no others to make up for them, and the GPU shares out plain ones.
+    shared_out = "path" in picked and seen == TRIANGLE
+    room = CACHED_BYTES // max(2 * most_keys * head_dim * dtype.itemsize, 1)
+    if seen == SQUARE or (shared_out and rows <= SHORT):
+        room = 1
+    blocks = blocks_per_head * cdiv(rows, block_m)
+    together = heads_together(kv_heads, room, gpu.num_sms if shared_out else 0, blocks)
     return FlashPlan(
         picked,
         packed=packed,
@@ -207,8 +217,8 @@ def _plan(
     )
 
 
-def heads_together(kv_heads: int, cached: int, num_sms: int, blocks: int) -> int:
-    """KV heads that run side by side, a divisor of all: as many as the cache has room for.
+def heads_together(kv_heads: int, room: int, num_sms: int, blocks: int) -> int:
+    """KV heads that run side by side, a divisor of all: as many as there is room for.
 
     Hopper's programs share out blocks of different lengths, and want 1.3 turns of all programs in a
     section. In smaller ones a program may have the longest block of every section, or the shortest:
@@ -217,10 +227,10 @@ def heads_together(kv_heads: int, cached: int, num_sms: int, blocks: int) -> int
     ``largest_share(shares(128, 1, 3000, 8, consumers=3))``.
 
     Args:
-        cached: KV heads that the cache has room for.
+        room: KV heads that the cache has room for, or 1 where more would gain nothing.
         num_sms: SMs that programs run on; 0 where programs share out nothing.
         blocks: blocks of queries of a KV head.
     """
-    found = next(n for n in range(max(min(cached, kv_heads), 1), 0, -1) if kv_heads % n == 0)
+    found = next(n for n in range(max(min(room, kv_heads), 1), 0, -1) if kv_heads % n == 0)
     least = min(cdiv(13 * num_sms, 10 * blocks), kv_heads)
     return next(n for n in range(max(found, least), kv_heads + 1) if kv_heads % n == 0)

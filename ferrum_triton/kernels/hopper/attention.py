@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ferrum_triton.kernels.attention.flash_config import (
     HOPPER_REGISTERS,
+    comes_early,
     hopper_shared,
     padded,
     split_columns,
@@ -89,8 +90,8 @@ def _hopper_attention_kernel(
     STAGES: gl.constexpr = VARIANT.stages
     q_rest, k_rest = None, None
     if q_rest_desc is not None:
-        q_rest, k_rest = allocate(q_rest_desc, CONSUMERS), allocate(k_rest_desc, STAGES)
-    q = Stream(q_desc, q_rest_desc, make_ring(q_desc, CONSUMERS, 1), q_rest)
+        q_rest, k_rest = allocate(q_rest_desc, VARIANT.query_stages), allocate(k_rest_desc, STAGES)
+    q = Stream(q_desc, q_rest_desc, make_ring(q_desc, VARIANT.query_stages, 1), q_rest)
     k = Stream(k_desc, k_rest_desc, make_ring(k_desc, STAGES, CONSUMERS), k_rest)
     v = Stream(v_desc, None, make_ring(v_desc, STAGES, CONSUMERS), None)
     outs = q.ring.buffers
@@ -178,6 +179,11 @@ def attend_prefill(
     consumers, gpu = block_m // ROWS.value, gpu_of(q.device)
     newest = masks.kv_lens is not None and masks.pos_offset is None
     pos_offset = masks.kv_len - q_len if masks.pos_offset is None else masks.pos_offset
+    blocks_per_head = cdiv(q_len, block_m)
+    blocks = blocks_per_head * batch * num_heads
+    programs = min(blocks, gpu.num_sms)
+    keys = masks.kv_len - q_len // 2 if masks.causal else masks.kv_len
+    keys = min(keys, masks.sliding_window or keys)
     shared = hopper_shared(plan.tile, head_dim, value_dim, own_out=True)
     variant = Variant(
         consumers=consumers,
@@ -188,6 +194,7 @@ def attend_prefill(
         block_e=block_e,
         block_v=padded(value_dim),
         own_out=shared <= SHARED_LIMITS["sm_90"],
+        ahead=comes_early(plan.tile, head_dim, value_dim, blocks / programs, keys),
         group=num_heads // k.shape[1],
         negate=negate,
         newest=newest,
@@ -197,10 +204,8 @@ def attend_prefill(
     )
     of_q, of_out = (_rows_of(x, q_len, ROWS.value) for x in (q, out))
     of_k, of_v = (_rows_of(x, masks.kv_len, block_n) for x in (k, v))
-    blocks_per_head = cdiv(q_len, block_m)
-    blocks = blocks_per_head * batch * num_heads
     _hopper_attention_kernel.launch(
-        (min(blocks, gpu.num_sms),),
+        (programs,),
         out_ptr=out,
         lse_ptr=lse,
         sinks_ptr=sinks,

@@ -62,7 +62,7 @@ class Streams(NamedTuple):
     """What goes through a program's shared memory.
 
     Attributes:
-        q: queries, a buffer for each consumer.
+        q: queries, a buffer for each consumer or two in turn.
         k: tiles of keys.
         v: tiles of values.
         out_desc: the results.
@@ -149,11 +149,21 @@ def tile_of(buffers, stage):
 
 
 @gluon.jit
-def begin_scores(streams, step, own, VARIANT: gl.constexpr):
+def buffer_of(turn, OWN: gl.constexpr, VARIANT: gl.constexpr):
+    """The buffer of a consumer's queries of a turn. Constant where it can be."""
+    own = OWN
+    if VARIANT.ahead:
+        own = OWN + (turn & 1) * VARIANT.consumers
+    return own
+
+
+@gluon.jit
+def begin_scores(streams, step, turn, OWN: gl.constexpr, VARIANT: gl.constexpr):
     """Begin the product of a consumer's queries with the keys of a step."""
     wait_full(streams.k.ring, step)
     stage = step % VARIANT.stages
     scores = gl.full([ROWS, VARIANT.block_n], 0.0, gl.float32, VARIANT.scores)
+    own = buffer_of(turn, OWN, VARIANT)
     q = tile_of(streams.q.ring.buffers, own)
     k = tile_of(streams.k.ring.buffers, stage)
     scores = warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=False, is_async=True)
@@ -217,6 +227,7 @@ def fold_tile(
     weights,
     n,
     done,
+    turn,
     block,
     rows,
     streams,
@@ -231,6 +242,7 @@ def fold_tile(
         weights: of the values of tile n - 1, in float32: carried as 16 bits they would be unpacked
             and packed again at every turn of the loop.
         done: tiles of the blocks before, which count the steps of the rings.
+        turn: blocks before.
 
     Returns:
         The state without the values of tile n, and their weights.
@@ -238,9 +250,9 @@ def fold_tile(
     step = done + n
     if VARIANT.round_first:
         operand = rounded(weights, streams, step - 1, VARIANT)
-        scores = begin_scores(streams, step, OWN, VARIANT)
+        scores = begin_scores(streams, step, turn, OWN, VARIANT)
     else:
-        scores = begin_scores(streams, step, OWN, VARIANT)
+        scores = begin_scores(streams, step, turn, OWN, VARIANT)
         operand = rounded(weights, streams, step - 1, VARIANT)
     acc = begin_sum(streams, step - 1, operand, state.acc, VARIANT)
     scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -267,7 +279,7 @@ def attend(
     CONSUMERS: gl.constexpr = VARIANT.consumers
     state = first_state(outputs.sinks_ptr, rows.head, rows.number, VARIANT)
     wait_full(streams.q.ring, turn * CONSUMERS + OWN)
-    scores = begin_scores(streams, done, OWN, VARIANT)
+    scores = begin_scores(streams, done, turn, OWN, VARIANT)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     scores = scale_keys(scores, streams.k, done, VARIANT)
     release(streams.k.ring, done)
@@ -277,7 +289,7 @@ def attend(
     state = Softmax(state.acc, row_max, row_sum)
     for n in range(1, block.tiles):
         state, weights = fold_tile(
-            state, weights, n, done, block, rows, streams, call, OWN, VARIANT
+            state, weights, n, done, turn, block, rows, streams, call, OWN, VARIANT
         )
     if VARIANT.own_out:
         release(streams.q.ring, turn * CONSUMERS + OWN)

@@ -33,6 +33,7 @@ class Variant:
         block_v: columns of v and of the result, a power of two.
         own_out: results leave through buffers of their own; else through those of the queries,
             which then come in later.
+        ahead: a block's queries come in while the block before is still at work.
         group: query heads per KV head.
         negate: the softmax scale is negative.
         newest: the queries are the newest of what only the device knows the length of.
@@ -59,6 +60,12 @@ class Variant:
     piece: int = 0
     round_first: bool = False
     is_split: bool = False
+    ahead: bool = False
+
+    @property
+    def query_stages(self) -> int:
+        """Buffers of queries: for each consumer one, or two in turn."""
+        return self.consumers * (2 if self.ahead else 1)
 
     @property
     def block_m(self) -> int:
