@@ -35,7 +35,7 @@ from ferrum_triton.kernels.gpu import gpu_of
 from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.jit import note_launches
 from ferrum_triton.testing import TWO_PRODUCTS
-from tests import code_twins, packed_twins
+from tests import attention_twins, packed_twins
 from tests.harness import assert_call_matches, bits, clone, expected, has_minimums
 from tests.soak_axes import LARGE, SMALL, Arguments, Limits
 from tests.soak_draws import Drawn, draws, launches_gluon, launches_of, named, served_ops
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part, parts = map(int, options.shard.split("/"))
     if options.backend == "interpret":
         packed_twins.register()
-        code_twins.register()
+        attention_twins.register()
         limits = SMALL
     elif not serves(gpu_of(backend.device)):
         print("needs a Hopper, and a Triton that kernels in Gluon were tested with")

@@ -84,11 +84,16 @@ def of_dims(head_dim, value_dim=None, *, rows, pairs, seen=TRIANGLE):
         (of_dims(64, rows=2047, pairs=9), (64, 128)),
         (of_dims(64, rows=500, pairs=9), (64, 64)),
         (of_dims(64, rows=3000, pairs=32), (64, 64)),
-        (of_dims(64, rows=8192, pairs=64), (128, 128)),
+        (of_dims(64, rows=1024, pairs=128), (128, 128)),
+        (of_dims(64, rows=900, pairs=128), (64, 64)),
+        (of_dims(64, rows=4096, pairs=48), (128, 128)),
+        (of_dims(64, rows=8192, pairs=64), (192, 128)),
         (of_dims(64, 256, rows=500, pairs=64), (128, 64)),
         (of_dims(64, rows=700, pairs=16, seen=SQUARE), (64, 128)),
-        (of_dims(64, rows=700, pairs=32, seen=SQUARE), (64, 64)),
-        (of_dims(64, rows=3000, pairs=16, seen=SQUARE), (192, 64)),
+        (of_dims(64, rows=700, pairs=32, seen=SQUARE), (192, 64)),  # one turn of such blocks
+        (of_dims(64, rows=800, pairs=30, seen=SQUARE), (64, 64)),  # 390 blocks, three to an SM
+        (of_dims(64, rows=1024, pairs=64, seen=SQUARE), (128, 128)),
+        (of_dims(64, rows=3000, pairs=16, seen=SQUARE), (192, 128)),
         (of_dims(64, rows=512, pairs=64, seen=SQUARE), (128, 128)),  # 256 blocks, by 132 SMs
         (of_dims(64, rows=480, pairs=48, seen=SQUARE), (64, 64)),  # 192
         (of_dims(64, rows=290, pairs=44, seen=SQUARE), (64, 64)),  # 132, a quarter of them empty

@@ -19,12 +19,16 @@ from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.kernels.tables import SHIPPED, table_file
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
+from tests import attention_twins
 from tests.compiling import compiled, launches_of
 from tests.hopper_kernels import emulate, softmax_runs_beside, unnoticed, warnings_of
 
 OP = OPS["flash_attention"]
 KERNEL = "_hopper_attention_kernel"
 SMALL, WIDE, THREE = hopper_tile(128, 64, 2), hopper_tile(128, 128, 2), hopper_tile(192, 64, 3)
+LARGE = hopper_tile(192, 128, 2)
+
+attention_twins.register()
 
 on_kernels = pytest.mark.parametrize(
     "backend_name", ["interpret", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -99,6 +103,7 @@ def test_equals_the_reference(backend_name, axes):
         (96, 96, SMALL),
         (80, 24, THREE),
         (64, 64, THREE),
+        (64, 64, LARGE),
         (40, 136, SMALL),
     ],
 )
@@ -174,6 +179,7 @@ def check_drawn(backend, seed):
         (
             (64, SMALL),
             (64, THREE),
+            (64, LARGE),
             (96, SMALL),
             (128, WIDE),
             (128, THREE),

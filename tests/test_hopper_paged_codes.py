@@ -13,7 +13,7 @@ from ferrum_triton.kernels.resources import TARGETS
 from ferrum_triton.kernels.sass import instructions
 from ferrum_triton.registry import OPS
 from ferrum_triton.testing import TensorFactory, assert_close
-from tests import code_twins, harness
+from tests import attention_twins, harness
 from tests.compiling import compiled, in_turns, launches_of
 from tests.hopper_kernels import softmax_runs_beside, warnings_of
 from tests.test_hopper_paged import (
@@ -38,7 +38,7 @@ on_formats = pytest.mark.parametrize("cache_dtype", FORMATS.values(), ids=FORMAT
 DTYPES = torch.float16, torch.bfloat16
 on_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
-code_twins.register()
+attention_twins.register()
 
 FEATURES = {
     "one sequence": {"q_lens": (150,)},

@@ -47,14 +47,26 @@ def flash_heuristic(
     seen: str,
 ) -> Config:
     """Hopper's kernel for many queries, where it serves; else the plain one."""
-    if gpu.capability == (9, 0) and not is_float32 and rows >= MANY_QUERIES:
-        small = _small_tile(gpu.num_sms, rows, pairs, head_dim, value_dim, seen)
+    if gpu.capability == (9, 0) and not is_float32:
+        config = _tile_on_hopper(gpu.num_sms, rows, pairs, head_dim, value_dim, seen)
+        if config and not flash_refusal(gpu, config, rows, head_dim, value_dim, is_float32):
+            return config
+    return plain_heuristic(gpu, rows, head_dim, is_float32, one_loop, has_window)
+
+
+def _tile_on_hopper(
+    num_sms: int, rows: int, pairs: int, head_dim: int, value_dim: int, seen: str
+) -> Config | None:
+    if rows >= MANY_QUERIES and seen != OTHERS:
+        if max(head_dim, value_dim) > 64:
+            small = _small_tile(num_sms, rows, pairs, head_dim, value_dim, seen)
+        elif seen == TRIANGLE:
+            return _narrow_triangle(num_sms, rows, pairs)
+        else:
+            return _narrow_square(num_sms, rows, pairs)
         if small:
             return small
-    config = _hopper_choice(gpu.num_sms, rows, pairs, head_dim, value_dim, seen)
-    if config and not flash_refusal(gpu, config, rows, head_dim, value_dim, is_float32):
-        return config
-    return plain_heuristic(gpu, rows, head_dim, is_float32, one_loop, has_window)
+    return _hopper_choice(num_sms, rows, pairs, head_dim, value_dim, seen)
 
 
 def _small_tile(
@@ -65,19 +77,8 @@ def _small_tile(
     An SM then has one block of 128 rows or none, and two or three of 64, which most likely do not
     all wait at the same time.
 
-    With heads of 64, 2,047 queries of nine take 20.8 us for 33.7 by blocks of 128, and 1,000 of
-    eight 10.1 us for 15.8. With heads of 128, 1,500 queries of eight take 17.2 us for 22.7, and
-    with 192 by 128, 1,000 of eight take 16.7 us for 19.1. With 256, 700 of eight take 17.7 us for
-    19.0. Where they see all, 1,024 of two sequences of twelve heads of 64 take 19.2 us for 23.6.
-    But where blocks of 128 fill their turns of the SMs, Hopper's kernel takes less: 512 queries of
-    two sequences of sixteen heads of 64 take 9.3 us for 10.3, of four 15.2 for 17.9, and of eight
-    27.6 for 30.7 (what became 3554614).
-
-    Short sequences that see all their keys take tiles of 32 keys, of which fewer are hidden, where
-    blocks are many: 200 queries of twenty sequences of sixteen heads of 64 take 20.4 us for 24.5 by
-    64 keys, and 288 of twelve 19.9 for 21.7. Where they are few, fewer tiles take less: 250 of
-    seven of twelve heads 8.2 us for 10.0 (``bench.timing.Replay`` of each, a copy of cccdbea with
-    the order of heads that ``flash_plan`` has since).
+    With heads of 128, 1,500 queries of eight take 17.2 us for 22.7 by blocks of 128, and with 192
+    by 128, 1,000 of eight take 16.7 us for 19.1. With 256, 700 of eight take 17.7 us for 19.0.
 
     ``bench.timing.device_us`` of ``flash_attention`` under ``flash_config.forced`` of each timed
     them in bfloat16 on an H200, on copies of 17fb2ae. Bounds lie where the two cross over 250 such
@@ -85,18 +86,6 @@ def _small_tile(
     """
     blocks = pairs * cdiv(rows, 128) / num_sms
     widest = max(head_dim, value_dim)
-    if seen == OTHERS:
-        return None
-    if widest <= 64:
-        if rows <= 512 and seen == SQUARE:
-            if _fill(num_sms, rows, pairs) >= 0.78:
-                return None
-            return tile(64, 32 if blocks > 1.5 else 64, 4, 3)
-        if rows <= 512 or (seen == SQUARE and 1 < blocks <= 1.5):
-            return tile(64, 64, 4, 3)
-        if blocks <= (2 if seen == TRIANGLE else 1):
-            return tile(64, 128, 4, 3)
-        return tile(64, 64, 4, 3) if seen == TRIANGLE and rows < 3500 else None
     if widest <= 128:
         if blocks > (1 if seen == TRIANGLE else 0.5):
             return None
@@ -108,10 +97,63 @@ def _small_tile(
     return tile(64, 32, 4, 3) if rows <= 1024 else None
 
 
-def _fill(num_sms: int, rows: int, pairs: int) -> float:
-    """The share of queries among the rows that all turns of the SMs have, in blocks of 128."""
-    turns = cdiv(pairs * cdiv(rows, 128), num_sms)
-    return pairs * rows / (turns * num_sms * 128)
+def _narrow_triangle(num_sms: int, rows: int, pairs: int) -> Config:
+    """Tiles of heads of up to 64 columns whose queries see the keys up to their own.
+
+    Few blocks are cut smaller, as other heads are: 2,047 queries of nine take 20.8 us for 33.7 by
+    blocks of 128, and 1,000 of eight 10.1 for 15.8 (as for ``_small_tile``). Up to 3,500 queries
+    the plain kernel takes less where blocks of 128 have many rows past the queries, or are few: 800
+    of 100 heads take 33.7 us for 38.5, but 1,024 of 128 take 57.7 for 55.8, and 2,048 of 128 180.7
+    for 174.5. Longer ones gain by blocks of 192: 8,192 of 33 take 566 us for 598, but 4,096 of 48
+    241 for 234 (``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of
+    each, bfloat16, H200, a copy of a71f97f with what came behind it).
+    """
+    blocks = pairs * cdiv(rows, 128) / num_sms
+    if rows > 512 and blocks <= 2:
+        return tile(64, 128, 4, 3)
+    whole = rows / (cdiv(rows, 128) * 128) > 0.97
+    if rows < 3500 and not (whole and blocks > 6):
+        return tile(64, 64, 4, 3)
+    return hopper_tile(192 if rows > 7000 and blocks > 6 else 128, 128, 2)
+
+
+def _narrow_square(num_sms: int, rows: int, pairs: int) -> Config:
+    """Tiles of heads of up to 64 columns whose queries see all keys, of which there are as many.
+
+    Blocks are alike, so that turns of the SMs decide, which the last one may leave half empty. A
+    block of 192 rows takes 1.3 times as long as one of 128, and more where keys are few: 2,048
+    queries of 96 heads take 200.6 us in eight turns of such blocks and 228.1 in twelve, but 1,024
+    of 64 take 45.3 in three and 43.5 in four. The plain kernel has three blocks of 64 rows on an SM
+    at once, which take 1.7 times as long as one of Hopper's of 128: 800 of 30 take 16.2 us for
+    21.7, and 1,024 of 24 take 19.1 for 23.3. Fewer blocks than SMs take tiles of 128 keys: 1,024 of
+    eight take 9.8 us for 13.0.
+
+    Up to 512 queries count as blocks of 128 where these have few rows past them: 250 of sixteen
+    sequences of sixteen heads take 17.7 us by tiles of 64 keys for 18.5 by 128, and 512 of eight
+    26.2 for 28.3. Else tiles of 32 keys, of which fewer are hidden, take less where blocks are
+    many: 200 of twenty take 20.4 us for 24.5 by 64 keys, and 288 of twelve 19.9 for 21.7. Where
+    they are few, fewer tiles do: 250 of seven sequences of twelve heads take 8.2 us for 10.0
+    (``bench.timing.Replay`` as for ``_narrow_triangle``, these on a copy of cccdbea).
+    """
+    turns = {block_m: cdiv(pairs * cdiv(rows, block_m), num_sms) for block_m in (128, 192)}
+    blocks = pairs * cdiv(rows, 128) / num_sms
+    if rows <= 512:
+        if pairs * rows / (turns[128] * num_sms * 128) > 0.78:
+            return hopper_tile(128, 64, 4) if rows <= 256 else hopper_tile(128, 128, 2)
+        return tile(64, 32 if blocks > 1.5 else 64, 4, 3)
+    if blocks <= 1:
+        return tile(64, 128, 4, 3)
+    small = pairs * cdiv(rows, 64) / (3 * num_sms)
+    # A wave that is not full takes about a third of one longer than its share.
+    small = 1 if small <= 1 else small + 0.35
+    plain = 1.7 * small * cdiv(rows, 64) / (2 * cdiv(rows, 128))
+    large = (1.4 if rows <= 1024 else 1.32) * turns[192]
+    if plain < min(large, turns[128]):
+        return tile(64, 64, 4, 3)
+    if large >= turns[128]:
+        return hopper_tile(128, 128, 2)
+    # Of few tiles of 128 keys, one that is half hidden counts: 576 of 176 take 38.9 us for 41.8.
+    return hopper_tile(192, 64, 3) if cdiv(rows, 64) in (9, 11, 13) else hopper_tile(192, 128, 2)
 
 
 def _hopper_choice(
@@ -119,12 +161,9 @@ def _hopper_choice(
 ) -> Config | None:
     """Hopper's tiles where they take less time than the plain kernel's; else None.
 
-    Up to 512 queries take tiles of 64 keys, but more than 256 with heads of 64 that see all take
-    128: of sixteen sequences of sixteen such heads, 250 queries take 17.7 us for 18.5, but of
-    eight, 512 take 28.3 for 26.2 (``Replay`` of each, as for ``_small_tile``). With 255
-    queries and keys and 32 heads over 8, sixteen sequences with heads of 128 take 41.8 us for the
-    plain kernel's 64.0, and four with heads of 96 take 12.4 us for 17.1. One sequence with 8 heads
-    over 4 of 256 takes 10.6 us for 14.4.
+    Up to 512 queries take tiles of 64 keys. With 255 queries and keys and 32 heads over 8, sixteen
+    sequences with heads of 128 take 41.8 us for the plain kernel's 64.0, and four with heads of 96
+    take 12.4 us for 17.1. One sequence with 8 heads over 4 of 256 takes 10.6 us for 14.4.
 
     More queries take tiles of 128 keys, and of 64 where heads have more than 192 columns, or both
     heads and values more than 128. By eight sequences of 2,048, heads of 80 take 403 us for 528,
@@ -135,30 +174,20 @@ def _hopper_choice(
     sequence of 255 takes 6.9 us for 11.0, but eight of 700 take 59.3 us for 54.3.
 
     ``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each timed those
-    on an H200, at cdd887f; ``device_us`` these, on copies of 17fb2ae. Four sequences of 8,192 with
-    16 heads of 64 take 1,224 us for the plain kernel's 1,364. Where they see all, 6,000 queries of
-    16 heads of 64 take 321 us in blocks of 192 rows, and 337. With 128 heads of 192 by 128, 4,096
-    queries take 1,062 us, and 1,247 in blocks of 192. Where they see all, 3,000 queries of eight
-    heads of 128 take 78 us in blocks of 128, which are 1.5 turns of an H200's programs, and 61 in
-    blocks of 192, which are one.
+    on an H200, at cdd887f; ``device_us`` these, on copies of 17fb2ae. With 128 heads of 192 by 128,
+    4,096 queries take 1,062 us, and 1,247 in blocks of 192. Where they see all, 3,000 queries of
+    eight heads of 128 take 78 us in blocks of 128, which are 1.5 turns of an H200's programs, and
+    61 in blocks of 192, which are one.
     """
-    turns = {block_m: cdiv(pairs * cdiv(rows, block_m), num_sms) for block_m in (128, 192)}
-    # A block of 192 rows takes 1.65 times as long as one of 128.
-    large = seen == SQUARE and 1.65 * turns[192] < turns[128]
     if head_dim <= 64:
-        if rows < MANY_QUERIES:
-            return None
-        if seen == OTHERS or value_dim > 64:
-            return hopper_tile(128, 64, 3) if rows <= 512 else None
-        if seen == SQUARE and rows > 512:
-            return hopper_tile(192, 64, 3)
-        return (
-            hopper_tile(128, 64, 4) if seen == SQUARE and rows <= 256 else hopper_tile(128, 128, 2)
-        )
+        return hopper_tile(128, 64, 3) if MANY_QUERIES <= rows <= 512 else None
     if head_dim > 192 or min(head_dim, value_dim) > 128:
         return hopper_tile(128, 64, 2)
     if rows <= 512:
         return hopper_tile(128, 64, 3)
+    turns = {block_m: cdiv(pairs * cdiv(rows, block_m), num_sms) for block_m in (128, 192)}
+    # A block of 192 rows takes 1.65 times as long as one of 128.
+    large = seen == SQUARE and 1.65 * turns[192] < turns[128]
     return hopper_tile(192, 64, 2) if large else hopper_tile(128, 128, 2)
 
 
@@ -281,10 +310,10 @@ def flash_refusal(
         return f"Hopper's kernel is not for {gpu.arch}, or not with this version of Triton"
     if is_float32 or rows <= FEW_QUERIES:
         return f"Hopper's kernel takes 16 bits and more than {FEW_QUERIES} queries"
-    # What a thread holds of results, scores and weights, beside which it needs some forty more.
+    # What a thread holds of results, scores and weights, beside which it needs some thirty more.
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     registers = padded(value_dim) // 2 + block_n * 3 // 4
-    most = HOPPER_REGISTERS[block_m // 64] - 40
+    most = HOPPER_REGISTERS[block_m // 64] - 32
     if registers > most:
         return f"{registers} registers of a thread for products are more than {most}"
     # Where there is room for no others, results leave through buffers of queries, of their width.

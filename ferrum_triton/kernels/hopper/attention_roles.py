@@ -39,6 +39,10 @@ from ferrum_triton.kernels.hopper.attention_tiles import (
 )
 from ferrum_triton.kernels.hopper.rings import Ring, acquire, make_barriers, release, wait_full
 
+# A word of two floats in 16 bits, the second one's in the upper half.
+TWO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+TWO_F16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+
 
 class Stream(NamedTuple):
     """A tensor on its way through shared memory, in blocks [1, 1, rows, columns].
@@ -184,12 +188,40 @@ def scale_keys(x, stream, step, VARIANT: gl.constexpr):
 
 @gluon.jit
 def rounded(weights, streams, step, VARIANT: gl.constexpr):
-    """The weights of a step's values as a product reads them from registers."""
+    """The weights of a step's values, as they were carried, as a product reads them."""
+    DTYPE: gl.constexpr = streams.v.ring.buffers.dtype
     if streams.v.scales is not None:
         wait_full(streams.v.ring, step)
         weights = scale_keys(weights, streams.v, step, VARIANT)
-    operand = weights.to(streams.v.ring.buffers.dtype)
+    if VARIANT.in_words:
+        low, high = weights.to(gl.int16), (weights >> 16).to(gl.int16)
+        operand = gl.join(low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True))
+        operand = operand.reshape([ROWS, VARIANT.block_n])
+    else:
+        operand = weights.to(DTYPE)
     return gl.convert_layout(operand, VARIANT.weights, assert_trivial=True)
+
+
+@gluon.jit
+def carried(weights, DTYPE: gl.constexpr, VARIANT: gl.constexpr):
+    """A tile's weights as they go on to the next tile, where they are multiplied.
+
+    They go on in float32: carried as 16 bits they would be unpacked and packed again at every turn
+    of the loop. Words are packed by assembly, into which compilers do not see.
+    """
+    if VARIANT.in_words:
+        low, high = weights.reshape([ROWS, VARIANT.block_n // 2, 2]).split()
+        weights = in_word(low, high, DTYPE)
+    return weights
+
+
+@gluon.jit
+def in_word(low, high, DTYPE: gl.constexpr):
+    """Two numbers in 16 bits each, rounded to the nearest."""
+    ASM: gl.constexpr = TWO_BF16 if DTYPE == gl.bfloat16 else TWO_F16
+    return gl.inline_asm_elementwise(
+        ASM, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -239,13 +271,12 @@ def fold_tile(
 
     Args:
         state: without the values of tile n - 1.
-        weights: of the values of tile n - 1, in float32: carried as 16 bits they would be unpacked
-            and packed again at every turn of the loop.
+        weights: of the values of tile n - 1, :func:`carried`.
         done: tiles of the blocks before, which count the steps of the rings.
         turn: blocks before.
 
     Returns:
-        The state without the values of tile n, and their weights.
+        The state without the values of tile n, and their weights, carried.
     """
     step = done + n
     if VARIANT.round_first:
@@ -268,6 +299,8 @@ def fold_tile(
     wait_full(streams.v.ring, step - 1)
     acc, _ = warpgroup_mma_wait(0, deps=(acc, operand))
     release(streams.v.ring, step - 1)
+    # Behind the wait: words, which take the registers of those before, may not be written sooner.
+    weights = carried(weights, operand.dtype, VARIANT)
     return Softmax(scale_rows(acc, rescale, VARIANT), row_max, row_sum), weights
 
 
@@ -287,6 +320,7 @@ def attend(
     scores = hide_in_first(scores, block, rows.position, call, VARIANT)
     weights, _, row_max, row_sum = weigh(scores, factor, state)
     state = Softmax(state.acc, row_max, row_sum)
+    weights = carried(weights, streams.v.ring.buffers.dtype, VARIANT)
     for n in range(1, block.tiles):
         state, weights = fold_tile(
             state, weights, n, done, turn, block, rows, streams, call, OWN, VARIANT
