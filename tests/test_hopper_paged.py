@@ -228,7 +228,18 @@ def tell_programs(
 ):
     programs = gl.allocate_shared_memory(gl.int32, [1], FLAT)
     batch = Batch(
-        None, offsets_ptr, cuts_ptr, None, num_seqs, capacity, None, window, None, None, programs
+        tables_ptr=None,
+        pos_offsets_ptr=offsets_ptr,
+        cu_seqlens_q_ptr=cuts_ptr,
+        stride_table=None,
+        num_seqs=num_seqs,
+        capacity=capacity,
+        num_tokens=1 << 30,
+        num_blocks=None,
+        sliding_window=window,
+        scale_log2=None,
+        softcap_log2=None,
+        programs=programs,
     )
     share_sms(batch, sms, cost, keys, VARIANT)
     gl.store(to_ptr + gl.program_id(0), gl.max(programs.load(SEQUENCES), 0))
@@ -265,7 +276,18 @@ def test_the_share_of_programs(q_lens, offsets, window, grid, programs):
 @gluon.jit
 def tell_parts(to_ptr, offsets_ptr, cuts_ptr, num_seqs, capacity, VARIANT: gl.constexpr):
     batch = Batch(
-        None, offsets_ptr, cuts_ptr, None, num_seqs, capacity, None, None, None, None, None
+        tables_ptr=None,
+        pos_offsets_ptr=offsets_ptr,
+        cu_seqlens_q_ptr=cuts_ptr,
+        stride_table=None,
+        num_seqs=num_seqs,
+        capacity=capacity,
+        num_tokens=1 << 30,
+        num_blocks=None,
+        sliding_window=None,
+        scale_log2=None,
+        softcap_log2=None,
+        programs=None,
     )
     rank, walk = begin(batch, VARIANT)
     walk = walk_to(walk, rank, batch, VARIANT)

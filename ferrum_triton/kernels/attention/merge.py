@@ -118,7 +118,7 @@ def _merge_kernel(
     stride_part_lses_token,
     stride_part_lses_head,
     num_heads,
-    num_tokens,
+    num_tokens,  # all that out has, with cu_seqlens_q
     num_parts,
     num_rows,  # num_seqs · num_tokens · num_heads; with cu_seqlens_q num_seqs · num_heads
     HEAD_DIM: tl.constexpr,
@@ -168,8 +168,10 @@ def _merge_kernel(
     READ_ALL: tl.constexpr = cu_parts_ptr is not None
     turns, queries = 1, row * 0 + 1
     if cu_seqlens_q_ptr is not None:
-        start = tl.load(cu_seqlens_q_ptr + seq, mask=in_rows, other=0).to(tl.int64)
-        queries = tl.load(cu_seqlens_q_ptr + seq + 1, mask=in_rows, other=0) - start
+        start = tl.load(cu_seqlens_q_ptr + seq, mask=in_rows, other=0)
+        end = tl.load(cu_seqlens_q_ptr + seq + 1, mask=in_rows, other=0)
+        start = tl.minimum(tl.maximum(start, 0), num_tokens).to(tl.int64)
+        queries = tl.minimum(end, num_tokens) - start
         turns = tl.max(queries, axis=0)
         out_rows += start * stride_out_token
         if lse_ptr is not None:
@@ -318,7 +320,7 @@ def merge_parts(
         cu_seqlens_q_ptr=cu_seqlens_q,
         **steps,
         num_heads=num_heads,
-        num_tokens=num_tokens,
+        num_tokens=num_tokens if cu_seqlens_q is None else out.shape[1],
         num_parts=num_parts,
         num_rows=num_rows,
         HEAD_DIM=head_dim,

@@ -33,6 +33,7 @@ from ferrum_triton.kernels.attention.plan import (
     most_units,
     sequence_lengths,
     tile_range,
+    tokens_of,
     unit_of,
     unit_range,
     units_of_sequences,
@@ -75,7 +76,7 @@ class Units:
 
 
 # Scalars that change from call to call.
-DYNAMIC = "num_seqs capacity num_blocks sliding_window shares least_tiles scale softcap"
+DYNAMIC = "num_seqs capacity num_tokens num_blocks sliding_window shares least_tiles scale softcap"
 
 
 @triton.jit
@@ -174,6 +175,7 @@ def _paged_decode_kernel(
     num_kv_heads,
     num_seqs,
     capacity,  # keys a block table can hold
+    num_tokens,  # used with cu_seqlens_q
     num_blocks,
     sliding_window,
     shares,  # units a head the tiles are shared among
@@ -194,7 +196,9 @@ def _paged_decode_kernel(
     BLOCK_D: tl.constexpr = ATTENTION.block_d
     MAX_Q: tl.constexpr = UNITS.max_q
     CACHE: tl.constexpr = ".cg" if UNITS.prefetch > 0 else ""
-    batch = Sequences(kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity)
+    batch = Sequences(
+        kv_lens_ptr, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity, num_tokens
+    )
     if PDL and UNITS.prefetch > 0:
         row_blocks = blocks_of_rows(batch, MAX_Q, GROUP, BLOCK_M, UNITS.block_b, CACHE)
         prefetch_unit(
@@ -241,7 +245,8 @@ def _paged_decode_kernel(
     position = keys - num_queries + query
     first_token = tl.zeros_like(kv_head)
     if cu_seqlens_q_ptr is not None:
-        first_token += tl.load(cu_seqlens_q_ptr + seq)
+        first, _ = tokens_of(batch, seq, CACHE)
+        first_token += first
     seq_index = seq.to(tl.int64)
     token = first_token + query
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -435,6 +440,7 @@ def launch_decode(
         num_kv_heads=pool.num_kv_heads,
         num_seqs=num_seqs,
         capacity=call.capacity,
+        num_tokens=q.shape[1],
         num_blocks=pool.num_blocks,
         sliding_window=call.sliding_window,
         shares=plan.shares,

@@ -28,7 +28,7 @@ from ferrum_triton.kernels.attention.pages import (
     scaled_queries,
     sink_logits,
 )
-from ferrum_triton.kernels.attention.plan import ANY, Sequences, sequence_lengths
+from ferrum_triton.kernels.attention.plan import ANY, Sequences, sequence_lengths, tokens_of
 from ferrum_triton.kernels.attention.prefill_config import plain_heuristic, prefill_config
 from ferrum_triton.kernels.attention.prefill_merge import LEAST_KEYS
 from ferrum_triton.kernels.attention.softmax import LEAST_SCALE, finish, first_state, store_rows
@@ -149,7 +149,9 @@ def attend_tiles(
 
 
 # Scalars that change from call to call.
-DYNAMIC = "num_seqs capacity num_blocks sliding_window sms block_cost block_keys scale softcap"
+DYNAMIC = (
+    "num_seqs capacity num_tokens num_blocks sliding_window sms block_cost block_keys scale softcap"
+)
 
 
 @kernel(dynamic=DYNAMIC.split())
@@ -175,6 +177,7 @@ def _paged_prefill_kernel(
     num_kv_heads,
     num_seqs,
     capacity,  # keys a block table can hold
+    num_tokens,
     num_blocks,
     sliding_window,
     sms,  # of the GPU; this and the next two are used if shared
@@ -202,7 +205,7 @@ def _paged_prefill_kernel(
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     FEW: tl.constexpr = PREFILL.few
     NARROW: tl.constexpr = PREFILL.narrow
-    batch = Sequences(None, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity)
+    batch = Sequences(None, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity, num_tokens)
     seq_queries, seq_keys, known = sequence_lengths(batch, tl.arange(0, BLOCK_B), ANY, "")
     blocks = tl.where(known & (seq_queries > FEW), tl.cdiv(seq_queries, BLOCK_Q), 0)
     ends = tl.cumsum(blocks, axis=0)
@@ -240,7 +243,8 @@ def _paged_prefill_kernel(
             first_query = (block - tl.max(tl.where(ends <= block, ends, 0), axis=0)) * BLOCK_Q
             num_queries, keys, _ = sequence_lengths(batch, seq, ANY, "")
 
-            first_token = tl.load(cu_seqlens_q_ptr + seq).to(tl.int64) + first_query
+            first_token, _ = tokens_of(batch, seq, "")
+            first_token = first_token.to(tl.int64) + first_query
             row = tl.arange(0, BLOCK_M)
             query, group_head = row // GROUP, row % GROUP
             in_rows = (query < num_queries - first_query) & (row < BLOCK_Q * GROUP)
@@ -390,6 +394,7 @@ def launch_prefill(call: Call, few: int, longest: int, config: Config, splits: i
         num_kv_heads=pool.num_kv_heads,
         num_seqs=num_seqs,
         capacity=call.capacity,
+        num_tokens=num_tokens,
         num_blocks=pool.num_blocks,
         sliding_window=call.sliding_window,
         sms=processors(q.device),

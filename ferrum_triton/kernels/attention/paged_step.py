@@ -143,7 +143,7 @@ def _paged_step_kernel(
     # Heads that are prepared; the rows of a product are as many again and again.
     BLOCK_G: tl.constexpr = min(triton.next_power_of_2(GROUP), BLOCK_M)
     CACHE: tl.constexpr = ".cg" if UNITS.prefetch > 0 else ""
-    batch = Sequences(kv_lens_ptr, None, None, num_seqs, capacity)
+    batch = Sequences(kv_lens_ptr, None, None, num_seqs, capacity, None)
     # Scales of a pool without any, which stand for none: they are not read.
     pool = Pool(k_cache_ptr, v_cache_ptr, k_cache_ptr, v_cache_ptr, num_blocks)
     ROW_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M

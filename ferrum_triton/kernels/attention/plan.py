@@ -31,6 +31,7 @@ class Sequences(NamedTuple):
             as many.
         num_seqs: sequences of the batch.
         capacity: keys a block table can hold.
+        num_tokens: queries of all sequences, used with cu_seqlens_q: none past them exist.
     """
 
     kv_lens_ptr: Any
@@ -38,6 +39,18 @@ class Sequences(NamedTuple):
     cu_seqlens_q_ptr: Any
     num_seqs: Any
     capacity: Any
+    num_tokens: Any
+
+
+@triton.jit
+def tokens_of(batch, seq, CACHE: tl.constexpr):
+    """Where the tokens of sequences begin and end, among those that exist: see the next."""
+    known = seq < batch.num_seqs
+    starts = batch.cu_seqlens_q_ptr + seq
+    first = tl.load(starts, mask=known, other=0, cache_modifier=CACHE)
+    end = tl.load(starts + 1, mask=known, other=0, cache_modifier=CACHE)
+    first = tl.minimum(tl.maximum(first, 0), batch.num_tokens).to(tl.int32)
+    return first, tl.minimum(tl.maximum(end, 0), batch.num_tokens).to(tl.int32)
 
 
 @triton.jit
@@ -55,10 +68,8 @@ def sequence_lengths(batch, seq, MAX_Q: tl.constexpr, CACHE: tl.constexpr):
         queries = tl.zeros_like(seq) + MAX_Q
         keys = tl.load(batch.kv_lens_ptr + seq, mask=known, other=0, cache_modifier=CACHE)
     else:
-        starts = batch.cu_seqlens_q_ptr + seq
-        first = tl.load(starts, mask=known, other=0, cache_modifier=CACHE).to(tl.int32)
-        queries = tl.load(starts + 1, mask=known, other=0, cache_modifier=CACHE).to(tl.int32)
-        queries -= first
+        first, end = tokens_of(batch, seq, CACHE)
+        queries = end - first
         keys = tl.load(batch.pos_offsets_ptr + seq, mask=known, other=0, cache_modifier=CACHE)
         keys += queries
         known = known & (queries > 0) & (queries <= MAX_Q)

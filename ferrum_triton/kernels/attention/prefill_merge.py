@@ -27,7 +27,7 @@ TILE, FEWEST_PARTS, MOST_PARTS = 4096, 4, 16
 # Scalars that change from call to call. The stride of parts is none of them: only where it is known
 # to be a multiple of 16 rows are loaded in vectors, by which 128 queries of 32 heads took 12.0 us
 # for 19.2 (the same).
-DYNAMIC = "stride_part_lses_part num_seqs capacity splits least_keys num_rows"
+DYNAMIC = "stride_part_lses_part num_seqs capacity num_tokens splits least_keys num_rows"
 
 
 @kernel(dynamic=DYNAMIC.split())
@@ -51,6 +51,7 @@ def _prefill_merge_kernel(
     stride_part_lses_part,
     num_seqs,
     capacity,  # keys a block table can hold
+    num_tokens,
     splits,  # the most parts
     least_keys,  # of a part
     num_rows,  # num_tokens · num_heads
@@ -67,7 +68,7 @@ def _prefill_merge_kernel(
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     head, token = row % num_heads, row // num_heads
-    batch = Sequences(None, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity)
+    batch = Sequences(None, pos_offsets_ptr, cu_seqlens_q_ptr, num_seqs, capacity, num_tokens)
     seqs = tl.arange(0, BLOCK_B)
     ends = tl.load(cu_seqlens_q_ptr + 1 + seqs, mask=seqs < num_seqs, other=ANY).to(tl.int32)
     seq = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), axis=1)
@@ -144,6 +145,7 @@ def merge_prefill(
         stride_part_lses_part=part_lses.stride(0),
         num_seqs=num_seqs,
         capacity=capacity,
+        num_tokens=num_tokens,
         splits=splits,
         least_keys=LEAST_KEYS,
         num_rows=num_rows,

@@ -186,7 +186,7 @@ def members(part, OWN: gl.constexpr, LAYOUT: gl.constexpr, VARIANT: gl.constexpr
 
 # Scalars that change from call to call.
 DYNAMIC = (
-    "stride_lse_part num_seqs capacity num_blocks splits least_keys sliding_window "
+    "stride_lse_part num_seqs capacity num_tokens num_blocks splits least_keys sliding_window "
     "sms block_cost block_keys scale_log2 softcap_log2"
 )
 
@@ -213,6 +213,7 @@ def _hopper_paged_kernel(
     stride_lse_part,
     num_seqs,
     capacity,
+    num_tokens,
     num_blocks,
     splits,  # the most parts of a block's keys; this and the next are used with VARIANT.is_split
     least_keys,  # of a part
@@ -270,6 +271,7 @@ def _hopper_paged_kernel(
         stride_table,
         num_seqs,
         capacity,
+        num_tokens,
         num_blocks,
         sliding_window,
         scale_log2,
@@ -476,6 +478,7 @@ def _launch(
         stride_table=call.block_tables.stride(0),
         num_seqs=num_seqs,
         capacity=call.capacity,
+        num_tokens=q.shape[0],
         num_blocks=pool.num_blocks,
         splits=splits,
         least_keys=LEAST_KEYS,

@@ -76,6 +76,7 @@ class Batch(NamedTuple):
         pos_offsets_ptr: position of each sequence's first query, [num_seqs].
         cu_seqlens_q_ptr: where each sequence's queries begin, [num_seqs + 1].
         capacity: keys a block table can hold.
+        num_tokens: queries of all sequences: none past them exist.
         num_blocks: blocks of the pool.
         programs: room for the number of programs that take blocks, in shared memory, where SMs are
             left to decodes; else None.
@@ -89,6 +90,7 @@ class Batch(NamedTuple):
     stride_table: Any
     num_seqs: Any
     capacity: Any
+    num_tokens: Any
     num_blocks: Any
     sliding_window: Any
     scale_log2: Any
@@ -132,10 +134,19 @@ class Part(NamedTuple):
 
 
 @gluon.jit
+def tokens_of(seq, batch):
+    """Where the tokens of a sequence begin and end, among those that exist."""
+    starts = batch.cu_seqlens_q_ptr + seq
+    first = gl.minimum(gl.maximum(gl.load(starts), 0), batch.num_tokens)
+    end = gl.minimum(gl.maximum(gl.load(starts + 1), 0), batch.num_tokens)
+    return first.to(gl.int32), end.to(gl.int32)
+
+
+@gluon.jit
 def blocks_of(seq, batch, VARIANT: gl.constexpr):
     """Blocks of queries of a sequence: none if it is another launch's."""
-    starts = batch.cu_seqlens_q_ptr + seq
-    queries = (gl.load(starts + 1) - gl.load(starts)).to(gl.int32)
+    first, end = tokens_of(seq, batch)
+    queries = end - first
     blocks = gl.cdiv(queries, VARIANT.consumers * VARIANT.queries)
     return gl.where(queries > VARIANT.few, blocks, 0)
 
@@ -156,8 +167,9 @@ def share_sms(batch, sms, block_cost, block_keys, VARIANT: gl.constexpr):
     seq = gl.arange(0, VARIANT.block_b, SEQUENCES)
     known = seq < batch.num_seqs
     starts = batch.cu_seqlens_q_ptr + seq
-    first = gl.load(starts, mask=known, other=0)
-    queries = (gl.load(starts + 1, mask=known, other=0) - first).to(gl.int32)
+    first = gl.maximum(gl.load(starts, mask=known, other=0), 0)
+    end = gl.minimum(gl.load(starts + 1, mask=known, other=0), batch.num_tokens)
+    queries = (end - first).to(gl.int32)
     keys = gl.load(batch.pos_offsets_ptr + seq, mask=known, other=0) + queries
     keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
     step: gl.constexpr = VARIANT.consumers * VARIANT.queries
@@ -193,7 +205,7 @@ def begin(batch, VARIANT: gl.constexpr):
 
     0 is added to all, as attention_roles.store_rows says why.
     """
-    nothing = (gl.load(batch.cu_seqlens_q_ptr) >> 31).to(gl.int32)
+    nothing = (gl.load(batch.cu_seqlens_q_ptr) >> 31).to(gl.int32) & (batch.num_seqs >> 31)
     seq = batch.num_seqs + nothing
     if VARIANT.shared:
         seq = gl.where(gl.program_id(0) < programs_of(batch, VARIANT), seq, 0)
@@ -251,9 +263,8 @@ def part_of(walk, rank, batch, VARIANT: gl.constexpr):
     left with fewer or none. A part without tiles takes one all the same, of which its queries see
     nothing. A rank past the sequence's parts has no queries, and stores nothing.
     """
-    starts = batch.cu_seqlens_q_ptr + walk.seq
-    token = gl.load(starts)
-    num_queries = (gl.load(starts + 1) - token).to(gl.int32)
+    token, token_end = tokens_of(walk.seq, batch)
+    num_queries = token_end - token
     keys = gl.load(batch.pos_offsets_ptr + walk.seq) + num_queries
     keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
     index = rank // ranks_of_block(batch, VARIANT)
@@ -283,7 +294,7 @@ def part_of(walk, rank, batch, VARIANT: gl.constexpr):
         end -= gl.minimum(before, tiles - 1) * VARIANT.block_n
         tiles = gl.maximum(gl.minimum(tiles - before, size), 1)
     block = Block(walk.seq, kv_head, first_query, position, end, tiles, edge, shift)
-    return Part(block, token.to(gl.int32), num_queries, keys, number)
+    return Part(block, token, num_queries, keys, number)
 
 
 @gluon.jit

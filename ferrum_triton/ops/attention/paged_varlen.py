@@ -116,7 +116,7 @@ def paged_varlen_attention(
     Args:
         q: [num_tokens, num_heads, head_dim]; head_dim up to 256.
         k_cache, v_cache: the pool, of q's dtype, int8 or float8_e4m3fn; block_size a power of two.
-        cu_seqlens_q: [num_seqs + 1], not descending.
+        cu_seqlens_q: [num_seqs + 1], not descending; tokens outside of q are left out.
         pos_offsets: [num_seqs].
         block_tables: [num_seqs, max_blocks].
         k_scales, v_scales: of a quantised pool.
@@ -136,6 +136,7 @@ def paged_varlen_attention(
         [num_tokens, num_heads, head_dim] in q's dtype; computed in float32.
     """
     out, sums = torch.zeros_like(q), []
+    cu_seqlens_q = cu_seqlens_q.clamp(0, q.shape[0])
     for token in range(q.shape[0]):
         # Of a token past the last sequence, the last one's table is read, and nothing seen.
         seq = (cu_seqlens_q[1:] <= token).sum(dim=0, keepdim=True)
