@@ -54,12 +54,12 @@ def without(function, node):
     return Mutant(function, tree, file, node.lineno, ast.unparse(node))
 
 
-def softmax_runs_beside(code):
-    """Whether exponentials stand between the wait for scores and that for values."""
+def softmax_runs_beside(code, consumers=2):
+    """Whether exponentials stand between each consumer's wait for scores and that for values."""
     waits = [i for i, line in enumerate(code) if line.name.startswith("WARPGROUP.DEPBAR")]
     ends = [(i, waits[waits.index(i) + 1]) for i in waits if code[i].operands[1] == "0x1"]
     between = [sum(line.name == "MUFU.EX2" for line in code[begin:end]) for begin, end in ends]
-    return len(between) == 2 and min(between) >= 32
+    return len(between) == consumers and min(between) >= 32
 
 
 def warnings_of(ptx):
