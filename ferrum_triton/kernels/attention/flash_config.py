@@ -104,9 +104,11 @@ def _narrow_triangle(num_sms: int, rows: int, pairs: int) -> Config:
     blocks of 128, and 1,000 of eight 10.1 for 15.8 (as for ``_small_tile``). Up to 3,500 queries
     the plain kernel takes less where blocks of 128 have many rows past the queries, or are few: 800
     of 100 heads take 33.7 us for 38.5, but 1,024 of 128 take 57.7 for 55.8, and 2,048 of 128 180.7
-    for 174.5. Longer ones gain by blocks of 192: 8,192 of 33 take 566 us for 598, but 4,096 of 48
-    241 for 234 (``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of
-    each, bfloat16, H200, a copy of a71f97f with what came behind it).
+    for 174.5. Longer ones gain by blocks of 192: 8,192 of twelve take 209.4 us for 223.0, and
+    16,384 of eight 532 for 575, but 8,192 of eight 155.8 for 150.3, and 4,096 of 48 241 for 234.
+    Of 64 heads, 8,192 take 1,074 us by three stages of these, and 1,088 by two
+    (``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each, bfloat16,
+    H200, a copy of a71f97f with what came behind it, and 10cdbe9).
     """
     blocks = pairs * cdiv(rows, 128) / num_sms
     if rows > 512 and blocks <= 2:
@@ -114,7 +116,7 @@ def _narrow_triangle(num_sms: int, rows: int, pairs: int) -> Config:
     whole = rows / (cdiv(rows, 128) * 128) > 0.97
     if rows < 3500 and not (whole and blocks > 6):
         return tile(64, 64, 4, 3)
-    return hopper_tile(192 if rows > 7000 and blocks > 6 else 128, 128, 2)
+    return hopper_tile(192, 128, 3) if rows > 7000 and blocks > 5 else hopper_tile(128, 128, 2)
 
 
 def _narrow_square(num_sms: int, rows: int, pairs: int) -> Config:
@@ -123,7 +125,8 @@ def _narrow_square(num_sms: int, rows: int, pairs: int) -> Config:
     Blocks are alike, so that turns of the SMs decide, which the last one may leave half empty. A
     block of 192 rows takes 1.3 times as long as one of 128, and more where keys are few: 2,048
     queries of 96 heads take 200.6 us in eight turns of such blocks and 228.1 in twelve, but 1,024
-    of 64 take 45.3 in three and 43.5 in four. The plain kernel has three blocks of 64 rows on an SM
+    of 64 take 45.3 in three and 43.5 in four. (That was by two stages; of 32 heads, 4,096 take
+    292.6 us by two and 292.5 by three.) The plain kernel has three blocks of 64 rows on an SM
     at once, which take 1.7 times as long as one of Hopper's of 128: 800 of 30 take 16.2 us for
     21.7, and 1,024 of 24 take 19.1 for 23.3. Fewer blocks than SMs take tiles of 128 keys: 1,024 of
     eight take 9.8 us for 13.0.
@@ -153,7 +156,7 @@ def _narrow_square(num_sms: int, rows: int, pairs: int) -> Config:
     if large >= turns[128]:
         return hopper_tile(128, 128, 2)
     # Of few tiles of 128 keys, one that is half hidden counts: 576 of 176 take 38.9 us for 41.8.
-    return hopper_tile(192, 64, 3) if cdiv(rows, 64) in (9, 11, 13) else hopper_tile(192, 128, 2)
+    return hopper_tile(192, 64, 3) if cdiv(rows, 64) in (9, 11, 13) else hopper_tile(192, 128, 3)
 
 
 def _hopper_choice(
@@ -161,9 +164,13 @@ def _hopper_choice(
 ) -> Config | None:
     """Hopper's tiles where they take less time than the plain kernel's; else None.
 
-    Up to 512 queries take tiles of 64 keys. With 255 queries and keys and 32 heads over 8, sixteen
-    sequences with heads of 128 take 41.8 us for the plain kernel's 64.0, and four with heads of 96
-    take 12.4 us for 17.1. One sequence with 8 heads over 4 of 256 takes 10.6 us for 14.4.
+    Up to 512 queries take tiles of 64 keys, but of 128 where they see all and no more would be
+    hidden: with heads of 128, 512 queries of eight sequences of 32 heads over 8 take 62.5 us for
+    67.6, but 300 of 256 heads 39.4 for 35.9 (``Replay`` as for ``_narrow_triangle``, 10cdbe9).
+
+    With 255 queries and keys and 32 heads over 8, sixteen sequences with heads of 128 take 41.8 us
+    for the plain kernel's 64.0, and four with heads of 96 take 12.4 us for 17.1. One sequence with
+    8 heads over 4 of 256 takes 10.6 us for 14.4.
 
     More queries take tiles of 128 keys, and of 64 where heads have more than 192 columns, or both
     heads and values more than 128. By eight sequences of 2,048, heads of 80 take 403 us for 528,
@@ -177,18 +184,20 @@ def _hopper_choice(
     on an H200, at cdd887f; ``device_us`` these, on copies of 17fb2ae. With 128 heads of 192 by 128,
     4,096 queries take 1,062 us, and 1,247 in blocks of 192. Where they see all, 3,000 queries of
     eight heads of 128 take 78 us in blocks of 128, which are 1.5 turns of an H200's programs, and
-    61 in blocks of 192, which are one.
+    61 in blocks of 192, which are one. So do 300 of 60: 15.0 us and 12.0 (as of 512 above).
     """
     if head_dim <= 64:
         return hopper_tile(128, 64, 3) if MANY_QUERIES <= rows <= 512 else None
     if head_dim > 192 or min(head_dim, value_dim) > 128:
         return hopper_tile(128, 64, 2)
-    if rows <= 512:
-        return hopper_tile(128, 64, 3)
     turns = {block_m: cdiv(pairs * cdiv(rows, block_m), num_sms) for block_m in (128, 192)}
-    # A block of 192 rows takes 1.65 times as long as one of 128.
-    large = seen == SQUARE and 1.65 * turns[192] < turns[128]
-    return hopper_tile(192, 64, 2) if large else hopper_tile(128, 128, 2)
+    if seen == SQUARE:
+        # A block of 192 rows takes 1.65 times as long as one of 128.
+        if 1.65 * turns[192] < turns[128]:
+            return hopper_tile(192, 64, 2)
+        if cdiv(rows, 64) % 2 == 0 and max(head_dim, value_dim) <= 128:
+            return hopper_tile(128, 128, 2)
+    return hopper_tile(128, 64, 3) if rows <= 512 else hopper_tile(128, 128, 2)
 
 
 def plain_heuristic(
