@@ -1313,7 +1313,7 @@ class Backend:
         Args:
             q: [num_tokens, num_heads, head_dim]; head_dim up to 256.
             k_cache, v_cache: the pool, of q's dtype, int8 or float8_e4m3fn; block_size a power of two.
-            cu_seqlens_q: [num_seqs + 1], not descending.
+            cu_seqlens_q: [num_seqs + 1], not descending; tokens outside of q are left out.
             pos_offsets: [num_seqs].
             block_tables: [num_seqs, max_blocks].
             k_scales, v_scales: of a quantised pool.
