@@ -351,7 +351,7 @@ def comes_early(
     """Whether a block's queries come in while the block before is at work.
 
     Args:
-        turns: blocks for each program.
+        turns: blocks for each SM.
         keys_of_block: that it has in the mean.
     """
     shared = hopper_shared(config, head_dim, value_dim, own_out=True, ahead=True)

@@ -44,7 +44,11 @@ class Sequences(NamedTuple):
 
 @triton.jit
 def tokens_of(batch, seq, CACHE: tl.constexpr):
-    """Where the tokens of sequences begin and end, among those that exist: see the next."""
+    """Where the tokens of sequences begin and end, among those that exist.
+
+    Args:
+        CACHE: as :func:`sequence_lengths` has it.
+    """
     known = seq < batch.num_seqs
     starts = batch.cu_seqlens_q_ptr + seq
     first = tl.load(starts, mask=known, other=0, cache_modifier=CACHE)

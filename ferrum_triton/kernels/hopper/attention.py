@@ -181,7 +181,6 @@ def attend_prefill(
     pos_offset = masks.kv_len - q_len if masks.pos_offset is None else masks.pos_offset
     blocks_per_head = cdiv(q_len, block_m)
     blocks = blocks_per_head * batch * num_heads
-    programs = min(blocks, gpu.num_sms)
     keys = masks.kv_len - q_len // 2 if masks.causal else masks.kv_len
     keys = min(keys, masks.sliding_window or keys)
     shared = hopper_shared(plan.tile, head_dim, value_dim, own_out=True)
@@ -194,7 +193,7 @@ def attend_prefill(
         block_e=block_e,
         block_v=padded(value_dim),
         own_out=shared <= SHARED_LIMITS["sm_90"],
-        ahead=comes_early(plan.tile, head_dim, value_dim, blocks / programs, keys),
+        ahead=comes_early(plan.tile, head_dim, value_dim, blocks / gpu.num_sms, keys),
         group=num_heads // k.shape[1],
         negate=negate,
         newest=newest,
@@ -205,7 +204,7 @@ def attend_prefill(
     of_q, of_out = (_rows_of(x, q_len, ROWS.value) for x in (q, out))
     of_k, of_v = (_rows_of(x, masks.kv_len, block_n) for x in (k, v))
     _hopper_attention_kernel.launch(
-        (programs,),
+        (min(blocks, gpu.num_sms),),
         out_ptr=out,
         lse_ptr=lse,
         sinks_ptr=sinks,
