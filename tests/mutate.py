@@ -34,6 +34,7 @@ K = "ferrum_triton/kernels/"
 OPS = "ferrum_triton/ops/"
 METAL = "ferrum_triton/backends/metal/"
 QUANT = "interpret and quant and not moe"
+PAGED = "test_paged_launches test_paged_attention test_paged_tokens"
 SMALL_M = "test_small_m test_block_factors test_ptx_only"
 PACKED = (
     "",
@@ -50,14 +51,13 @@ FAMILIES = {
     K + "interpreter": ("interpret and rms_norm", "test_backends"),
     K + "gluon": ("", "test_gluon test_hopper_gemm"),
     K + "hopper/": ("", "test_hopper_gemm test_hopper_attention test_hopper_paged"),
-    K + "hopper/attention": ("", "test_flash_config test_hopper_attention test_hopper_paged"),
+    K + "hopper/attention": (
+        "",
+        "test_flash_config test_hopper_attention test_hopper_paged test_paged_tokens",
+    ),
     K + "hopper/attention_codes": ("", "test_hopper_paged_codes"),
     K + "hopper/mla": ("", "test_hopper_mla"),
     K + "hopper/packed": PACKED,
-    K + "hopper/packed_stores": (
-        "",
-        "test_hopper_packed test_hopper_packed_sums test_hopper_packed_experts",
-    ),
     K + "hopper/packed_sums": ("", "test_hopper_packed_sums test_hopper_packed"),
     K + "hopper/packed_experts": ("", "test_hopper_packed_experts"),
     K + "hopper/packed_offsets": ("", "test_hopper_packed_offsets"),
@@ -97,14 +97,14 @@ FAMILIES = {
     K + "tables": ("", "test_tuning test_shipped"),
     K + "attention/": (
         "interpret and (attention or merge)",
-        "test_paged_ahead test_merge test_paged_attention test_flash_laws",
+        "test_paged_ahead test_merge test_paged_attention test_flash_laws test_paged_tokens",
     ),
     K + "attention/flash": ("interpret and flash", "test_flash_laws test_flash_config"),
     K + "attention/mla": ("interpret and mla", "test_mla test_mla_launches test_hopper_mla"),
     K + "attention/strips": ("", "test_strips"),
     K + "attention/paged_step": ("interpret and qkv_paged", "test_paged_step"),
     K + "attention/new_heads": ("interpret and qkv_paged", "test_paged_step"),
-    K + "attention/paged": ("interpret and paged", "test_paged_launches test_paged_attention"),
+    K + "attention/paged": ("interpret and paged", PAGED),
     K + "attention/prefill": ("", "test_paged_launches test_hopper_paged"),
     K + "quant": (
         QUANT,
