@@ -26,7 +26,7 @@ from tests.hopper_kernels import emulate, softmax_runs_beside, unnoticed, warnin
 OP = OPS["flash_attention"]
 KERNEL = "_hopper_attention_kernel"
 SMALL, WIDE, THREE = hopper_tile(128, 64, 2), hopper_tile(128, 128, 2), hopper_tile(192, 64, 3)
-LARGE = hopper_tile(192, 128, 2)
+LARGE = hopper_tile(192, 128, 3)
 
 attention_twins.register()
 

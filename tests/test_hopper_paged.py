@@ -214,20 +214,9 @@ def test_programs_leave_their_sms_to_decodes(cost, window, monkeypatch):
 
 
 @gluon.jit
-def tell_programs(
-    to_ptr,
-    offsets_ptr,
-    cuts_ptr,
-    num_seqs,
-    capacity,
-    window,
-    sms,
-    cost,
-    keys,
-    VARIANT: gl.constexpr,
-):
-    programs = gl.allocate_shared_memory(gl.int32, [1], FLAT)
-    batch = Batch(
+def batch_of(offsets_ptr, cuts_ptr, num_seqs, capacity, window, programs):
+    """Sequences without a pool."""
+    return Batch(
         tables_ptr=None,
         pos_offsets_ptr=offsets_ptr,
         cu_seqlens_q_ptr=cuts_ptr,
@@ -241,6 +230,23 @@ def tell_programs(
         softcap_log2=None,
         programs=programs,
     )
+
+
+@gluon.jit
+def tell_programs(
+    to_ptr,
+    offsets_ptr,
+    cuts_ptr,
+    num_seqs,
+    capacity,
+    window,
+    sms,
+    cost,
+    keys,
+    VARIANT: gl.constexpr,
+):
+    programs = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+    batch = batch_of(offsets_ptr, cuts_ptr, num_seqs, capacity, window, programs)
     share_sms(batch, sms, cost, keys, VARIANT)
     gl.store(to_ptr + gl.program_id(0), gl.max(programs.load(SEQUENCES), 0))
 
@@ -275,20 +281,7 @@ def test_the_share_of_programs(q_lens, offsets, window, grid, programs):
 
 @gluon.jit
 def tell_parts(to_ptr, offsets_ptr, cuts_ptr, num_seqs, capacity, VARIANT: gl.constexpr):
-    batch = Batch(
-        tables_ptr=None,
-        pos_offsets_ptr=offsets_ptr,
-        cu_seqlens_q_ptr=cuts_ptr,
-        stride_table=None,
-        num_seqs=num_seqs,
-        capacity=capacity,
-        num_tokens=1 << 30,
-        num_blocks=None,
-        sliding_window=None,
-        scale_log2=None,
-        softcap_log2=None,
-        programs=None,
-    )
+    batch = batch_of(offsets_ptr, cuts_ptr, num_seqs, capacity, None, None)
     rank, walk = begin(batch, VARIANT)
     walk = walk_to(walk, rank, batch, VARIANT)
     part = part_of(walk, rank, batch, VARIANT)

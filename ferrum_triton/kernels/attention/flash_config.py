@@ -22,11 +22,11 @@ HOPPER_BARRIERS = 1024
 # Registers of a consumer's thread where the producer widens 8-bit pages, which takes 72.
 WIDE_REGISTERS = 216
 
-# Keys of a block, as all of them have in the mean, up to which its queries come in early, while the
-# block before is at work. 300 queries of sixteen sequences of 32 heads over 8 of 128 take 58.8 us
-# for 64.8, 700 of eight 87.6 for 93.4, and 1,024 of eight with 32 heads over 32 155.8 for 158.4.
-# But 2,048 of four of these take 498 us for 494, and 1,024 that see all their keys 236 for 233.
-# With heads of 64 longer blocks gain too: four sequences of 8,192 take 1,220 us for 1,244
+# Up to so many keys of a block, on average, its queries come in while the block before is at work.
+# 300 queries of sixteen sequences of 32 heads over 8 of 128 take 58.8 us for 64.8, 700 of eight
+# 87.6 for 93.4, and 1,024 of eight with 32 heads over 32 155.8 for 158.4. But 2,048 of eight with
+# 32 heads over 8 take 498 us for 494, and 1,024 of eight that see all their keys 236 for 233. With
+# heads of 64 longer blocks gain too: four sequences of 8,192 take 1,220 us for 1,244
 # (``bench.timing.Replay`` of ``flash_attention`` with each, H200, copies of cccdbea).
 SHORT_BLOCK = 896
 
@@ -57,16 +57,14 @@ def flash_heuristic(
 def _tile_on_hopper(
     num_sms: int, rows: int, pairs: int, head_dim: int, value_dim: int, seen: str
 ) -> Config | None:
-    if rows >= MANY_QUERIES and seen != OTHERS:
-        if max(head_dim, value_dim) > 64:
-            small = _small_tile(num_sms, rows, pairs, head_dim, value_dim, seen)
-        elif seen == TRIANGLE:
-            return _narrow_triangle(num_sms, rows, pairs)
-        else:
-            return _narrow_square(num_sms, rows, pairs)
-        if small:
-            return small
-    return _hopper_choice(num_sms, rows, pairs, head_dim, value_dim, seen)
+    """The tile that takes least, of either kernel; None where the plain one chooses its own."""
+    shape = num_sms, rows, pairs, head_dim, value_dim, seen
+    if rows < MANY_QUERIES or seen == OTHERS:
+        return _hopper_choice(*shape)
+    if max(head_dim, value_dim) <= 64:
+        choose = _narrow_triangle if seen == TRIANGLE else _narrow_square
+        return choose(num_sms, rows, pairs)
+    return _small_tile(*shape) or _hopper_choice(*shape)
 
 
 def _small_tile(
@@ -106,9 +104,11 @@ def _narrow_triangle(num_sms: int, rows: int, pairs: int) -> Config:
     of 100 heads take 33.7 us for 38.5, but 1,024 of 128 take 57.7 for 55.8, and 2,048 of 128 180.7
     for 174.5. Longer ones gain by blocks of 192: 8,192 of twelve take 209.4 us for 223.0, and
     16,384 of eight 532 for 575, but 8,192 of eight 155.8 for 150.3, and 4,096 of 48 241 for 234.
-    Of 64 heads, 8,192 take 1,074 us by three stages of these, and 1,088 by two
-    (``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each, bfloat16,
-    H200, a copy of a71f97f with what came behind it, and 10cdbe9).
+    Of 64 heads, 8,192 take 1,074 us by three stages of these, and 1,088 by two. (In blocks of 128
+    they took 1,224 us, and 1,364 by the plain kernel, by ``device_us`` of each, copies of 17fb2ae.)
+
+    ``bench.timing.Replay`` of ``flash_attention`` under ``flash_config.forced`` of each timed the
+    others in bfloat16 on an H200, on a copy of a71f97f with what came behind it, and at 10cdbe9.
     """
     blocks = pairs * cdiv(rows, 128) / num_sms
     if rows > 512 and blocks <= 2:
@@ -131,12 +131,16 @@ def _narrow_square(num_sms: int, rows: int, pairs: int) -> Config:
     21.7, and 1,024 of 24 take 19.1 for 23.3. Fewer blocks than SMs take tiles of 128 keys: 1,024 of
     eight take 9.8 us for 13.0.
 
-    Up to 512 queries count as blocks of 128 where these have few rows past them: 250 of sixteen
-    sequences of sixteen heads take 17.7 us by tiles of 64 keys for 18.5 by 128, and 512 of eight
-    26.2 for 28.3. Else tiles of 32 keys, of which fewer are hidden, take less where blocks are
-    many: 200 of twenty take 20.4 us for 24.5 by 64 keys, and 288 of twelve 19.9 for 21.7. Where
-    they are few, fewer tiles do: 250 of seven sequences of twelve heads take 8.2 us for 10.0
-    (``bench.timing.Replay`` as for ``_narrow_triangle``, these on a copy of cccdbea).
+    Up to 512 queries take blocks of 128 where they are 0.78 or more of the rows of all turns: 512
+    of two sequences of sixteen heads took 9.3 us for 10.3 by the plain kernel, of four 15.2 for
+    17.9, and of eight 27.6 for 30.7 (``device_us``, what became 3554614). Their tiles are of 64
+    keys up to 256 queries: 250 of sixteen sequences of sixteen heads take 17.7 us for 18.5 by 128
+    keys, but 512 of eight 28.3 for 26.2.
+
+    Where they are less, the plain kernel's tiles of 32 keys hide fewer of them, and take less where
+    blocks are many: 200 of twenty take 20.4 us for 24.5 by 64 keys, and 288 of twelve 19.9 for
+    21.7. Where blocks are few, fewer tiles do: 250 of seven sequences of twelve heads take 8.2 us
+    for 10.0 (``Replay`` as for ``_narrow_triangle``; of up to 512 queries on a copy of cccdbea).
     """
     turns = {block_m: cdiv(pairs * cdiv(rows, block_m), num_sms) for block_m in (128, 192)}
     blocks = pairs * cdiv(rows, 128) / num_sms
@@ -352,11 +356,12 @@ def comes_early(
 
     Args:
         turns: blocks for each SM.
-        keys_of_block: that it has in the mean.
+        keys_of_block: the keys that a block has on average.
     """
+    if turns <= 1 or (head_dim > 64 and keys_of_block > SHORT_BLOCK):
+        return False
     shared = hopper_shared(config, head_dim, value_dim, own_out=True, ahead=True)
-    gains = turns > 1 and (head_dim <= 64 or keys_of_block <= SHORT_BLOCK)
-    return gains and shared <= SHARED_LIMITS["sm_90"]
+    return shared <= SHARED_LIMITS["sm_90"]
 
 
 def codes_refusal(gpu: Gpu, config: Config, head_dim: int) -> str:

@@ -168,6 +168,7 @@ def _merge_kernel(
     READ_ALL: tl.constexpr = cu_parts_ptr is not None
     turns, queries = 1, row * 0 + 1
     if cu_seqlens_q_ptr is not None:
+        # As plan.tokens_of has them, but by its code the compiler spills here.
         start = tl.load(cu_seqlens_q_ptr + seq, mask=in_rows, other=0)
         end = tl.load(cu_seqlens_q_ptr + seq + 1, mask=in_rows, other=0)
         start = tl.minimum(tl.maximum(start, 0), num_tokens).to(tl.int64)

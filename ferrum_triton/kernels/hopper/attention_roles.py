@@ -271,7 +271,7 @@ def fold_tile(
 
     Args:
         state: without the values of tile n - 1.
-        weights: of the values of tile n - 1, :func:`carried`.
+        weights: the weights of the values of tile n - 1, as :func:`carried` gives them.
         done: tiles of the blocks before, which count the steps of the rings.
         turn: blocks before.
 
