@@ -135,13 +135,15 @@ class Part(NamedTuple):
 
 @gluon.jit
 def tokens_of(seq, batch):
-    """Where the tokens of a sequence, or of each, begin and end, among those that exist."""
-    known = seq < batch.num_seqs
+    """Where the tokens of a sequence of the call begin and end, among those that exist.
+
+    Without a mask, which :func:`share_sms` needs: with one, programs that take pages of 8 bits keep
+    words in local memory (``test_machine_code`` of ``tests/test_hopper_paged_codes.py``).
+    """
     starts = batch.cu_seqlens_q_ptr + seq
-    first = gl.load(starts, mask=known, other=0)
-    end = gl.load(starts + 1, mask=known, other=0)
-    first = gl.minimum(gl.maximum(first, 0), batch.num_tokens).to(gl.int32)
-    return first, gl.minimum(gl.maximum(end, 0), batch.num_tokens).to(gl.int32)
+    first = gl.minimum(gl.maximum(gl.load(starts), 0), batch.num_tokens)
+    end = gl.minimum(gl.maximum(gl.load(starts + 1), 0), batch.num_tokens)
+    return first.to(gl.int32), end.to(gl.int32)
 
 
 @gluon.jit
@@ -167,9 +169,12 @@ def share_sms(batch, sms, block_cost, block_keys, VARIANT: gl.constexpr):
         block_keys: keys that take as long as a block's beginning and its end.
     """
     seq = gl.arange(0, VARIANT.block_b, SEQUENCES)
-    first, end = tokens_of(seq, batch)
-    queries = end - first
-    keys = gl.load(batch.pos_offsets_ptr + seq, mask=seq < batch.num_seqs, other=0) + queries
+    known = seq < batch.num_seqs
+    starts = batch.cu_seqlens_q_ptr + seq
+    first = gl.maximum(gl.load(starts, mask=known, other=0), 0)
+    end = gl.minimum(gl.load(starts + 1, mask=known, other=0), batch.num_tokens)
+    queries = (end - first).to(gl.int32)
+    keys = gl.load(batch.pos_offsets_ptr + seq, mask=known, other=0) + queries
     keys = gl.minimum(gl.maximum(keys, 0), batch.capacity).to(gl.int32)
     step: gl.constexpr = VARIANT.consumers * VARIANT.queries
     reach, few_reach = keys - queries // 2, keys
