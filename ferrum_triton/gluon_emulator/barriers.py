@@ -142,6 +142,12 @@ def barrier_of(view: View) -> Barrier:
     return barrier
 
 
+def note_use(view: View) -> None:
+    """An arrival or a wait, also one whose predicate is false."""
+    if isinstance(view, View):
+        current().program.note_use(view.allocation)
+
+
 def init(view: View, count: Any) -> None:
     me = current()
     me.program.checkpoint()
@@ -156,7 +162,8 @@ def init(view: View, count: Any) -> None:
     if int(count) < 1:
         raise Misuse(f"{view} is initialised at {here()} for {int(count)} arrivals")
     view.access("mbarrier.init", writes=True)
-    view.allocation.barriers[view.offset] = Barrier(view, int(count), me)
+    barrier = view.allocation.barriers[view.offset] = Barrier(view, int(count), me)
+    me.program.idle.setdefault(view.allocation, barrier)
 
 
 def invalidate(view: View) -> None:

@@ -230,16 +230,23 @@ def _hopper_paged_kernel(
     pdl_wait(PDL)
     pdl_trigger(PDL)
     CONSUMERS: gl.constexpr = VARIANT.consumers
-    # Of pages as they are stored, and who takes them: the consumers, or who widens them.
+    # Of pages as they are stored, and who makes room for others: the consumers, or who widens them,
+    # unless that is who asks. Then nobody waits for room, and barriers that nobody uses would get
+    # in the way of what Triton puts in their place.
     STAGES: gl.constexpr = VARIANT.stages if VARIANT.codes == "" else 1
-    READERS: gl.constexpr = CONSUMERS if VARIANT.codes == "" else 1
+    READERS: gl.constexpr = CONSUMERS if VARIANT.codes == "" else 0 if VARIANT.asks else 1
     q_rest, k_rest = None, None
     if q_rest_desc is not None:
         q_rest = allocate(q_rest_desc, CONSUMERS)
         k_rest = allocate_tiles(k_rest_desc, STAGES, VARIANT)
     q = Stream(q_desc, q_rest_desc, make_ring(q_desc, CONSUMERS, 1), q_rest)
-    k = Stream(k_desc, k_rest_desc, make_tiles(k_desc, STAGES, READERS, VARIANT), k_rest)
-    v = Stream(v_desc, None, make_tiles(v_desc, STAGES, READERS, VARIANT), None)
+    k_full, v_full = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
+    k_empty, v_empty = None, None
+    if READERS > 0:
+        k_empty, v_empty = make_barriers(STAGES, READERS), make_barriers(STAGES, READERS)
+    k_ring = Ring(allocate_tiles(k_desc, STAGES, VARIANT), k_full, k_empty)
+    v_ring = Ring(allocate_tiles(v_desc, STAGES, VARIANT), v_full, v_empty)
+    k, v = Stream(k_desc, k_rest_desc, k_ring, k_rest), Stream(v_desc, None, v_ring, None)
     asked = Streams(q, k, v, None, None)
     streams, scales = asked, Scales(k_scales_ptr, v_scales_ptr)
     if VARIANT.codes != "":
@@ -313,13 +320,6 @@ def _hopper_paged_kernel(
             [4, 4, 1],
             [VARIANT.registers, 56, 24],
         )
-
-
-@gluon.jit
-def make_tiles(desc, STAGES: gl.constexpr, READERS: gl.constexpr, VARIANT: gl.constexpr):
-    """Buffers of tiles that are gathered from a map's blocks."""
-    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, READERS)
-    return Ring(allocate_tiles(desc, STAGES, VARIANT), full, empty)
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ class Ring(NamedTuple):
     Attributes:
         buffers: [stages, ...] in shared memory; None where roles know them by another name.
         full: barriers of the landed bytes, or of the producers that wrote them, [stages].
-        empty: barriers of the consumers, [stages].
+        empty: barriers of the consumers, [stages]; None where nobody waits for room.
     """
 
     buffers: Any
