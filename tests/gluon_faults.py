@@ -67,11 +67,6 @@ def faulty(y_ptr, x_desc, FAULT: gl.constexpr):
         fence_async_shared()
     if FAULT == "barrier never initialised" or FAULT == "barrier not fenced":
         mbarrier.arrive(bar, count=1)
-    if FAULT == "barrier never used":
-        spare = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(spare, count=1)
-        fetch(x_desc, 0, 0, bar, buf)
-        mbarrier.wait(bar, 0)
     if FAULT == "too many arrivals":
         mbarrier.arrive(bar, count=2)
     if FAULT == "more bytes copied than expected":

@@ -5,12 +5,13 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ferrum_triton.gluon_emulator import idle_barriers
 from ferrum_triton.kernels.gluon import describe, gluon_kernel
 from ferrum_triton.kernels.gpu import gpu_of_arch
 from ferrum_triton.kernels.hopper_config import serves
 from ferrum_triton.kernels.jit import record_launches
 from ferrum_triton.kernels.resources import TARGETS, compile_launch
-from tests.compiling import compiled, idle_barriers
+from tests.compiling import compiled
 
 
 @gluon_kernel(dynamic=("row",))

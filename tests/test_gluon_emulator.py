@@ -119,7 +119,6 @@ FAULTS = {
     "barrier never initialised": (Misuse, "bar is used .* as a barrier, and mbarrier.init never"),
     "initialised twice": (Misuse, "mbarrier.invalidate is missing"),
     "barrier not fenced": (Misuse, "bar is used .* fence_async_shared is missing"),
-    "barrier never used": (Misuse, "spare is initialised at .* nobody waits for it or arrives"),
     "too many arrivals": (Misuse, "bar: 2 arrivals at .* has 1 of 1 left"),
     "more bytes copied than expected": (Misuse, "bar: more bytes are copied in phase 0"),
     "fewer bytes copied than expected": (Deadlock, "lacks 0 of 1 arrivals and 8192 bytes"),

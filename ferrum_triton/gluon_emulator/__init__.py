@@ -8,6 +8,16 @@ from ferrum_triton.gluon_emulator.errors import (
     OutOfBounds,
     Race,
 )
+from ferrum_triton.gluon_emulator.idle import idle_barriers
 from ferrum_triton.gluon_emulator.run import run
 
-__all__ = ["Deadlock", "EmulationError", "Misuse", "OutOfBounds", "Race", "run", "twin_of"]
+__all__ = [
+    "Deadlock",
+    "EmulationError",
+    "Misuse",
+    "OutOfBounds",
+    "Race",
+    "idle_barriers",
+    "run",
+    "twin_of",
+]

@@ -142,12 +142,6 @@ def barrier_of(view: View) -> Barrier:
     return barrier
 
 
-def note_use(view: View) -> None:
-    """An arrival or a wait, also one whose predicate is false."""
-    if isinstance(view, View):
-        current().program.note_use(view.allocation)
-
-
 def init(view: View, count: Any) -> None:
     me = current()
     me.program.checkpoint()
@@ -162,8 +156,7 @@ def init(view: View, count: Any) -> None:
     if int(count) < 1:
         raise Misuse(f"{view} is initialised at {here()} for {int(count)} arrivals")
     view.access("mbarrier.init", writes=True)
-    barrier = view.allocation.barriers[view.offset] = Barrier(view, int(count), me)
-    me.program.idle.setdefault(view.allocation, barrier)
+    view.allocation.barriers[view.offset] = Barrier(view, int(count), me)
 
 
 def invalidate(view: View) -> None:

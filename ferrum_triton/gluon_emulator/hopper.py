@@ -26,7 +26,6 @@ EMULATED["mbarrier.invalidate"] = barriers.invalidate
 def expect(mbarrier: View, bytes: Any, pred: Any = True) -> None:
     me = current()
     me.program.checkpoint()
-    barriers.note_use(mbarrier)
     if bool(pred):
         barriers.barrier_of(mbarrier).arrive(me, 1, int(bytes))
 
@@ -35,7 +34,6 @@ def expect(mbarrier: View, bytes: Any, pred: Any = True) -> None:
 def arrive(mbarrier: View, *, count: Any = 1, pred: Any = True) -> None:
     me = current()
     me.program.checkpoint()
-    barriers.note_use(mbarrier)
     if bool(pred):
         me.let_go()
         barriers.barrier_of(mbarrier).arrive(me, int(count))
@@ -43,7 +41,6 @@ def arrive(mbarrier: View, *, count: Any = 1, pred: Any = True) -> None:
 
 @emulates("mbarrier.wait")
 def wait(mbarrier: View, phase: Any, pred: Any = True, deps: Any = ()) -> None:
-    barriers.note_use(mbarrier)
     if bool(pred):
         barriers.barrier_of(mbarrier).wait(current(), int(phase))
 

@@ -270,9 +270,6 @@ class Program:
         self.index, self.scheduler, self.settings = index, scheduler, scheduler.settings
         self.loads: list[Operation] = []
         self.named_barriers: dict[int, Any] = {}
-        # A barrier of each allocation whose barriers were initialised, and not used since.
-        self.idle: dict[Any, Any] = {}
-        self.used: set[Any] = set()
         self.main = Partition(self, "the kernel", self.settings.num_warps, Clock())
         self.specialised = False
 
@@ -287,22 +284,6 @@ class Program:
         lost = [load for load in self.loads if not main.clock.done & load.bit]
         if lost:
             raise Misuse(f"the kernel ends, and nobody has waited for {lost[0]}")
-        self.check_idle()
-
-    def note_use(self, allocation: Any) -> None:
-        """A barrier of an allocation is waited for, or arrived at."""
-        self.used.add(allocation)
-        self.idle.pop(allocation, None)
-
-    def check_idle(self) -> None:
-        """Raise if barriers were made for nothing, in a program that has use for others."""
-        if self.used and self.idle:
-            barrier = next(iter(self.idle.values()))
-            raise Misuse(
-                f"{barrier} is initialised at {barrier.made_at}, and nobody waits for it or "
-                "arrives there: Triton gives its memory to a buffer, which may find the barrier in "
-                "it all the same"
-            )
 
     def checkpoint(self) -> None:
         self.scheduler.checkpoint()
