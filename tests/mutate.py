@@ -177,7 +177,7 @@ FAMILIES = {
         "cpu and (paged or cache)",
         "test_paged_cache test_paged_attention",
     ),
-    "ferrum_triton/gluon_emulator/": ("", "test_gluon_emulator test_gluon_values"),
+    "ferrum_triton/gluon_emulator/": ("", "test_gluon_emulator test_gluon_values test_gluon"),
     "ferrum_triton/contract": ("refused", "test_door test_agreement test_registry"),
     "ferrum_triton/overlap": ("", "test_door"),
     "ferrum_triton/registry": ("rms_norm", "test_registry test_door test_costs"),
