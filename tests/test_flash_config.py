@@ -8,8 +8,10 @@ from triton.experimental.gluon import language as gl
 from ferrum_triton.gluon_emulator import run
 from ferrum_triton.kernels.attention.flash_config import (
     OTHERS,
+    SHORT_BLOCK,
     SQUARE,
     TRIANGLE,
+    comes_early,
     flash_config,
     hopper_tile,
 )
@@ -168,6 +170,21 @@ def test_heads_that_see_all_keys_need_no_others_beside_them(batch, rows, at_once
     with record_launches((9, 0)), flash_config.forced(hopper_tile(128, 64, 2)):
         plans = [choose_plan(q, q, v, v, rows, None, 0, causal) for causal in (True, False)]
     assert [plan.heads_at_once for plan in plans] == at_once
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "turns", "keys", "early"),
+    [
+        (128, 1.01, SHORT_BLOCK, True),
+        (128, 1.0, SHORT_BLOCK, False),  # no SM has a next block
+        (128, 1.01, SHORT_BLOCK + 1, False),
+        (64, 1.01, SHORT_BLOCK + 1, True),
+        (192, 1.01, SHORT_BLOCK, False),  # no room
+    ],
+)
+def test_queries_come_early_where_blocks_are_short_and_there_is_room(head_dim, turns, keys, early):
+    tile = hopper_tile(128, 128, 2)
+    assert comes_early(tile, head_dim, min(head_dim, 128), turns, keys) == early
 
 
 def test_keys_of_few_queries_and_keys_are_not_split():

@@ -105,6 +105,16 @@ def test_equals_the_reference(backend_name, axes):
     check(backend, sample(backend, **axes), WIDE if axes.get("head_dim") == 128 else SMALL)
 
 
+@on_kernels
+def test_queries_before_the_first_key_see_none(backend_name):
+    """Where a sequence begins only the device knows: a hundred of its queries before position 0."""
+    backend = get_backend(backend_name)
+    call = sample(backend, q_lens=(300, 70))
+    call["pos_offsets"][0] = -100
+    check(backend, call)
+    assert (call["lse"][:100] == float("-inf")).all()
+
+
 # The most parts of a block's keys, and a sequence's keys for each of them.
 SPLIT = {
     "no context": (6, 16),
