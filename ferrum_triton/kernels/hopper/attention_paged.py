@@ -230,9 +230,9 @@ def _hopper_paged_kernel(
     pdl_wait(PDL)
     pdl_trigger(PDL)
     CONSUMERS: gl.constexpr = VARIANT.consumers
-    # Of pages as they are stored, and who makes room for others: the consumers, or who widens them,
-    # unless that is who asks. Then nobody waits for room, and barriers that nobody uses would get
-    # in the way of what Triton puts in their place.
+    # Of pages as they are stored, and who makes room for others: the consumers, or who widens them.
+    # Where that is also who asks, nobody waits for room, and barriers for it must not be made:
+    # Triton would give their memory to a buffer.
     STAGES: gl.constexpr = VARIANT.stages if VARIANT.codes == "" else 1
     READERS: gl.constexpr = CONSUMERS if VARIANT.codes == "" else 0 if VARIANT.asks else 1
     q_rest, k_rest = None, None
