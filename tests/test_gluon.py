@@ -16,7 +16,7 @@ from tests.compiling import compiled
 
 @gluon_kernel(dynamic=("row",))
 def _copy_block(y_ptr, x_desc, row, LAYOUT: gl.constexpr, SPARE: gl.constexpr = False):
-    """y = the block of x that begins at a row; with SPARE beside barriers that nobody uses."""
+    """y = the block of x that begins at a row. SPARE adds barriers that nobody uses."""
     block = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(landed, count=1)
@@ -52,7 +52,7 @@ def test_a_gluon_kernel_is_recorded_and_compiles():
 
 
 def test_barriers_that_nobody_uses_are_found():
-    """Of those Triton gives the memory to others."""
+    """Triton gives their memory to others."""
     x, y = (torch.empty(rows, 128, dtype=torch.float16, device="meta") for rows in (256, 64))
     with record_launches((9, 0)) as launches:
         launch(x, y, 3, SPARE=True)

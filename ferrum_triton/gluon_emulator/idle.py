@@ -1,4 +1,7 @@
-"""Barriers that a compiled kernel has no use for, which running it does not show."""
+"""Barriers that a compiled kernel has no use for.
+
+The emulator cannot tell them from those that a short run happens to leave alone.
+"""
 
 import re
 from collections import defaultdict
@@ -8,8 +11,9 @@ from collections.abc import Iterator
 def idle_barriers(ttgir: str) -> list[str]:
     """Allocations of barriers, by name, that are initialised and then used by no code.
 
-    Triton takes them to be over there and gives their memory to a buffer. PTX has no other use for
-    a barrier's memory before ``mbarrier.inval``, and a buffer has been seen with the barrier in it.
+    Triton takes their memory to be free from there on, and gives it to a buffer. PTX allows no
+    other use of a barrier's memory before ``mbarrier.inval``, and a buffer has had the barrier in
+    it.
 
     Args:
         ttgir: what Triton makes of a kernel before LLVM, ``compiled.asm["ttgir"]``.

@@ -22,11 +22,11 @@ HOPPER_BARRIERS = 1024
 # Registers of a consumer's thread where the producer widens 8-bit pages, which takes 72.
 WIDE_REGISTERS = 216
 
-# Up to so many keys of a block, on average, its queries come in while the block before is at work.
-# 300 queries of sixteen sequences of 32 heads over 8 of 128 take 58.8 us for 64.8, 700 of eight
-# 87.6 for 93.4, and 1,024 of eight with 32 heads over 32 155.8 for 158.4. But 2,048 of eight with
-# 32 heads over 8 take 498 us for 494, and 1,024 of eight that see all their keys 236 for 233. With
-# heads of 64 longer blocks gain too: four sequences of 8,192 take 1,220 us for 1,244
+# A block's queries come in while the block before is at work, if blocks have up to so many keys on
+# average. 300 queries of sixteen sequences of 32 heads over 8 of 128 take 58.8 us for 64.8, 700 of
+# eight 87.6 for 93.4, and 1,024 of eight with 32 heads over 32 155.8 for 158.4. But 2,048 of eight
+# with 32 heads over 8 take 498 us for 494, and 1,024 of eight that see all their keys 236 for 233.
+# With heads of 64 longer blocks gain too: four sequences of 8,192 take 1,220 us for 1,244
 # (``bench.timing.Replay`` of ``flash_attention`` with each, H200, copies of cccdbea).
 SHORT_BLOCK = 896
 

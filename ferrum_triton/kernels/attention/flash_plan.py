@@ -28,12 +28,12 @@ from ferrum_triton.kernels.tuning import Config, cached_picks
 # Hopper) beside the queries and outputs that pass through it.
 CACHED_BYTES = 32 << 20
 
-# Up to so many queries of a sequence, as few heads as possible run side by side. More would most
-# likely ask device memory for all keys in the first turns of the programs, and then for none. 512
-# queries of sixteen sequences of sixteen heads of 64 take 38.5 us for 41.2, 255 of 64 of 32 heads
-# over 8 of 128 132.2 for 136.9, and 1,024 of eight with 32 heads over 32 151.7 for 155.8. Longer
-# ones gain nothing: 2,048 of four with 32 heads over 8 of 96 take 219.5 us for 213.0. Where they
-# see all their keys, so that blocks are alike, the same holds for every length: 256 of sixteen
+# As few heads as possible run side by side, if sequences have up to so many queries. More would
+# most likely ask device memory for all keys in the first turns of the programs, and then for none.
+# 512 queries of sixteen sequences of sixteen heads of 64 take 38.5 us for 41.2, 255 of 64 of 32
+# heads over 8 of 128 132.2 for 136.9, and 1,024 of eight with 32 heads over 32 151.7 for 155.8.
+# Longer ones gain nothing: 2,048 of four with 32 heads over 8 of 96 take 219.5 us for 213.0. Where
+# they see all their keys, so that blocks are alike, the same holds for every length: 256 of sixteen
 # sequences of sixteen heads of 64 take 17.6 us for 18.9, and 4,096 of two 325.8 for 332.5
 # (``bench.timing.Replay`` of ``flash_attention`` with each, H200, copies of cccdbea).
 SHORT = 1024

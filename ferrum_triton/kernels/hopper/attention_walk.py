@@ -137,8 +137,9 @@ class Part(NamedTuple):
 def tokens_of(seq, batch):
     """Where the tokens of a sequence of the call begin and end, among those that exist.
 
-    Without a mask, which :func:`share_sms` needs: with one, programs that take pages of 8 bits keep
-    words in local memory (``test_machine_code`` of ``tests/test_hopper_paged_codes.py``).
+    The loads have no mask. :func:`share_sms` needs one, and loads for itself: with a mask here,
+    programs that take pages of 8 bits keep words in local memory (``test_machine_code`` of
+    ``tests/test_hopper_paged_codes.py``).
     """
     starts = batch.cu_seqlens_q_ptr + seq
     first = gl.minimum(gl.maximum(gl.load(starts), 0), batch.num_tokens)
